@@ -84,55 +84,60 @@ impl<'h> ContinuousMerge<'h, '_> {
     pub fn run(
         &self,
         list_pids: impl FnMut() -> Vec<Pid>,
-        report: impl FnMut(ContinuousMergeEvent<'_>),
+        report_event: impl FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let mut trial = MergeMonitor::new(self.host);
-        trial.set_ksmd_share(self.merge_options.ksmd_cpu_share);
-        self.run_with_monitor(&mut trial, list_pids, report, stop)
+        let mut monitor = MergeMonitor::new(self.host);
+        monitor.set_ksmd_share(self.merge_options.ksmd_cpu_share);
+        self.run_with_monitor(&mut monitor, list_pids, report_event, stop)
     }
 
-    /// The same, with a monitor that may already watch pages of an earlier merge.
+    /// [`Self::run`] with a monitor that may already watch pages of an earlier merge.
     fn run_with_monitor(
         &self,
-        trial: &mut MergeMonitor<'h>,
-        mut members: impl FnMut() -> Vec<Pid>,
-        mut tell: impl FnMut(ContinuousMergeEvent<'_>),
+        monitor: &mut MergeMonitor<'h>,
+        mut list_pids: impl FnMut() -> Vec<Pid>,
+        mut report_event: impl FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let mut ages = StableAges::new(self.host.page_size(), self.host.now())?;
         let mut remerge = Remerge::new(self.host, self.merge_options.ksmd_cpu_share);
-        let ripens = stable_age(self.host.page_size().bytes());
+        let min_age = stable_age(self.host.page_size().bytes());
         // A program that starts fills its memory first.
-        let (mut pause, mut noted) = (ripens, false);
+        let (mut pause, mut has_recorded) = (min_age, false);
         loop {
-            let rested = self.host.now();
-            let (mut looked, mut again) = (rested, remerge::MIN_CHECK_INTERVAL);
-            let mut pids = members();
-            while elapsed_since(self.host, rested) < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
+            let pause_start = self.host.now();
+            let (mut last_check, mut check_interval) = (pause_start, remerge::MIN_CHECK_INTERVAL);
+            let mut pids = list_pids();
+            while elapsed_since(self.host, pause_start) < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
                 self.host.sleep(STOP_POLL_INTERVAL);
-                pids = members();
-                if elapsed_since(self.host, looked) >= again {
-                    let before = self.host.own_cpu_time();
-                    let ksmd = self.check_merged_pages(trial, &mut remerge, &mut tell, stop)?;
-                    let own = self.host.own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO;
-                    (looked, again) =
-                        (self.host.now(), remerge::MIN_CHECK_INTERVAL.max(own).max(remerge.pause_after(ksmd)));
+                pids = list_pids();
+                if elapsed_since(self.host, last_check) >= check_interval {
+                    let cpu_before = self.host.own_cpu_time();
+                    let ksmd_cpu = self.check_merged_pages(monitor, &mut remerge, &mut report_event, stop)?;
+                    let own_pause = self.host.own_cpu_time().saturating_sub(cpu_before) * PAUSE_TO_CPU_TIME_RATIO;
+                    (last_check, check_interval) = (
+                        self.host.now(),
+                        remerge::MIN_CHECK_INTERVAL.max(own_pause).max(remerge.pause_after(ksmd_cpu)),
+                    );
                 }
             }
             if pids.is_empty() || stop.load(Ordering::Relaxed) {
-                trial.failed_changes().for_each(|refused| tell(ContinuousMergeEvent::UnenrollFailed(refused)));
+                monitor.failed_changes().for_each(|failed| report_event(ContinuousMergeEvent::UnenrollFailed(failed)));
                 return Ok(());
             }
-            let before = self.host.own_cpu_time();
-            self.run_round(pids, trial, &mut ages, &mut remerge, &mut tell, stop)?;
+            let cpu_before = self.host.own_cpu_time();
+            self.run_round(pids, monitor, &mut ages, &mut remerge, &mut report_event, stop)?;
             // The census's memory is in the job's cgroup and would reduce the savings.
             trim_free_memory();
             // The first round only records contents, and counts together with the second.
-            let rest =
-                if noted { self.host.own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO } else { ripens };
-            pause = rest.max(ripens);
-            noted = true;
+            let cpu_pause = if has_recorded {
+                self.host.own_cpu_time().saturating_sub(cpu_before) * PAUSE_TO_CPU_TIME_RATIO
+            } else {
+                min_age
+            };
+            pause = cpu_pause.max(min_age);
+            has_recorded = true;
         }
     }
 
@@ -140,72 +145,75 @@ impl<'h> ContinuousMerge<'h, '_> {
     fn run_round(
         &self,
         pids: Vec<Pid>,
-        trial: &mut MergeMonitor<'h>,
+        monitor: &mut MergeMonitor<'h>,
         ages: &mut StableAges,
         remerge: &mut Remerge<'h>,
-        tell: &mut dyn FnMut(ContinuousMergeEvent<'_>),
+        report_event: &mut dyn FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
         let started = self.host.now();
         ages.retain_processes(|process| pids.contains(&process.pid));
         let selection = ProcessSelection { pids, ..ProcessSelection::default() };
         let excluded_ranges =
-            trial.unenrolled().iter().map(|(&process, withdrawn)| (process, withdrawn.all_ranges())).collect();
+            monitor.unenrolled().iter().map(|(&process, unenrolled)| (process, unenrolled.all_ranges())).collect();
         let request = PlanRequest { selection, excluded_ranges, ..self.plan_request.clone() };
         let progress = pagefold_census::ScanProgress::default();
         let PreparedPlan { plan, probes, .. } =
             prepare_plan(self.host, &request, self.exclusion_reason, Some((ages, self.host.now())), &progress, stop)?;
         if plan.targets.is_empty() {
-            return self.check_merged_pages(trial, remerge, tell, stop).map(drop);
+            return self.check_merged_pages(monitor, remerge, report_event, stop).map(drop);
         }
-        let Some(mut session) = self.begin_session(tell)? else { return Ok(()) };
+        let Some(mut session) = self.begin_session(report_event)? else { return Ok(()) };
         let progress = merge::MergeProgress::default();
         let planned = PreparedMerge { plan, probes, started_at: started };
-        let outcome = execute_plan(&mut session, planned, &self.merge_options, trial, &progress, stop)
+        let outcome = execute_plan(&mut session, planned, &self.merge_options, monitor, &progress, stop)
             .map_err(|error| session.abort(error))?;
-        tell(ContinuousMergeEvent::RoundEnded(&outcome));
+        report_event(ContinuousMergeEvent::RoundEnded(&outcome));
         Ok(())
     }
 
     /// Check merged pages: unenroll unstable ranges, and merge rewritten pages again. While another program drives this
-    /// host it does nothing. Returns the CPU time that ksmd used for it.
+    /// host this does nothing. Returns the CPU time that ksmd used for it.
     fn check_merged_pages(
         &self,
-        trial: &mut MergeMonitor<'h>,
+        monitor: &mut MergeMonitor<'h>,
         remerge: &mut Remerge<'h>,
-        tell: &mut dyn FnMut(ContinuousMergeEvent<'_>),
+        report_event: &mut dyn FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<Duration, Error> {
-        let losses = trial.check_pages(CheckScope::RanSinceCheck);
-        let due = remerge::is_due(trial);
-        if !losses && !due {
+        let has_unstable = monitor.check_pages(CheckScope::RanSinceCheck);
+        let remerge_is_due = remerge::is_due(monitor);
+        if !has_unstable && !remerge_is_due {
             return Ok(Duration::ZERO);
         }
-        let Some(mut session) = self.begin_session(tell)? else { return Ok(Duration::ZERO) };
-        let mut ksmd = Duration::ZERO;
-        if losses {
-            trial
+        let Some(mut session) = self.begin_session(report_event)? else { return Ok(Duration::ZERO) };
+        let mut ksmd_cpu = Duration::ZERO;
+        if has_unstable {
+            monitor
                 .unenroll_unprofitable(&mut session, UnenrollPhase::BetweenRounds)
                 .map_err(|error| session.abort(error))?;
         }
-        if due {
-            match remerge.run(&mut session, trial, stop) {
-                Ok(took) => ksmd = took,
+        if remerge_is_due {
+            match remerge.run(&mut session, monitor, stop) {
+                Ok(cpu_time) => ksmd_cpu = cpu_time,
                 // Another program sets ksmd: its values stay.
                 Err(session::Error::SettingOverwritten { .. }) => {}
                 Err(error) => return Err(session.abort(error).into()),
             }
         }
-        session.undo_all()?.iter().for_each(|remains| tell(ContinuousMergeEvent::UndoFailed(remains)));
-        Ok(ksmd)
+        session.undo_all()?.iter().for_each(|failed_undo| report_event(ContinuousMergeEvent::UndoFailed(failed_undo)));
+        Ok(ksmd_cpu)
     }
 
     /// Begin a session on the host. Changes of a killed run that cannot be undone are reported. Returns `None` while
     /// another program drives the host.
-    fn begin_session(&self, tell: &mut dyn FnMut(ContinuousMergeEvent<'_>)) -> Result<Option<Session<'h>>, Error> {
+    fn begin_session(
+        &self,
+        report_event: &mut dyn FnMut(ContinuousMergeEvent<'_>),
+    ) -> Result<Option<Session<'h>>, Error> {
         match Session::begin(self.host, self.directory, ResourceClass::Ksm) {
-            Ok((session, _, left)) => {
-                left.iter().for_each(|remains| tell(ContinuousMergeEvent::UndoFailed(remains)));
+            Ok((session, _, failed_undos)) => {
+                failed_undos.iter().for_each(|failed_undo| report_event(ContinuousMergeEvent::UndoFailed(failed_undo)));
                 Ok(Some(session))
             }
             Err(session::Error::Busy { .. }) => Ok(None),

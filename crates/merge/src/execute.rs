@@ -68,7 +68,8 @@ pub enum AfterMerge {
 }
 
 impl AfterMerge {
-    /// The same, adjusted to the end: after a stop ksmd does not continue, and after yielding no change stays.
+    /// This choice, adjusted to how the merge ended: after a stop ksmd does not continue, and once another program has
+    /// overwritten a setting, no change stays.
     fn for_end(self, end: &MergeEnd) -> Self {
         match (end, self) {
             (MergeEnd::SettingsOverwritten(_), _) | (MergeEnd::Stopped, Self::KeepKsmdRunning) => Self::UndoChanges,
@@ -153,8 +154,8 @@ pub fn execute_plan<'h>(
     let bystanders = verify::count_unplanned_enrolled(host, &plan);
     let ksmd_time = run.ksmd_cpu_used();
     let MergeRun { timeline, mut failed_changes, unenrolled_pages, unenrolled_processes, .. } = run;
-    for refused in monitor.failed_changes() {
-        merge_monitor::push_failed_change(&mut failed_changes, refused.clone());
+    for failed in monitor.failed_changes() {
+        merge_monitor::push_failed_change(&mut failed_changes, failed.clone());
     }
     let nets = verify::net_savings(host, &plan, &before.targets, &after.targets);
     let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before.targets, &after.targets);
@@ -204,7 +205,7 @@ pub fn execute_plan<'h>(
         ended_targets: (0..plan.targets.len()).filter(is_ended).collect(),
         bystanders,
         failed_changes,
-        not_restored: not_restored.into_iter().map(|remains| remains.to_string()).chain(not_recorded).collect(),
+        not_restored: not_restored.into_iter().map(|failed| failed.to_string()).chain(not_recorded).collect(),
         plan,
     })
 }
@@ -248,9 +249,9 @@ impl MemoryReadings {
 
 /// KSM's pages before and after, of the targets that still run: earlier savings of ended processes are no loss.
 fn sum_living_targets(before: &PlanMeasurement, after: &PlanMeasurement) -> (KsmPageCounts, KsmPageCounts) {
-    let living = before.targets.iter().zip(&after.targets).filter(|(_, after)| after.is_some());
+    let running = before.targets.iter().zip(&after.targets).filter(|(_, after)| after.is_some());
     (
-        verify::sum_targets(living.filter_map(|(before, _)| before.as_ref())),
+        verify::sum_targets(running.filter_map(|(before, _)| before.as_ref())),
         verify::sum_targets(after.targets.iter().flatten()),
     )
 }
@@ -275,8 +276,8 @@ fn ranges_given_up(
     process: ProcessId,
 ) -> Vec<(AddressRange, PageFate)> {
     let is_of_process = |failed: &&FailedChange| failed.pid == process.pid && failed.change == EnrollChange::Enroll;
-    let everything = AddressRange { start: 0, end: u64::MAX };
-    let failed = failed_changes.iter().filter(is_of_process).map(|failed| failed.range.unwrap_or(everything));
+    let all_addresses = AddressRange { start: 0, end: u64::MAX };
+    let failed = failed_changes.iter().filter(is_of_process).map(|failed| failed.range.unwrap_or(all_addresses));
     let with_fate = |fate| move |range| (range, fate);
     failed
         .map(with_fate(PageFate::NotEnrolled))
@@ -292,16 +293,16 @@ fn end_session(
     end: &mut MergeEnd,
 ) -> Result<Vec<FailedUndo>, session::Error> {
     if after_merge.for_end(end) == AfterMerge::KeepKsmdRunning {
-        let slowly = session.write_settings(&Settings::from([
+        let result = session.write_settings(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
             (Setting::Run, "1".to_owned()),
         ]));
-        match slowly {
+        match result {
             Err(error @ session::Error::SettingOverwritten { .. }) => {
                 *end = MergeEnd::SettingsOverwritten(error.to_string())
             }
-            set => set?,
+            result => result?,
         }
     }
     match after_merge.for_end(end) {
@@ -312,9 +313,13 @@ fn end_session(
 }
 
 /// The ranges that a monitor unenrolled from the targets of a plan, by the targets' positions.
-fn unenrolled_by_target(plan: &MergePlan, trial: &MergeMonitor<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
-    let of = |target: &PlanTarget| Some(trial.unenrolled().get(&target.process.id)?.all_ranges());
-    plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
+fn unenrolled_by_target(plan: &MergePlan, monitor: &MergeMonitor<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
+    let unenrolled_ranges = |target: &PlanTarget| Some(monitor.unenrolled().get(&target.process.id)?.all_ranges());
+    plan.targets
+        .iter()
+        .enumerate()
+        .filter_map(|(position, target)| Some((position, unenrolled_ranges(target)?)))
+        .collect()
 }
 
 struct MergeRun<'w, 'h> {
@@ -322,7 +327,7 @@ struct MergeRun<'w, 'h> {
     monitor: &'w mut MergeMonitor<'h>,
     unenrolled_pages: Pages,
     unenrolled_processes: BTreeSet<ProcessId>,
-    volatile_found_at: Instant,
+    unstable_found_at: Instant,
     /// Whether any of the ranges was enrolled.
     any_enrolled: bool,
     /// Whether `smart_scan` is off for this merge.
@@ -355,7 +360,7 @@ impl<'w, 'h> MergeRun<'w, 'h> {
             monitor,
             unenrolled_pages: Pages::ZERO,
             unenrolled_processes: BTreeSet::new(),
-            volatile_found_at: started_at,
+            unstable_found_at: started_at,
             any_enrolled: false,
             smart_scan_disabled: false,
             ksmd: KsmdThread::find(host),
@@ -402,15 +407,15 @@ impl MergeRun<'_, '_> {
         self.unenroll_unprofitable()?;
         self.enroll_targets(false)?;
         let mut early = self.plan.merging_early();
-        let refused = |missed: &FailedChange| missed.change == EnrollChange::Enroll && missed.range.is_none();
-        if early.is_some() && self.failed_changes.iter().any(refused) {
+        let is_refused = |failed: &FailedChange| failed.change == EnrollChange::Enroll && failed.range.is_none();
+        if early.is_some() && self.failed_changes.iter().any(is_refused) {
             // With a refused process the first copies may never merge, so the late ranges are enrolled at once.
             self.enroll_targets(true)?;
             early = None;
         }
         // Without enrolled memory ksmd sleeps, and the merge would never settle.
-        let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
-        if !self.any_enrolled && (self.plan.whole_processes || !before) {
+        let already_enrolled = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
+        if !self.any_enrolled && (self.plan.whole_processes || !already_enrolled) {
             return Ok(self.early_end().unwrap_or(MergeEnd::Settled));
         }
         // A merge of whole processes unenrolls no part of them.
@@ -429,13 +434,13 @@ impl MergeRun<'_, '_> {
         // Pages merged since the census would be unmerged: ksmd is stopped, and ranges with such pages are left
         // unchanged.
         let host = self.session.host();
-        let ran = Knob::from(Setting::Run).read(host).is_ok_and(|run| run == "1");
+        let was_running = Knob::from(Setting::Run).read(host).is_ok_and(|run| run == "1");
         self.pause_ksmd()?;
         for TemporaryUnenroll { process, comm, ranges, .. } in &self.plan.temporary_unenrolls {
-            let merged =
-                |range: &AddressRange| verify::count_range_pages(host, *process, *range).map(|found| found.merged);
-            let untouched = |range: &AddressRange| !ran || merged(range) == Ok(Pages::ZERO);
-            let ranges: Vec<AddressRange> = ranges.iter().copied().filter(untouched).collect();
+            let merged_pages =
+                |range: &AddressRange| verify::count_range_pages(host, *process, *range).map(|counts| counts.merged);
+            let has_no_merged_pages = |range: &AddressRange| !was_running || merged_pages(range) == Ok(Pages::ZERO);
+            let ranges: Vec<AddressRange> = ranges.iter().copied().filter(has_no_merged_pages).collect();
             if ranges.is_empty() || self.early_end().is_some() {
                 continue;
             }
@@ -456,12 +461,12 @@ impl MergeRun<'_, '_> {
             let actions: Vec<Action> = match (&target.enroll_method, self.plan.whole_processes) {
                 (EnrollMethod::Unreachable(why), _) => {
                     let (pid, comm) = (process.pid, target.process.comm.clone());
-                    let missed =
+                    let failed =
                         FailedChange { change: EnrollChange::Enroll, pid, comm, range: None, why: why.clone() };
-                    merge_monitor::push_failed_change(&mut self.failed_changes, missed);
+                    merge_monitor::push_failed_change(&mut self.failed_changes, failed);
                     continue;
                 }
-                // It may be enrolled already.
+                // The guest may be enrolled already.
                 (EnrollMethod::GuestControl(guest), true) if guest.backends.is_empty() => {
                     self.any_enrolled = true;
                     continue;
@@ -495,12 +500,12 @@ impl MergeRun<'_, '_> {
         process: ProcessId,
         comm: &str,
         action: &Action,
-        stays: ChangeLifetime,
+        lifetime: ChangeLifetime,
     ) -> Result<bool, session::Error> {
         let merge_monitor::Acted { missed, is_busy } =
-            merge_monitor::apply_to_process(self.session, process, comm, action, stays, self.stop)?;
+            merge_monitor::apply_to_process(self.session, process, comm, action, lifetime, self.stop)?;
         self.any_enrolled |=
-            stays == ChangeLifetime::PermanentOnCommit && missed.iter().all(|missed| missed.range.is_some());
+            lifetime == ChangeLifetime::PermanentOnCommit && missed.iter().all(|missed| missed.range.is_some());
         for missed in missed {
             merge_monitor::push_failed_change(&mut self.failed_changes, missed);
         }
@@ -514,24 +519,24 @@ impl MergeRun<'_, '_> {
 
     /// How the merge ends now, if it was stopped or reached its deadline.
     fn early_end(&self) -> Option<MergeEnd> {
-        let late = self.options.deadline.is_some_and(|deadline| self.time_since_start() >= deadline);
+        let deadline_reached = self.options.deadline.is_some_and(|deadline| self.time_since_start() >= deadline);
         let stopped = self.stop.load(Ordering::Relaxed).then_some(MergeEnd::Stopped);
-        stopped.or(late.then_some(MergeEnd::Deadline))
+        stopped.or(deadline_reached.then_some(MergeEnd::Deadline))
     }
 
     /// Unenroll ranges that do not stay merged.
-    fn check_and_unenroll(&mut self, moment: UnenrollPhase) -> Result<(), session::Error> {
-        self.monitor.check_pages(if moment == UnenrollPhase::DuringMerge {
+    fn check_and_unenroll(&mut self, phase: UnenrollPhase) -> Result<(), session::Error> {
+        self.monitor.check_pages(if phase == UnenrollPhase::DuringMerge {
             CheckScope::RanSinceCheck
         } else {
             CheckScope::All
         });
-        let gone = self.monitor.unenroll_unprofitable(self.session, moment)?;
-        if !gone.is_empty() {
-            self.volatile_found_at = self.session.host().now();
+        let unenrolled = self.monitor.unenroll_unprofitable(self.session, phase)?;
+        if !unenrolled.is_empty() {
+            self.unstable_found_at = self.session.host().now();
         }
-        self.unenrolled_pages += gone.values().copied().sum::<Pages>();
-        self.unenrolled_processes.extend(gone.into_keys());
+        self.unenrolled_pages += unenrolled.values().copied().sum::<Pages>();
+        self.unenrolled_processes.extend(unenrolled.into_keys());
         Ok(())
     }
 

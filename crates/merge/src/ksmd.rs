@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// value.
 ///
 /// # Errors
-/// Those of reading and writing the setting.
+/// The errors of reading and writing the setting.
 pub fn check_writable(session: &Session<'_>) -> Result<(), session::Error> {
     session.check_writable(Setting::SleepMillisecs.into())
 }
@@ -83,9 +83,9 @@ impl<'a> MergedPageCounter<'a> {
     pub fn new(host: &'a dyn Host, plan: &MergePlan) -> Self {
         let handles =
             plan.targets.iter().filter_map(|target| pagefold_host::hold(host, target.process.id).ok()).collect();
-        let mut gauge = Self { handles, initial_pages: Pages::ZERO };
-        gauge.initial_pages = gauge.count_all();
-        gauge
+        let mut counter = Self { handles, initial_pages: Pages::ZERO };
+        counter.initial_pages = counter.count_all();
+        counter
     }
 
     /// Pages of the targets merged since: mapped to a KSM frame, the kept copy included, or to the zero page. As of
@@ -96,10 +96,10 @@ impl<'a> MergedPageCounter<'a> {
 
     /// Whether any target has enrolled memory; an unreadable target counts as enrolled.
     fn has_enrolled(&self) -> bool {
-        let is = |handle: &dyn ProcessHandle| {
+        let is_enrolled = |handle: &dyn ProcessHandle| {
             verify::has_enrolled_memory(handle).unwrap_or_else(|why| why != Absent::Vanished)
         };
-        self.handles.iter().any(|handle| is(&**handle))
+        self.handles.iter().any(|handle| is_enrolled(&**handle))
     }
 
     fn count_all(&self) -> Pages {
@@ -141,11 +141,11 @@ impl StallDetector {
         if elapsed_since(host, self.unchanged_since) < self.stall_time {
             return false;
         }
-        let asked = host.now();
-        let over = !targets.has_enrolled();
+        let check_start = host.now();
+        let none_enrolled = !targets.has_enrolled();
         (self.unchanged_since, self.stall_time) =
-            (host.now(), STALL_TIME.max(elapsed_since(host, asked) * STALL_CHECK_PAUSE_FACTOR));
-        over
+            (host.now(), STALL_TIME.max(elapsed_since(host, check_start) * STALL_CHECK_PAUSE_FACTOR));
+        none_enrolled
     }
 }
 
@@ -198,25 +198,26 @@ pub fn sweep_ended_processes(session: &mut Session<'_>, cancel: &AtomicBool) -> 
     let before = (read_full_scans(host), count_pages_with_metadata(host));
     run_at_pace(session, KsmdPace::new(SWEEP_CPU_SHARE))?;
     let swept = before.0.and_then(|scans| wait_until_swept(host, scans, before.1?, cancel));
-    // Also if a counter could not be read.
+    // Stop ksmd also if a counter could not be read.
     pause(session)?;
     swept.map_err(session::Error::HostStateUnreadable)
 }
 
-/// Whether ksmd visits all ended processes, from this number of scans and of pages with metadata on.
-fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBool) -> Reading<bool> {
-    let (began, mut falls, mut unchanged) = (host.now(), false, 0);
+/// Wait until ksmd has visited all ended processes, and return whether it has. `scans` and `last_pages` are the numbers
+/// of full scans and of pages with metadata at the start.
+fn wait_until_swept(host: &dyn Host, scans: u64, mut last_pages: u64, cancel: &AtomicBool) -> Reading<bool> {
+    let (start, mut has_fallen, mut unchanged_polls) = (host.now(), false, 0);
     loop {
         host.sleep(SWEEP_POLL_INTERVAL);
-        let now = count_pages_with_metadata(host)?;
-        falls |= now < last;
-        unchanged = if now == last { unchanged + 1 } else { 0 };
-        last = now;
+        let pages = count_pages_with_metadata(host)?;
+        has_fallen |= pages < last_pages;
+        unchanged_polls = if pages == last_pages { unchanged_polls + 1 } else { 0 };
+        last_pages = pages;
         // ksmd has completed a scan, or has freed some metadata and finds no more.
-        if read_full_scans(host)? > scans || falls && unchanged >= UNCHANGED_POLLS_TO_FINISH {
+        if read_full_scans(host)? > scans || has_fallen && unchanged_polls >= UNCHANGED_POLLS_TO_FINISH {
             return Ok(true);
         }
-        if elapsed_since(host, began) >= MAX_SWEEP_TIME || halt.load(Ordering::Relaxed) {
+        if elapsed_since(host, start) >= MAX_SWEEP_TIME || cancel.load(Ordering::Relaxed) {
             return Ok(false);
         }
     }
@@ -253,31 +254,31 @@ mod tests {
         for name in ["pages_shared", "pages_sharing", "pages_unshared", "full_scans"] {
             fake.put_setting(name, "0");
         }
-        let looks = [AtomicU64::new(0), AtomicU64::new(0)];
+        let reads = [AtomicU64::new(0), AtomicU64::new(0)];
         let fault = |path: &str| {
-            let (of, values) = match path {
+            let (counter, values) = match path {
                 "sys/kernel/mm/ksm/pages_sharing" => (0, sharing),
                 "sys/kernel/mm/ksm/full_scans" => (1, scans),
                 _ => return None,
             };
-            let look = looks[of].fetch_add(1, Ordering::Relaxed) as usize;
-            let value = values.get(look).or(values.last());
+            let read = reads[counter].fetch_add(1, Ordering::Relaxed) as usize;
+            let value = values.get(read).or(values.last());
             Some(value.map_or(InjectedFault::Absent(Absent::Denied), |value| {
                 InjectedFault::Replaced(value.to_string().into_bytes())
             }))
         };
         let host = FaultyHost::new(&fake, fault);
         let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-        let whole = sweep_ended_processes(&mut session, &AtomicBool::new(false)).ok();
-        (whole, fake.setting_value("run"))
+        let finished = sweep_ended_processes(&mut session, &AtomicBool::new(false)).ok();
+        (finished, fake.setting_value("run"))
     }
 
     #[test]
     fn sweep_ends_when_counters_settle() {
-        let rests = |whole| (whole, "0".to_owned());
-        assert_eq!(run_sweep(&[900, 900, 500, 300], &[7]), rests(Some(true)), "the counters fell, then stayed");
-        assert_eq!(run_sweep(&[900], &[7, 7, 7, 8]), rests(Some(true)), "no process had ended");
-        assert_eq!(run_sweep(&[900], &[7]), rests(Some(false)), "the sweep timed out");
+        let expected = |finished| (finished, "0".to_owned());
+        assert_eq!(run_sweep(&[900, 900, 500, 300], &[7]), expected(Some(true)), "the counters fell, then stayed");
+        assert_eq!(run_sweep(&[900], &[7, 7, 7, 8]), expected(Some(true)), "no process had ended");
+        assert_eq!(run_sweep(&[900], &[7]), expected(Some(false)), "the sweep timed out");
     }
 
     #[test]
@@ -309,8 +310,8 @@ mod tests {
 
     #[test]
     fn ksmd_is_paused_after_a_failed_sweep() {
-        let rests = (None, "0".to_owned());
-        assert_eq!(run_sweep(&[], &[7]), rests);
-        assert_eq!(run_sweep(&[900], &[]), rests);
+        let expected = (None, "0".to_owned());
+        assert_eq!(run_sweep(&[], &[7]), expected);
+        assert_eq!(run_sweep(&[900], &[]), expected);
     }
 }

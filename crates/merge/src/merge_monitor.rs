@@ -97,8 +97,8 @@ impl<'h> MergeMonitor<'h> {
     /// Watch the ranges of a plan as well. Call it after enrolling, since injected calls count as the target's
     /// activity.
     pub fn add_plan(&mut self, plan: &MergePlan) {
-        let withdrawn = |process| self.unenrolled.get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
-        self.sampler.add_plan(plan, withdrawn);
+        let unenrolled = |process| self.unenrolled.get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
+        self.sampler.add_plan(plan, unenrolled);
     }
 
     /// Whether there is nothing to watch.
@@ -134,30 +134,30 @@ impl<'h> MergeMonitor<'h> {
 
     /// Unenrolls that failed at the last try, of running processes.
     pub fn failed_changes(&self) -> impl Iterator<Item = &FailedChange> {
-        let lives = |process| pagefold_host::hold(self.host, process).is_ok();
-        self.failed_changes.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
+        let is_running = |process| pagefold_host::hold(self.host, process).is_ok();
+        self.failed_changes.iter().filter(move |(process, _)| is_running(**process)).flat_map(|(_, changes)| changes)
     }
 
-    /// The processes of these, each with its first reason.
+    /// The running processes whose last unenroll failed, each with its first reason.
     pub fn failed_unenrolls(&self) -> Vec<(ProcessId, String)> {
-        let lives = |process| pagefold_host::hold(self.host, process).is_ok();
-        let stuck = self.failed_changes.iter().filter(|(process, _)| lives(**process));
-        stuck.filter_map(|(process, missed)| Some((*process, missed.first()?.why.clone()))).collect()
+        let is_running = |process| pagefold_host::hold(self.host, process).is_ok();
+        let failed = self.failed_changes.iter().filter(|(process, _)| is_running(**process));
+        failed.filter_map(|(process, changes)| Some((*process, changes.first()?.why.clone()))).collect()
     }
 
     /// Allow an unenrolled range to be enrolled again.
     pub fn allow_again(&mut self, process: ProcessId, range: AddressRange) {
         self.thrashing.remove(&(process, range));
-        if let Some(withdrawn) = self.unenrolled.get_mut(&process) {
-            withdrawn.enrolled_by_pagefold.retain(|other| *other != range);
-            withdrawn.enrolled_by_program.retain(|other| *other != range);
+        if let Some(unenrolled) = self.unenrolled.get_mut(&process) {
+            unenrolled.enrolled_by_pagefold.retain(|other| *other != range);
+            unenrolled.enrolled_by_program.retain(|other| *other != range);
         }
     }
 
-    /// Drop the unenrolled ranges of processes that `keep` rejects.
-    pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
-        self.unenrolled.retain(|&process, _| keep(process));
-        self.thrashing.retain(|&(process, _)| keep(process));
+    /// Drop the unenrolled ranges of processes that `is_kept` rejects.
+    pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.unenrolled.retain(|&process, _| is_kept(process));
+        self.thrashing.retain(|&(process, _)| is_kept(process));
     }
 
     /// Stop watching a process that has no merged pages any more.
@@ -176,11 +176,11 @@ impl<'h> MergeMonitor<'h> {
         }
         self.cow_breaks += self.sampler.cow_breaks();
         let page_bytes = self.host.page_size().bytes();
-        if let Some(allowed) = self.max_breaks_per_second {
+        if let Some(max_breaks) = self.max_breaks_per_second {
             self.criterion =
-                merge_lifetime::criterion_for_break_limit(&self.sampler.cow_break_rates(), allowed, page_bytes);
+                merge_lifetime::criterion_for_break_limit(&self.sampler.cow_break_rates(), max_breaks, page_bytes);
         }
-        self.sampler.has_unprofitable(|seen| self.criterion.is_met_by(seen, page_bytes))
+        self.sampler.has_unprofitable(|stats| self.criterion.is_met_by(stats, page_bytes))
     }
 
     /// Approximate number of COW breaks found since the last call.
@@ -188,7 +188,7 @@ impl<'h> MergeMonitor<'h> {
         std::mem::take(&mut self.cow_breaks)
     }
 
-    /// The same, without resetting the number.
+    /// Approximate number of COW breaks found since the last call of [`Self::take_cow_breaks`].
     pub fn cow_breaks(&self) -> Pages {
         self.cow_breaks
     }
@@ -207,93 +207,100 @@ impl<'h> MergeMonitor<'h> {
         }
         let page_size = self.host.page_size();
         let mut by_process: BTreeMap<ProcessId, Vec<SampledRange>> = BTreeMap::new();
-        let price = self.criterion;
-        let pays = |seen: &LifetimeStats| price.is_met_by(seen, page_size.bytes());
-        for piece in self.sampler.take_unprofitable(pays, phase) {
-            by_process.entry(piece.process).or_default().push(piece);
+        let criterion = self.criterion;
+        let is_profitable = |stats: &LifetimeStats| criterion.is_met_by(stats, page_size.bytes());
+        for sampled in self.sampler.take_unprofitable(is_profitable, phase) {
+            by_process.entry(sampled.process).or_default().push(sampled);
         }
-        let mut gone: BTreeMap<ProcessId, Pages> = BTreeMap::new();
-        for (process, pieces) in by_process {
-            let (own, ours): (Vec<SampledRange>, Vec<SampledRange>) =
-                pieces.into_iter().partition(|piece| piece.enrolled_by_program);
-            for (pieces, stays) in [(ours, ChangeLifetime::Permanent), (own, ChangeLifetime::Temporary)] {
+        let mut unenrolled_pages: BTreeMap<ProcessId, Pages> = BTreeMap::new();
+        for (process, ranges) in by_process {
+            let (by_program, by_pagefold): (Vec<SampledRange>, Vec<SampledRange>) =
+                ranges.into_iter().partition(|sampled| sampled.enrolled_by_program);
+            for (ranges, lifetime) in
+                [(by_pagefold, ChangeLifetime::Permanent), (by_program, ChangeLifetime::Temporary)]
+            {
                 // Ranges that a program enrolled itself would be enrolled again at once.
-                let pointless = matches!(phase, UnenrollPhase::BetweenRounds | UnenrollPhase::AfterInterruption)
-                    && stays == ChangeLifetime::Temporary;
-                if pointless || pieces.is_empty() {
-                    self.sampler.add_ranges(pieces);
+                let would_reenroll = matches!(phase, UnenrollPhase::BetweenRounds | UnenrollPhase::AfterInterruption)
+                    && lifetime == ChangeLifetime::Temporary;
+                if would_reenroll || ranges.is_empty() {
+                    self.sampler.add_ranges(ranges);
                     continue;
                 }
-                let ranges = pieces.iter().map(|piece| piece.range).collect();
+                let addresses = ranges.iter().map(|sampled| sampled.range).collect();
                 // Profitable ranges are here only because no page of them is merged.
-                let merged = pieces.iter().filter(|piece| !pays(&piece.lifetime_stats));
-                let copies = merged.map(|piece| page_size.pages_in(piece.range.bytes())).sum();
-                let pressed = (copies > Pages::ZERO && self.is_memory_short(process)).then_some(MEMORY_SHORT_REASON);
-                let missed = match pressed.or_else(|| verdict_reason(self.memory_verdict(process, copies))) {
+                let merged = ranges.iter().filter(|sampled| !is_profitable(&sampled.lifetime_stats));
+                let copies = merged.map(|sampled| page_size.pages_in(sampled.range.bytes())).sum();
+                let short_memory =
+                    (copies > Pages::ZERO && self.is_memory_short(process)).then_some(MEMORY_SHORT_REASON);
+                let failures = match short_memory.or_else(|| verdict_reason(self.memory_verdict(process, copies))) {
                     Some(why) => vec![self.failed_unenroll(process, why)],
-                    None => self.unenroll_ranges(session, process, ranges, stays)?,
+                    None => self.unenroll_ranges(session, process, addresses, lifetime)?,
                 };
-                let is_missed = |piece: &SampledRange| {
-                    missed.iter().any(|missed| missed.range.is_none_or(|range| range.overlap(piece.range).is_some()))
+                let is_missed = |sampled: &SampledRange| {
+                    failures
+                        .iter()
+                        .any(|failure| failure.range.is_none_or(|failed| failed.overlap(sampled.range).is_some()))
                 };
-                let (kept, pieces): (Vec<SampledRange>, Vec<SampledRange>) = pieces.into_iter().partition(is_missed);
-                self.sampler.add_ranges(kept);
-                for missed in missed {
-                    push_failed_change(self.failed_changes.entry(process).or_default(), missed);
+                let (failed, ranges): (Vec<SampledRange>, Vec<SampledRange>) = ranges.into_iter().partition(is_missed);
+                self.sampler.add_ranges(failed);
+                for failure in failures {
+                    push_failed_change(self.failed_changes.entry(process).or_default(), failure);
                 }
                 self.dropped_lifetime_stats =
-                    pieces.iter().fold(self.dropped_lifetime_stats, |sum, piece| sum + piece.lifetime_stats);
-                if !pieces.is_empty() {
-                    let pages: Pages = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
-                    *gone.entry(process).or_default() += pages;
+                    ranges.iter().fold(self.dropped_lifetime_stats, |sum, sampled| sum + sampled.lifetime_stats);
+                if !ranges.is_empty() {
+                    let pages: Pages = ranges.iter().map(|sampled| page_size.pages_in(sampled.range.bytes())).sum();
+                    *unenrolled_pages.entry(process).or_default() += pages;
                 }
                 // Ranges that only found no partner may find one later.
-                let (idle, lost): (Vec<SampledRange>, Vec<SampledRange>) =
-                    pieces.into_iter().partition(|piece| pays(&piece.lifetime_stats));
-                self.unmerged.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));
-                let thrashed = lost.iter().filter(|piece| piece.lifetime_stats.is_thrashing(page_size.bytes()));
-                self.thrashing.extend(thrashed.map(|piece| (process, piece.range)));
-                let withdrawn = self.unenrolled.entry(process).or_default();
-                let withdrawn = if stays == ChangeLifetime::Temporary {
-                    &mut withdrawn.enrolled_by_program
+                let (unmerged, unstable): (Vec<SampledRange>, Vec<SampledRange>) =
+                    ranges.into_iter().partition(|sampled| is_profitable(&sampled.lifetime_stats));
+                self.unmerged.entry(process).or_default().extend(unmerged.iter().map(|sampled| sampled.range));
+                let thrashed = unstable.iter().filter(|sampled| sampled.lifetime_stats.is_thrashing(page_size.bytes()));
+                self.thrashing.extend(thrashed.map(|sampled| (process, sampled.range)));
+                let unenrolled = self.unenrolled.entry(process).or_default();
+                let unenrolled = if lifetime == ChangeLifetime::Temporary {
+                    &mut unenrolled.enrolled_by_program
                 } else {
-                    &mut withdrawn.enrolled_by_pagefold
+                    &mut unenrolled.enrolled_by_pagefold
                 };
-                withdrawn.extend(lost.iter().map(|piece| piece.range));
+                unenrolled.extend(unstable.iter().map(|sampled| sampled.range));
             }
         }
-        Ok(gone)
+        Ok(unenrolled_pages)
     }
 
     /// Repeat the temporary unenrolls of earlier sessions, as far as there is memory for the pages merged since.
     /// Returns the failures.
     pub fn repeat_temporary_unenroll(&self, session: &mut Session<'_>) -> Result<Vec<FailedChange>, session::Error> {
-        let mut missed = Vec::new();
-        for (&process, withdrawn) in
-            self.unenrolled.iter().filter(|(_, withdrawn)| !withdrawn.enrolled_by_program.is_empty())
+        let mut failures = Vec::new();
+        for (&process, unenrolled) in
+            self.unenrolled.iter().filter(|(_, unenrolled)| !unenrolled.enrolled_by_program.is_empty())
         {
-            let pressed = self.is_memory_short(process).then_some(MEMORY_SHORT_REASON);
-            match pressed.or_else(|| self.memory_failure_reason(process, withdrawn)) {
-                Some(why) => missed.push(self.failed_unenroll(process, why)),
-                None => missed.extend(self.unenroll_ranges(
+            let short_memory = self.is_memory_short(process).then_some(MEMORY_SHORT_REASON);
+            match short_memory.or_else(|| self.memory_failure_reason(process, unenrolled)) {
+                Some(why) => failures.push(self.failed_unenroll(process, why)),
+                None => failures.extend(self.unenroll_ranges(
                     session,
                     process,
-                    withdrawn.enrolled_by_program.clone(),
+                    unenrolled.enrolled_by_program.clone(),
                     ChangeLifetime::Temporary,
                 )?),
             }
         }
-        Ok(missed)
+        Ok(failures)
     }
 
     /// Why memory may not suffice to unenroll a program's own ranges again.
-    fn memory_failure_reason(&self, process: ProcessId, withdrawn: &UnenrolledRanges) -> Option<&'static str> {
+    fn memory_failure_reason(&self, process: ProcessId, unenrolled: &UnenrolledRanges) -> Option<&'static str> {
         let selection = ProcessSelection { pids: [process.pid].into(), ..ProcessSelection::default() };
-        let own = |_: &dyn Handle, _: &Process| {
-            Some(UnenrollMethod::Ranges(unmerge::joined(withdrawn.enrolled_by_program.clone())))
+        let own_ranges = |_: &dyn Handle, _: &Process| {
+            Some(UnenrollMethod::Ranges(unmerge::joined(unenrolled.enrolled_by_program.clone())))
         };
-        let Ok(plan) = unmerge::make_plan(self.host, &selection, &own) else { return Some(MEMORY_UNKNOWN_REASON) };
-        if plan.unscanned.iter().any(|unseen| unseen.why != Absent::Vanished) {
+        let Ok(plan) = unmerge::make_plan(self.host, &selection, &own_ranges) else {
+            return Some(MEMORY_UNKNOWN_REASON);
+        };
+        if plan.unscanned.iter().any(|unscanned| unscanned.why != Absent::Vanished) {
             return Some(MEMORY_UNKNOWN_REASON);
         }
         verdict_reason(plan.check_memory(self.host, &plan.frame_need()).verdict)
@@ -305,15 +312,16 @@ impl<'h> MergeMonitor<'h> {
         session: &mut Session<'_>,
         process: ProcessId,
         ranges: Vec<AddressRange>,
-        stays: ChangeLifetime,
+        lifetime: ChangeLifetime,
     ) -> Result<Vec<FailedChange>, session::Error> {
         let action = Action::Advise { process, advice: MergeAdvice::Unmergeable, ranges };
-        Ok(apply_to_process(session, process, &self.comm(process), &action, stays, &AtomicBool::new(false))?.missed)
+        Ok(apply_to_process(session, process, &self.comm(process), &action, lifetime, &AtomicBool::new(false))?.missed)
     }
 
     /// Whether memory is short for a process, on the host or in its cgroup.
     fn is_memory_short(&self, process: ProcessId) -> bool {
-        self.max_pressure_percent.is_some_and(|most| is_memory_short(self.host, self.cgroup(process), most))
+        self.max_pressure_percent
+            .is_some_and(|max_percent| is_memory_short(self.host, self.cgroup(process), max_percent))
     }
 
     fn cgroup(&self, process: ProcessId) -> Option<&str> {
@@ -332,8 +340,9 @@ impl<'h> MergeMonitor<'h> {
     /// Whether memory suffices to copy so many pages.
     fn memory_verdict(&self, process: ProcessId, copies: Pages) -> MemoryVerdict {
         let cgroup = self.cgroup(process);
-        let room = measure_headroom(self.host, &cgroup.map(str::to_owned).into_iter().collect());
-        guard::check_memory(&FrameNeed::for_cgroup(cgroup, copies, Pages::ZERO), &room, self.host.page_size()).verdict
+        let headroom = measure_headroom(self.host, &cgroup.map(str::to_owned).into_iter().collect());
+        guard::check_memory(&FrameNeed::for_cgroup(cgroup, copies, Pages::ZERO), &headroom, self.host.page_size())
+            .verdict
     }
 }
 
@@ -373,13 +382,13 @@ pub fn apply_to_process(
     lifetime: ChangeLifetime,
     stop: &AtomicBool,
 ) -> Result<Acted, session::Error> {
-    let withdraws = matches!(action, Action::Advise { advice: MergeAdvice::Unmergeable, .. });
-    let change = if withdraws { EnrollChange::Unenroll } else { EnrollChange::Enroll };
-    let note = |range, why| FailedChange { change, pid: process.pid, comm: comm.to_owned(), range, why };
-    let more = if matches!(action, Action::SetQomProperty { .. }) { 0 } else { MAX_BUSY_RETRIES };
+    let unenrolls = matches!(action, Action::Advise { advice: MergeAdvice::Unmergeable, .. });
+    let change = if unenrolls { EnrollChange::Unenroll } else { EnrollChange::Enroll };
+    let failure = |range, why| FailedChange { change, pid: process.pid, comm: comm.to_owned(), range, why };
+    let max_retries = if matches!(action, Action::SetQomProperty { .. }) { 0 } else { MAX_BUSY_RETRIES };
     let is_busy = |outcome: &_| matches!(outcome, Err(session::Error::Refused(ActionError::Busy(_))));
     let mut outcome = session.apply_until_stopped(action, lifetime, stop);
-    for _ in 0..more {
+    for _ in 0..max_retries {
         if !is_busy(&outcome) {
             break;
         }
@@ -388,11 +397,11 @@ pub fn apply_to_process(
     let is_busy = is_busy(&outcome);
     let missed = match outcome {
         Ok(effect) => {
-            let missed = effect.missed_ranges.into_iter().filter(|(_, why)| !(withdraws && why.is_not_mapped()));
-            missed.map(|(range, why)| note(Some(range), why.to_string())).collect()
+            let missed = effect.missed_ranges.into_iter().filter(|(_, why)| !(unenrolls && why.is_not_mapped()));
+            missed.map(|(range, why)| failure(Some(range), why.to_string())).collect()
         }
-        Err(session::Error::Refused(why)) => vec![note(None, why.to_string())],
-        Err(session::Error::HostStateUnreadable(why)) => vec![note(None, ActionError::from(why).to_string())],
+        Err(session::Error::Refused(why)) => vec![failure(None, why.to_string())],
+        Err(session::Error::HostStateUnreadable(why)) => vec![failure(None, ActionError::from(why).to_string())],
         Err(error) => return Err(error),
     };
     Ok(Acted { missed, is_busy })

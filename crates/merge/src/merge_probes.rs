@@ -66,7 +66,8 @@ impl MergeProbes {
         Self { hasher: hasher.clone(), contents }
     }
 
-    /// Stop following pages that the plan, as it is now, does not merge. Each page frees one frame less.
+    /// Stop following pages that the plan, as it is now, does not merge. Each of them reduces the frames that its
+    /// content should free by one.
     pub fn retain_reachable(&mut self, plan: &MergePlan) {
         let ranges = |target: &PlanTarget| {
             let ranges = target.reachable_ranges(plan.whole_processes).map(|planned| planned.range);
@@ -92,7 +93,7 @@ impl MergeProbes {
         host: &dyn Host,
         given_up: impl Fn(ProcessId) -> Vec<(AddressRange, PageFate)>,
     ) -> Reading<FrameFates> {
-        let of = |(content, followed): (usize, &ProbedContent)| {
+        let probed_pages = |(content, probed): (usize, &ProbedContent)| {
             let page = move |&(process, address): &(ProcessId, u64)| ProbedPage {
                 process,
                 address,
@@ -100,20 +101,20 @@ impl MergeProbes {
                 ksm_frame: None,
                 fate: Some(PageFate::ProcessEnded),
             };
-            followed.pages.iter().map(page).collect::<Vec<_>>()
+            probed.pages.iter().map(page).collect::<Vec<_>>()
         };
-        let mut pages: Vec<ProbedPage> = self.contents.iter().enumerate().flat_map(of).collect();
+        let mut pages: Vec<ProbedPage> = self.contents.iter().enumerate().flat_map(probed_pages).collect();
         pages.sort_unstable_by_key(|page| (page.process, page.address));
         self.for_each_live_process(host, &mut pages, |handle, pages| self.check_mappings(host, handle, pages))?;
         // A written page may have merged since with another content. Pages that were equal and share one frame now are
         // unchanged.
-        let known = |(at, page): (usize, &ProbedPage)| {
-            Some((self.contents[page.content_position].fingerprint, page.ksm_frame?, at))
+        let ksm_page = |(position, page): (usize, &ProbedPage)| {
+            Some((self.contents[page.content_position].fingerprint, page.ksm_frame?, position))
         };
-        let mut merged: Vec<(Fingerprint, Pfn, usize)> = pages.iter().enumerate().filter_map(known).collect();
+        let mut merged: Vec<(Fingerprint, Pfn, usize)> = pages.iter().enumerate().filter_map(ksm_page).collect();
         merged.sort_unstable();
-        for same in merged.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)).filter(|same| same.len() > 1) {
-            same.iter().for_each(|&(.., at)| pages[at].fate = Some(PageFate::Merged));
+        for group in merged.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)).filter(|group| group.len() > 1) {
+            group.iter().for_each(|&(.., position)| pages[position].fate = Some(PageFate::Merged));
         }
         self.for_each_live_process(host, &mut pages, |handle, pages| self.compare_contents(handle, pages))?;
         let mut fates: Vec<Vec<PageFate>> = vec![Vec::new(); self.contents.len()];
@@ -129,8 +130,8 @@ impl MergeProbes {
             }
         }
         let mut sum = FrameFates::default();
-        for (followed, fates) in self.contents.iter().zip(&fates) {
-            sum.add_content(followed.predicted_frames, fates);
+        for (probed, fates) in self.contents.iter().zip(&fates) {
+            sum.add_content(probed.predicted_frames, fates);
         }
         Ok(sum)
     }
@@ -146,7 +147,7 @@ impl MergeProbes {
             let process = pages[0].process;
             match pagefold_host::hold(host, process).and_then(|handle| visit(&*handle, pages)) {
                 Err(Absent::Vanished) => pages.iter_mut().for_each(|page| page.fate = Some(PageFate::ProcessEnded)),
-                looked => looked?,
+                result => result?,
             }
         }
         Ok(())
@@ -160,17 +161,17 @@ impl MergeProbes {
         let mut first = 0;
         while first < pages.len() {
             let start = pages[first].address;
-            let near = |pair: &[ProbedPage]| pair[1].address - pair[0].address <= MAX_PAGEMAP_GAP_PAGES * page_len;
-            let reach = pages[first..]
+            let is_near = |pair: &[ProbedPage]| pair[1].address - pair[0].address <= MAX_PAGEMAP_GAP_PAGES * page_len;
+            let near_pairs = pages[first..]
                 .windows(2)
-                .take_while(|pair| near(pair) && pair[1].address - start < MAX_PAGEMAP_SPAN_PAGES * page_len);
-            let last = first + reach.count();
+                .take_while(|pair| is_near(pair) && pair[1].address - start < MAX_PAGEMAP_SPAN_PAGES * page_len);
+            let last = first + near_pairs.count();
             let mappings = handle.mappings(AddressRange { start, end: pages[last].address + page_len })?;
-            for (at, page) in pages.iter_mut().enumerate().take(last + 1).skip(first) {
+            for (position, page) in pages.iter_mut().enumerate().take(last + 1).skip(first) {
                 let mapping = mappings.get(((page.address - start) / page_len) as usize).copied().unwrap_or_default();
                 page.fate = match EntryState::from_entry(&mapping, FrameLookup::Shared) {
                     EntryState::InFrame(frame) => {
-                        states.push(frame, at);
+                        states.push(frame, position);
                         None
                     }
                     EntryState::Known(PageState::Swapped) => Some(PageFate::Swapped),
@@ -180,8 +181,8 @@ impl MergeProbes {
             }
             first = last + 1;
         }
-        states.resolve(host, |at, state| {
-            let page = &mut pages[at];
+        states.resolve(host, |position, state| {
+            let page = &mut pages[position];
             match state {
                 PageState::Ksm(frame) => page.ksm_frame = Some(frame),
                 PageState::ZeroPage { .. } => {
@@ -195,18 +196,20 @@ impl MergeProbes {
 
     /// Compare the contents of all pages whose fate is still unknown.
     fn compare_contents(&self, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
-        let open: Vec<usize> = (0..pages.len()).filter(|&at| pages[at].fate.is_none()).collect();
-        let runs: Vec<PageRun> =
-            open.iter().map(|&at| PageRun { address: pages[at].address, pages: 1, huge: false }).collect();
-        handle.contents(ReadMethod::ProcMem { detect_merged: false }, &runs, &mut |position, view| {
-            let page = &mut pages[open[position]];
-            let was = self.contents[page.content_position].fingerprint;
-            let same = match view.content {
-                PageContent::Bytes(bytes) => Fingerprint(self.hasher.fingerprint(bytes)) == was,
-                PageContent::Fingerprint(fingerprint, _) => fingerprint == was,
+        let undecided: Vec<usize> = (0..pages.len()).filter(|&position| pages[position].fate.is_none()).collect();
+        let runs: Vec<PageRun> = undecided
+            .iter()
+            .map(|&position| PageRun { address: pages[position].address, pages: 1, huge: false })
+            .collect();
+        handle.contents(ReadMethod::ProcMem { detect_merged: false }, &runs, &mut |number, view| {
+            let page = &mut pages[undecided[number]];
+            let expected = self.contents[page.content_position].fingerprint;
+            let is_same = match view.content {
+                PageContent::Bytes(bytes) => Fingerprint(self.hasher.fingerprint(bytes)) == expected,
+                PageContent::Fingerprint(fingerprint, _) => fingerprint == expected,
                 PageContent::Volatile | PageContent::NotResident => false,
             };
-            page.fate = Some(match (same, page.ksm_frame) {
+            page.fate = Some(match (is_same, page.ksm_frame) {
                 (true, Some(_)) => PageFate::Merged,
                 (true, None) => PageFate::UnchangedUnmerged,
                 (false, _) => PageFate::Written,
@@ -288,22 +291,28 @@ impl<'a> ProbeChooser<'a> {
     }
 
     /// Follow a content: all of its pages, or some of them one by one.
-    fn follow(&self, fingerprint: Fingerprint, members: &[GroupPage], whole: bool, chosen: &mut Vec<ProbedContent>) {
+    fn follow(
+        &self,
+        fingerprint: Fingerprint,
+        members: &[GroupPage],
+        is_followed_whole: bool,
+        chosen: &mut Vec<ProbedContent>,
+    ) {
         let is_merging = |page: &GroupPage| self.is_merging(page);
-        let frees = content_groups::freed_frames(self.index, self.census.sharing, members, is_merging).0 as f64;
-        if frees == 0.0 {
+        let freed_frames = content_groups::freed_frames(self.index, self.census.sharing, members, is_merging).0 as f64;
+        if freed_frames == 0.0 {
             return;
         }
         let id = |page: &GroupPage| self.census.subjects[page.subject].process.id;
         let merging = members.iter().filter(|page| is_merging(page));
         let pages: Vec<(ProcessId, u64)> = merging.filter_map(|page| Some((id(page), self.address(page)?))).collect();
-        if whole {
-            chosen.push(ProbedContent { fingerprint, predicted_frames: frees, pages });
+        if is_followed_whole {
+            chosen.push(ProbedContent { fingerprint, predicted_frames: freed_frames, pages });
             return;
         }
-        let predicted_frames = frees / pages.len() as f64;
-        let some = pages.into_iter().skip((fingerprint.0 % self.step) as usize).step_by(self.step as usize);
-        chosen.extend(some.map(|page| ProbedContent { fingerprint, predicted_frames, pages: vec![page] }));
+        let predicted_frames = freed_frames / pages.len() as f64;
+        let sample = pages.into_iter().skip((fingerprint.0 % self.step) as usize).step_by(self.step as usize);
+        chosen.extend(sample.map(|page| ProbedContent { fingerprint, predicted_frames, pages: vec![page] }));
     }
 
     /// Zero pages that are not merged: they are in no group.

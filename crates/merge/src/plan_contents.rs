@@ -86,7 +86,7 @@ impl SubjectWalk {
     fn add_split(&mut self, huge_page: u64, range: u32, last: Option<(u64, u32)>) {
         let Some((_, before)) = last.filter(|(last, _)| *last == huge_page) else { return };
         match self.shared_huge_pages.last_mut() {
-            Some((known, ranges)) if *known == huge_page => ranges.push(range),
+            Some((last_shared, ranges)) if *last_shared == huge_page => ranges.push(range),
             _ => self.shared_huge_pages.push((huge_page, vec![before, range])),
         }
     }
@@ -188,7 +188,7 @@ impl<'a> ContentCounter<'a> {
     /// Whether the ranges of a process split huge pages, and two of them have pages of one huge page.
     fn may_share_huge_pages(&self, planned: &[PlannedRange]) -> bool {
         let huge_page = |address: u64| address / self.huge_page_size.bytes();
-        let is_shared = |two: &[PlannedRange]| huge_page(two[0].range.end - 1) == huge_page(two[1].range.start);
+        let is_shared = |pair: &[PlannedRange]| huge_page(pair[0].range.end - 1) == huge_page(pair[1].range.start);
         planned.iter().any(|range| range.split_huge_pages > Pages::ZERO) && planned.windows(2).any(is_shared)
     }
 
@@ -207,21 +207,21 @@ impl<'a> ContentCounter<'a> {
 
     /// The equal pages of the plan, without those that can merge with no other page.
     fn equal_pages(&self) -> Vec<(EqualPages, u64)> {
-        let found =
-            content_groups::fold_groups(self.index, &self.domains, |found: &mut EqualPagesCounter, _, members| {
+        let counters =
+            content_groups::fold_groups(self.index, &self.domains, |counter: &mut EqualPagesCounter, _, members| {
                 let class = |member: &GroupPage| self.merge_class(member.domain, member.ordinal);
                 if members.iter().all(|member| class(member) == class(&members[0])) {
-                    return found.add(self, members.iter(), members);
+                    return counter.add(self, members.iter(), members);
                 }
                 let mut by_class: BTreeMap<MergeClass, Vec<&GroupPage>> = BTreeMap::new();
                 members.iter().for_each(|member| by_class.entry(class(member)).or_default().push(member));
-                by_class.into_values().for_each(|of_class| found.add(self, of_class.into_iter(), members));
+                by_class.into_values().for_each(|class_members| counter.add(self, class_members.into_iter(), members));
             });
-        let mut all: HashMap<EqualPages, u64> = HashMap::new();
-        for (equal, contents) in found.into_iter().flat_map(|found| found.contents) {
-            *all.entry(equal).or_default() += contents;
+        let mut contents_by_pages: HashMap<EqualPages, u64> = HashMap::new();
+        for (equal, contents) in counters.into_iter().flat_map(|counter| counter.contents) {
+            *contents_by_pages.entry(equal).or_default() += contents;
         }
-        let mut all: Vec<(EqualPages, u64)> = all.into_iter().collect();
+        let mut all: Vec<(EqualPages, u64)> = contents_by_pages.into_iter().collect();
         all.sort_unstable();
         all
     }
@@ -328,13 +328,13 @@ impl EqualPagesCounter {
         self.pages.sort_unstable();
         let mut frames: Vec<u32> = group.iter().map(|member| member.first_page_of_frame).collect();
         frames.sort_unstable();
-        let has_page_elsewhere = |same: &&[(u32, u32)]| {
-            let start = frames.partition_point(|&frame| frame < same[0].0);
-            let end = frames.partition_point(|&frame| frame <= same[0].0);
-            same.len() < end - start
+        let has_page_elsewhere = |frame_pages: &&[(u32, u32)]| {
+            let start = frames.partition_point(|&frame| frame < frame_pages[0].0);
+            let end = frames.partition_point(|&frame| frame <= frame_pages[0].0);
+            frame_pages.len() < end - start
         };
         let shared = self.pages.chunk_by(|a, b| a.0 == b.0).filter(has_page_elsewhere);
-        let elsewhere: Vec<(u32, u32)> = shared.map(|same| (same[0].0, OUTSIDE_PLAN)).collect();
+        let elsewhere: Vec<(u32, u32)> = shared.map(|frame_pages| (frame_pages[0].0, OUTSIDE_PLAN)).collect();
         self.pages.extend(elsewhere);
     }
 

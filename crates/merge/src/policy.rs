@@ -34,7 +34,7 @@ pub fn observe_host(host: &dyn Host) -> HostObservation {
     }
 }
 
-/// Resident memory of all QEMU processes. Those that end meanwhile or cannot be read are left out, as `ps` does.
+/// Resident memory of all QEMU processes. Processes that end meanwhile or cannot be read are left out, as by `ps`.
 fn qemu_resident(host: &dyn Host) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for pid in host.pids()? {
@@ -67,20 +67,20 @@ pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
 /// The settings to write so that the host gets a policy's settings: these, and the previous values of settings that
 /// only a former policy had changed.
 pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
-    let mut wanted = Settings::new();
+    let mut combined = Settings::new();
     for entry in session.load_policy_journal()?.into_iter().flat_map(|policy| policy.entries) {
         if let Action::Write { knob, value } = entry.undo
             && let Some(setting) = knob.ksm_setting()
         {
-            wanted.insert(setting, value);
+            combined.insert(setting, value);
         }
     }
-    let own_pace = settings.contains_key(&Setting::PagesToScan);
-    wanted.extend(settings);
-    if !own_pace && wanted.get(&Setting::AdvisorMode).is_some_and(|mode| mode == "scan-time") {
-        wanted.remove(&Setting::PagesToScan);
+    let sets_pace = settings.contains_key(&Setting::PagesToScan);
+    combined.extend(settings);
+    if !sets_pace && combined.get(&Setting::AdvisorMode).is_some_and(|mode| mode == "scan-time") {
+        combined.remove(&Setting::PagesToScan);
     }
-    Ok(wanted)
+    Ok(combined)
 }
 
 /// Apply a policy's settings to a host until [`Session::restore_policy`]; for a policy that adapts, the settings of one
@@ -94,9 +94,9 @@ pub fn set_policy(
     name: &str,
 ) -> Result<(Settings, Vec<FailedUndo>), Error> {
     let settings = policy.one_shot_settings(&observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
-    let wanted = settings_to_write(session, settings.clone())?;
-    match session.write_settings(&wanted).and_then(|()| session.keep_as_policy(name)) {
-        Ok(remains) => Ok((settings, remains)),
+    let to_write = settings_to_write(session, settings.clone())?;
+    match session.write_settings(&to_write).and_then(|()| session.keep_as_policy(name)) {
+        Ok(failed_undos) => Ok((settings, failed_undos)),
         Err(error) => Err(session.abort(error)),
     }
 }
@@ -115,13 +115,13 @@ pub fn follow_policy(
     session.write_settings(&settings)?;
     let mut steps = 0;
     loop {
-        let next = session.host().now() + policy.interval();
+        let next_step = session.host().now() + policy.interval();
         loop {
             if should_stop() {
                 return Ok(steps);
             }
-            match next.checked_duration_since(session.host().now()).filter(|left| !left.is_zero()) {
-                Some(left) => session.host().sleep(left.min(STOP_POLL_INTERVAL)),
+            match next_step.checked_duration_since(session.host().now()).filter(|remaining| !remaining.is_zero()) {
+                Some(remaining) => session.host().sleep(remaining.min(STOP_POLL_INTERVAL)),
                 None => break,
             }
         }
@@ -181,11 +181,11 @@ mod tests {
             "proc/meminfo",
             "MemTotal: 100 kB\nMemFree: 1 kB\nBuffers: 2 kB\nCached: 4 kB\nSwapCached: 8 kB\n",
         );
-        let seen = observe_host(&host);
-        assert_eq!((seen.total, seen.free), (Ok(Bytes::from_kib(100)), Ok(Bytes::from_kib(7))));
-        assert_eq!(seen.committed, Ok(Bytes(1024 * 4096)));
-        assert_eq!(seen.ksmd_cpu, Ok(Duration::from_millis(2500)));
-        assert_eq!(seen.ksm.unwrap().pages_to_scan, Ok(100));
+        let observation = observe_host(&host);
+        assert_eq!((observation.total, observation.free), (Ok(Bytes::from_kib(100)), Ok(Bytes::from_kib(7))));
+        assert_eq!(observation.committed, Ok(Bytes(1024 * 4096)));
+        assert_eq!(observation.ksmd_cpu, Ok(Duration::from_millis(2500)));
+        assert_eq!(observation.ksm.unwrap().pages_to_scan, Ok(100));
     }
 
     #[test]
@@ -236,8 +236,8 @@ mod tests {
                 matches!(error, Err(Error::SettingOverwritten { knob, .. }) if knob == Setting::PagesToScan.into()),
                 "{error:?}"
             );
-            let remains = session.undo_all().unwrap();
-            assert_eq!(remains.len(), 1, "{remains:?}");
+            let failed_undos = session.undo_all().unwrap();
+            assert_eq!(failed_undos.len(), 1, "{failed_undos:?}");
             assert_eq!(
                 (host.setting_value("pages_to_scan"), host.setting_value("run")),
                 ("55".to_owned(), "0".to_owned())
@@ -256,13 +256,13 @@ mod tests {
         {
             let mut session = begin(&host, directory.path());
             set_policy(&mut session, &policy, name).unwrap();
-            let seen = load_current_policy(&host, directory.path()).unwrap().unwrap();
-            assert_eq!(seen.purpose.as_deref(), Some(name));
+            let journal = load_current_policy(&host, directory.path()).unwrap().unwrap();
+            assert_eq!(journal.purpose.as_deref(), Some(name));
             assert_eq!(host.setting_value("use_zero_pages"), if name == "file" { "1" } else { "0" });
         }
         assert_eq!(host.setting_value("advisor_mode"), "scan-time");
-        let (_, remains) = begin(&host, directory.path()).restore_policy().unwrap();
-        assert_eq!(remains, Vec::new());
+        let (_, failed_undos) = begin(&host, directory.path()).restore_policy().unwrap();
+        assert_eq!(failed_undos, Vec::new());
         assert_eq!(host.setting_values(), before);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
     }
@@ -271,9 +271,9 @@ mod tests {
     fn failed_policy_changes_nothing() {
         for setting in ["advisor_mode", "pages_to_scan", "sleep_millisecs", "run"] {
             let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-            let wanted = format!("#write {setting}");
-            let refused = |path: &str| (path == wanted).then_some(InjectedFault::Absent(Absent::Denied));
-            let host = FaultyHost::new(&fake, refused);
+            let failing_write = format!("#write {setting}");
+            let fail = |path: &str| (path == failing_write).then_some(InjectedFault::Absent(Absent::Denied));
+            let host = FaultyHost::new(&fake, fail);
             fake.put_setting("advisor_mode", "scan-time");
             let before = fake.setting_values();
             let mut session = begin(&host, directory.path());
@@ -281,9 +281,9 @@ mod tests {
             assert!(matches!(error, Error::Refused(_)), "{error}");
             drop(session);
             assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
-            let moved: Vec<_> = fake.setting_values().into_iter().filter(|value| !before.contains(value)).collect();
+            let changed: Vec<_> = fake.setting_values().into_iter().filter(|value| !before.contains(value)).collect();
             // Switching the advisor resets this setting.
-            assert!(moved.iter().all(|value| value.starts_with("pages_to_scan")), "{setting}: {moved:?}");
+            assert!(changed.iter().all(|value| value.starts_with("pages_to_scan")), "{setting}: {changed:?}");
         }
     }
 
@@ -292,30 +292,33 @@ mod tests {
     fn failed_undo_of_a_policy_is_reported() {
         let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
         let before = fake.setting_values();
-        let paces = AtomicUsize::new(0);
-        let refused = |path: &str| {
+        let pace_writes = AtomicUsize::new(0);
+        let fail = |path: &str| {
             let fails = match path {
                 "#write run" => true,
-                "#write pages_to_scan" => paces.fetch_add(1, Ordering::Relaxed) > 0,
+                "#write pages_to_scan" => pace_writes.fetch_add(1, Ordering::Relaxed) > 0,
                 _ => false,
             };
             fails.then_some(InjectedFault::Absent(Absent::Denied))
         };
-        let host = FaultyHost::new(&fake, refused);
+        let host = FaultyHost::new(&fake, fail);
         let mut session = begin(&host, directory.path());
         let error = set_policy(&mut session, &named_policy("flat-out"), "flat-out").unwrap_err();
-        let told = pagefold_host::transaction::session::chain(&error);
-        let Error::UndoFailed { failed_undos: remains, source } = error else { panic!("{told}") };
-        assert!(matches!(*source, Error::Refused(_)), "{told}");
-        assert_eq!(remains.len(), 1, "{told}");
-        assert!(remains[0].will_retry && told.contains("(/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{told}");
+        let message = pagefold_host::transaction::session::chain(&error);
+        let Error::UndoFailed { failed_undos, source } = error else { panic!("{message}") };
+        assert!(matches!(*source, Error::Refused(_)), "{message}");
+        assert_eq!(failed_undos.len(), 1, "{message}");
+        assert!(
+            failed_undos[0].will_retry && message.contains("(/sys/kernel/mm/ksm/pages_to_scan was 100: "),
+            "{message}"
+        );
         assert_eq!(
             (fake.setting_value("pages_to_scan"), fake.setting_value("sleep_millisecs")),
             ("20000".to_owned(), "20".to_owned())
         );
         drop(session);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
-        // It stays in the journal for the next session.
+        // The failed undo stays in the journal for the next session.
         begin(&fake, directory.path());
         assert_eq!(fake.setting_values(), before);
     }

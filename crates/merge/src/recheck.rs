@@ -6,9 +6,9 @@
 //! ksmd works, a sample of pages of each range of the plan is checked repeatedly. Ranges whose pages break too soon are
 //! unenrolled while few pages are merged ([`MergeMonitor`](crate::merge_monitor::MergeMonitor)).
 //!
-//! Two checks see a page that broke in between and was not merged again. They miss a page that broke and merged again,
-//! so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and the
-//! check that begins a round sees all breaks since the previous one.
+//! Two checks detect a page that broke in between and was not merged again. They miss a page that broke and merged
+//! again, so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and
+//! the check that begins a round sees all breaks since the previous one.
 
 use crate::decide::plan::MergePlan;
 use crate::verify;
@@ -76,10 +76,10 @@ impl SampledPage {
 
     /// Finish a check. Returns whether the page broke.
     fn finish_check(&mut self) -> bool {
-        let breaks = self.was_merged() && !self.is_merged();
-        let times = (self.break_count() + u8::from(breaks)).min(Self::IS_MERGED - 1);
-        self.0 = times | if self.is_merged() { Self::WAS_MERGED | Self::IS_MERGED } else { 0 };
-        breaks
+        let is_broken = self.was_merged() && !self.is_merged();
+        let break_count = (self.break_count() + u8::from(is_broken)).min(Self::IS_MERGED - 1);
+        self.0 = break_count | if self.is_merged() { Self::WAS_MERGED | Self::IS_MERGED } else { 0 };
+        is_broken
     }
 }
 
@@ -137,11 +137,11 @@ impl<'h> CowSampler<'h> {
 
     /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
     pub fn add_plan(&mut self, plan: &MergePlan, excluded: impl Fn(ProcessId) -> Vec<AddressRange>) {
-        let page = self.host.page_size().bytes();
+        let page_bytes = self.host.page_size().bytes();
         // Unenrolling a range splits no huge page beside it.
-        let piece = (MAX_PAGES_PER_RANGE * page).max(observe::huge_page_bytes(self.host).unwrap_or(0));
+        let max_range_bytes = (MAX_PAGES_PER_RANGE * page_bytes).max(observe::huge_page_bytes(self.host).unwrap_or(0));
         self.any_ran = false;
-        let mut pieces = Vec::new();
+        let mut new_ranges = Vec::new();
         for target in &plan.targets {
             let process = target.process.id;
             self.processes.entry(process).or_insert_with(|| SampledProcess {
@@ -150,19 +150,21 @@ impl<'h> CowSampler<'h> {
                 checked_at: self.host.now(),
                 ever_ran: false,
             });
-            let mut known = excluded(process);
-            known.extend(self.ranges.iter().filter(|piece| piece.process == process).map(|piece| piece.range));
-            let known = AddressRange::union(known);
+            let mut skipped = excluded(process);
+            skipped
+                .extend(self.ranges.iter().filter(|sampled| sampled.process == process).map(|sampled| sampled.range));
+            let skipped = AddressRange::union(skipped);
             for planned in &target.ranges {
-                for part in planned.range.subtract(&known) {
-                    pieces.extend(
-                        part.cut_at_multiples(piece)
-                            .map(|range| SampledRange::new(process, range, planned.enrolled, page, self.host.now())),
+                for part in planned.range.subtract(&skipped) {
+                    new_ranges.extend(
+                        part.cut_at_multiples(max_range_bytes).map(|range| {
+                            SampledRange::new(process, range, planned.enrolled, page_bytes, self.host.now())
+                        }),
                     );
                 }
             }
         }
-        self.add_ranges(pieces);
+        self.add_ranges(new_ranges);
     }
 
     /// Whether there is nothing to watch.
@@ -177,17 +179,17 @@ impl<'h> CowSampler<'h> {
 
     /// Whether any process has run since a plan was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
-        let moved = |(&process, watched): (&ProcessId, &SampledProcess)| {
-            let now = read_activity(self.host, process);
-            now.is_ok() && now != watched.activity
+        let has_run = |(&process, watched): (&ProcessId, &SampledProcess)| {
+            let activity = read_activity(self.host, process);
+            activity.is_ok() && activity != watched.activity
         };
-        self.any_ran = self.any_ran || self.processes.iter().any(moved);
+        self.any_ran = self.any_ran || self.processes.iter().any(has_run);
         self.any_ran
     }
 
     /// The observations of all ranges.
     pub fn lifetime_stats(&self) -> LifetimeStats {
-        self.ranges.iter().fold(LifetimeStats::default(), |sum, piece| sum + piece.lifetime_stats)
+        self.ranges.iter().fold(LifetimeStats::default(), |sum, sampled| sum + sampled.lifetime_stats)
     }
 
     /// Approximate number of merged pages that the last check found broken.
@@ -197,15 +199,15 @@ impl<'h> CowSampler<'h> {
 
     /// The cost of keeping each range merged, for ranges with COW breaks.
     pub fn cow_break_rates(&self) -> Vec<CowBreakRate> {
-        let page = self.host.page_size().bytes();
-        let of = |piece: &SampledRange| {
-            let rate = piece.lifetime_stats.min_break_rate();
-            let seconds = elapsed_since(self.host, piece.sampled_since).as_secs_f64();
-            let breaks = piece.lifetime_stats.cow_breaks.0 as f64 * piece.pages_per_sample(page) / seconds;
+        let page_bytes = self.host.page_size().bytes();
+        let break_rate = |sampled: &SampledRange| {
+            let rate = sampled.lifetime_stats.min_break_rate();
+            let seconds = elapsed_since(self.host, sampled.sampled_since).as_secs_f64();
+            let breaks = sampled.lifetime_stats.cow_breaks.0 as f64 * sampled.pages_per_sample(page_bytes) / seconds;
             (rate > 0.0 && seconds > 0.0)
                 .then(|| CowBreakRate { lifetime_seconds: 1.0 / rate, breaks_per_second: breaks })
         };
-        self.ranges.iter().filter_map(of).collect()
+        self.ranges.iter().filter_map(break_rate).collect()
     }
 
     /// Check pages again. Time counts only for processes that ever ran: other processes cannot have written. Ended
@@ -213,41 +215,42 @@ impl<'h> CowSampler<'h> {
     pub fn check_pages(&mut self, scope: CheckScope) -> Reading<()> {
         let now = self.host.now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
-        let mut still: BTreeSet<ProcessId> = BTreeSet::new();
+        let mut without_faults: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
-            let done = read_activity(self.host, process);
-            let there = done.is_ok();
-            let ran = there && done != watched.activity;
-            watched.ever_ran |= ran;
-            self.any_ran |= ran;
-            if there && (ran || scope == CheckScope::All) {
-                let since = now - std::mem::replace(&mut watched.checked_at, now);
-                elapsed.insert(process, if watched.ever_ran { since } else { Duration::ZERO });
+            let activity = read_activity(self.host, process);
+            let is_running = activity.is_ok();
+            let has_run = is_running && activity != watched.activity;
+            watched.ever_ran |= has_run;
+            self.any_ran |= has_run;
+            if is_running && (has_run || scope == CheckScope::All) {
+                let interval = now - std::mem::replace(&mut watched.checked_at, now);
+                elapsed.insert(process, if watched.ever_ran { interval } else { Duration::ZERO });
             }
-            let is_same = matches!((&done, &watched.activity), (Ok(now), Ok(before)) if now.has_same_faults(*before));
-            if scope == CheckScope::FaultedSinceCheck && is_same {
-                still.insert(process);
+            let has_no_fault =
+                matches!((&activity, &watched.activity), (Ok(current), Ok(last)) if current.has_same_faults(*last));
+            if scope == CheckScope::FaultedSinceCheck && has_no_fault {
+                without_faults.insert(process);
             }
-            watched.activity = done;
-            there
+            watched.activity = activity;
+            is_running
         });
-        self.ranges.retain(|piece| self.processes.contains_key(&piece.process));
-        let page = self.host.page_size().bytes();
+        self.ranges.retain(|sampled| self.processes.contains_key(&sampled.process));
+        let page_bytes = self.host.page_size().bytes();
         // Pages without new information count as unchanged.
-        for page in self.ranges.iter_mut().flat_map(|piece| &mut piece.pages) {
+        for page in self.ranges.iter_mut().flat_map(|sampled| &mut sampled.pages) {
             page.set_merged(page.was_merged());
         }
         let mut states: PageStates<(u32, u32)> = PageStates::default();
         let mut first = 0;
-        while let Some(process) = self.ranges.get(first).map(|piece| piece.process) {
-            let count = self.ranges[first..].partition_point(|piece| piece.process == process);
+        while let Some(process) = self.ranges.get(first).map(|sampled| sampled.process) {
+            let count = self.ranges[first..].partition_point(|sampled| sampled.process == process);
             if elapsed.contains_key(&process)
-                && !still.contains(&process)
+                && !without_faults.contains(&process)
                 && let Ok(handle) = hold(self.host, process)
             {
-                for number in first..first + count {
-                    self.ranges[number].check_pages(&*handle, page, &mut |at, frame| {
-                        states.push(frame, (number as u32, at as u32));
+                for index in first..first + count {
+                    self.ranges[index].check_pages(&*handle, page_bytes, &mut |position, frame| {
+                        states.push(frame, (index as u32, position as u32));
                     });
                     if states.len() >= FRAMES_PER_READ {
                         self.record_merged(&mut states)?;
@@ -258,18 +261,18 @@ impl<'h> CowSampler<'h> {
         }
         self.record_merged(&mut states)?;
         self.cow_breaks = 0.0;
-        for piece in &mut self.ranges {
-            let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
-            let were = piece.pages.iter().filter(|page| page.was_merged()).count() as u64;
-            let (mut broken, mut twice) = (Pages::ZERO, Pages::ZERO);
-            for page in &mut piece.pages {
+        for sampled in &mut self.ranges {
+            let Some(&elapsed) = elapsed.get(&sampled.process) else { continue };
+            let merged_before = sampled.pages.iter().filter(|page| page.was_merged()).count() as u64;
+            let (mut broken, mut broken_twice) = (Pages::ZERO, Pages::ZERO);
+            for page in &mut sampled.pages {
                 if page.finish_check() {
                     broken += Pages(1);
-                    twice += Pages(u64::from(page.break_count() == 2));
+                    broken_twice += Pages(u64::from(page.break_count() == 2));
                 }
             }
-            piece.lifetime_stats.add_interval(Pages(were), (broken, twice), elapsed);
-            self.cow_breaks += broken.0 as f64 * piece.pages_per_sample(page);
+            sampled.lifetime_stats.add_interval(Pages(merged_before), (broken, broken_twice), elapsed);
+            self.cow_breaks += broken.0 as f64 * sampled.pages_per_sample(page_bytes);
         }
         Ok(())
     }
@@ -277,26 +280,26 @@ impl<'h> CowSampler<'h> {
     /// Record whether pages are merged, each given by its range and its position there.
     fn record_merged(&mut self, states: &mut PageStates<(u32, u32)>) -> Reading<()> {
         let ranges = &mut self.ranges;
-        states.resolve(self.host, |(range, at), state| {
-            ranges[range as usize].pages[at as usize].set_merged(state.is_merged());
+        states.resolve(self.host, |(range, position), state| {
+            ranges[range as usize].pages[position as usize].set_merged(state.is_merged());
         })
     }
 
     /// Add ranges.
     pub fn add_ranges(&mut self, ranges: impl IntoIterator<Item = SampledRange>) {
         self.ranges.extend(ranges);
-        self.ranges.sort_by_key(|piece| (piece.process, piece.range));
+        self.ranges.sort_by_key(|sampled| (sampled.process, sampled.range));
     }
 
     /// Stop watching a process.
     pub fn forget_process(&mut self, process: ProcessId) {
         self.processes.remove(&process);
-        self.ranges.retain(|piece| piece.process != process);
+        self.ranges.retain(|sampled| sampled.process != process);
     }
 
     /// Whether any range is unprofitable that programs had not enrolled themselves.
     pub fn has_unprofitable(&self, is_profitable: impl Fn(&LifetimeStats) -> bool) -> bool {
-        !self.ranges.iter().all(|piece| piece.enrolled_by_program || is_profitable(&piece.lifetime_stats))
+        !self.ranges.iter().all(|sampled| sampled.enrolled_by_program || is_profitable(&sampled.lifetime_stats))
     }
 
     /// Take out unprofitable ranges and, depending on the phase, ranges without merged pages. The latter are checked by
@@ -306,21 +309,24 @@ impl<'h> CowSampler<'h> {
         is_profitable: impl Fn(&LifetimeStats) -> bool,
         phase: UnenrollPhase,
     ) -> Vec<SampledRange> {
-        let ran = |piece: &SampledRange| self.processes.get(&piece.process).is_some_and(|watched| watched.ever_ran);
-        let idle = |piece: &SampledRange| match phase {
-            UnenrollPhase::AfterSettled => ran(piece),
+        let has_run =
+            |sampled: &SampledRange| self.processes.get(&sampled.process).is_some_and(|watched| watched.ever_ran);
+        let must_be_merged = |sampled: &SampledRange| match phase {
+            UnenrollPhase::AfterSettled => has_run(sampled),
             UnenrollPhase::AfterInterruption => true,
             UnenrollPhase::DuringMerge | UnenrollPhase::BetweenRounds => false,
         };
-        let merged = |piece: &SampledRange| {
-            piece.pages.iter().any(|page| page.was_merged())
-                || !verify::count_range_pages(self.host, piece.process, piece.range)
-                    .is_ok_and(|found| found.merged + found.zero == Pages::ZERO)
+        let has_merged_pages = |sampled: &SampledRange| {
+            sampled.pages.iter().any(|page| page.was_merged())
+                || !verify::count_range_pages(self.host, sampled.process, sampled.range)
+                    .is_ok_and(|counts| counts.merged + counts.zero == Pages::ZERO)
         };
-        let keep = |piece: &SampledRange| is_profitable(&piece.lifetime_stats) && (!idle(piece) || merged(piece));
-        let (keep, drop) = std::mem::take(&mut self.ranges).into_iter().partition(keep);
-        self.ranges = keep;
-        drop
+        let is_kept = |sampled: &SampledRange| {
+            is_profitable(&sampled.lifetime_stats) && (!must_be_merged(sampled) || has_merged_pages(sampled))
+        };
+        let (kept, dropped) = std::mem::take(&mut self.ranges).into_iter().partition(is_kept);
+        self.ranges = kept;
+        dropped
     }
 }
 
@@ -330,13 +336,13 @@ fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ActivityCounter
 }
 
 impl SampledRange {
-    fn new(process: ProcessId, range: AddressRange, own: bool, page: u64, now: Instant) -> Self {
-        let watched = (range.bytes().0 / page).min(PAGES_PER_STRIPE * STRIPES_PER_RANGE);
-        let pages = vec![SampledPage::default(); watched as usize].into();
+    fn new(process: ProcessId, range: AddressRange, enrolled_by_program: bool, page_bytes: u64, now: Instant) -> Self {
+        let sampled_pages = (range.bytes().0 / page_bytes).min(PAGES_PER_STRIPE * STRIPES_PER_RANGE);
+        let pages = vec![SampledPage::default(); sampled_pages as usize].into();
         Self {
             process,
             range,
-            enrolled_by_program: own,
+            enrolled_by_program,
             lifetime_stats: LifetimeStats::default(),
             sampled_since: now,
             pages,
@@ -344,14 +350,14 @@ impl SampledRange {
     }
 
     /// The number of pages that each sampled page stands for.
-    fn pages_per_sample(&self, page: u64) -> f64 {
-        (self.range.bytes().0 / page) as f64 / self.pages.len().max(1) as f64
+    fn pages_per_sample(&self, page_bytes: u64) -> f64 {
+        (self.range.bytes().0 / page_bytes) as f64 / self.pages.len().max(1) as f64
     }
 
     /// The sampled stripes: one in each slot of the range, at a random offset. Equal offsets would mislead where
     /// programs write the same page of each slot.
-    fn stripes(&self, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
-        let (range, pages) = (self.range, self.range.bytes().0 / page);
+    fn stripes(&self, page_bytes: u64) -> impl Iterator<Item = AddressRange> + use<> {
+        let (range, pages) = (self.range, self.range.bytes().0 / page_bytes);
         let (stripes, len) = if pages <= PAGES_PER_STRIPE * STRIPES_PER_RANGE {
             (1, pages)
         } else {
@@ -360,24 +366,24 @@ impl SampledRange {
         let seed = splitmix64(u64::from(self.process.pid.0) ^ range.start);
         (0..stripes).map(move |i| {
             let (first, next) = (i * pages / stripes, (i + 1) * pages / stripes);
-            let start = range.start + (first + splitmix64(seed ^ i) % (next - first - len + 1)) * page;
-            AddressRange { start, end: start + len * page }
+            let start = range.start + (first + splitmix64(seed ^ i) % (next - first - len + 1)) * page_bytes;
+            AddressRange { start, end: start + len * page_bytes }
         })
     }
 
     /// Check the sampled pages, except those in swap, which do not count as written. Each counts as not merged until
-    /// recorded; `note` gets the position and frame of each page that may be merged.
-    fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Pfn)) {
+    /// recorded; `visit` gets the position and frame of each page that may be merged.
+    fn check_pages(&mut self, handle: &dyn ProcessHandle, page_bytes: u64, visit: &mut dyn FnMut(usize, Pfn)) {
         let mut position = 0;
-        for stripe in self.stripes(page) {
+        for stripe in self.stripes(page_bytes) {
             let mappings = handle.mappings(stripe).unwrap_or_default();
-            for (mapping, at) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
-                self.pages[at].set_merged(false);
+            for (mapping, sample) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
+                self.pages[sample].set_merged(false);
                 if let EntryState::InFrame(frame) = EntryState::from_entry(mapping, FrameLookup::Shared) {
-                    note(at, frame);
+                    visit(sample, frame);
                 }
             }
-            position += (stripe.bytes().0 / page) as usize;
+            position += (stripe.bytes().0 / page_bytes) as usize;
         }
     }
 }
@@ -421,9 +427,9 @@ mod tests {
             huge_page_bytes: Bytes::ZERO,
             enroll_method: EnrollMethod::InProcess,
         };
-        let mut watch = CowSampler::new(host);
-        watch.add_plan(&MergePlan { targets: vec![target], ..MergePlan::default() }, |_| Vec::new());
-        watch
+        let mut sampler = CowSampler::new(host);
+        sampler.add_plan(&MergePlan { targets: vec![target], ..MergePlan::default() }, |_| Vec::new());
+        sampler
     }
 
     /// In any layout of its pages: also if none of the sampled pages is present.
@@ -436,7 +442,7 @@ mod tests {
             PAGES_PER_STRIPE_SLOT - 1,
             PAGES_PER_STRIPE_SLOT,
         ] {
-            for moment in [
+            for phase in [
                 UnenrollPhase::DuringMerge,
                 UnenrollPhase::BetweenRounds,
                 UnenrollPhase::AfterInterruption,
@@ -444,14 +450,14 @@ mod tests {
             ] {
                 for ran in [0, 1] {
                     let host = FakeHost::booted();
-                    let mut watch = sampler_with_gaps(&host, missing);
+                    let mut sampler = sampler_with_gaps(&host, missing);
                     host.set_cpu_ticks(PID, ran);
-                    watch.check_pages(CheckScope::All).unwrap();
-                    let idle = watch.take_unprofitable(|_| true, moment);
-                    let is_moment =
-                        moment == UnenrollPhase::AfterInterruption || moment == UnenrollPhase::AfterSettled && ran > 0;
-                    let expected = if missing == PAGES_PER_STRIPE_SLOT && is_moment { 2 } else { 0 };
-                    assert_eq!(idle.len(), expected, "{missing} {moment:?} {ran}");
+                    sampler.check_pages(CheckScope::All).unwrap();
+                    let unmerged = sampler.take_unprofitable(|_| true, phase);
+                    let phase_applies =
+                        phase == UnenrollPhase::AfterInterruption || phase == UnenrollPhase::AfterSettled && ran > 0;
+                    let expected = if missing == PAGES_PER_STRIPE_SLOT && phase_applies { 2 } else { 0 };
+                    assert_eq!(unmerged.len(), expected, "{missing} {phase:?} {ran}");
                 }
             }
         }
@@ -461,8 +467,8 @@ mod tests {
     #[test]
     fn synchronized_cow_breaks_are_detected() {
         let host = FakeHost::booted();
-        let mut watch = sampler_with_gaps(&host, 0);
-        watch.check_pages(CheckScope::All).unwrap();
+        let mut sampler = sampler_with_gaps(&host, 0);
+        sampler.check_pages(CheckScope::All).unwrap();
         for start in (MAX_PAGES_PER_RANGE..3 * MAX_PAGES_PER_RANGE).step_by(PAGES_PER_STRIPE_SLOT as usize) {
             host.map_pages(
                 PID,
@@ -472,8 +478,8 @@ mod tests {
             );
         }
         host.set_cpu_ticks(PID, 1);
-        watch.check_pages(CheckScope::RanSinceCheck).unwrap();
-        let broken = watch.lifetime_stats().cow_breaks;
+        sampler.check_pages(CheckScope::RanSinceCheck).unwrap();
+        let broken = sampler.lifetime_stats().cow_breaks;
         // Seven of eight pages are broken.
         assert!(broken.0 > STRIPES_PER_RANGE * PAGES_PER_STRIPE, "{broken:?}");
     }
@@ -487,8 +493,8 @@ mod tests {
                 SampledRange::new(process, range, false, PAGE_BYTES, Instant::now()).stripes(PAGE_BYTES).collect();
             assert!(stripes.is_sorted_by(|a, b| a.end <= b.start), "{stripes:?}");
             assert!(stripes[0].start >= range.start && stripes.last().unwrap().end <= range.end, "{stripes:?}");
-            let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / PAGE_BYTES).sum();
-            assert_eq!(watched, pages.min(STRIPES_PER_RANGE * PAGES_PER_STRIPE), "{pages}");
+            let sampled_pages: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / PAGE_BYTES).sum();
+            assert_eq!(sampled_pages, pages.min(STRIPES_PER_RANGE * PAGES_PER_STRIPE), "{pages}");
         }
     }
 }

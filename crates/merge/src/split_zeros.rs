@@ -45,12 +45,12 @@ pub fn note(host: &dyn Host, directory: &StateDirectory, freed: &FreedZeroPages)
         return Ok(());
     }
     let boot = session::read_boot_id(host).map_err(io::Error::other)?;
-    let mut all = read_file(directory, &boot)?;
-    all.retain(|process, _| pagefold_host::hold(host, *process).is_ok());
+    let mut record = read_file(directory, &boot)?;
+    record.retain(|process, _| pagefold_host::hold(host, *process).is_ok());
     for (process, pages) in freed {
-        *all.entry(*process).or_default() += *pages;
+        *record.entry(*process).or_default() += *pages;
     }
-    let freed = all.into_iter().map(|(process, pages)| (process.pid.0, process.start_time, pages.0)).collect();
+    let freed = record.into_iter().map(|(process, pages)| (process.pid.0, process.start_time, pages.0)).collect();
     directory.replace(SPLIT_ZEROS_FILE, &serde_json::to_vec(&SplitZerosFile { boot, freed })?)
 }
 
@@ -111,22 +111,22 @@ impl Notes {
     /// The errors of [`load_freed`], once for each change of the file.
     pub fn update(&mut self, host: &dyn Host, still_free: &mut FreedZeroPages) -> io::Result<Vec<ProcessId>> {
         let file = std::fs::metadata(self.directory.join(SPLIT_ZEROS_FILE)).ok();
-        let file = file.map(|file| (file.ino(), file.mtime(), file.mtime_nsec()));
-        if file == self.file_version {
+        let version = file.map(|file| (file.ino(), file.mtime(), file.mtime_nsec()));
+        if version == self.file_version {
             return Ok(Vec::new());
         }
-        self.file_version = file;
-        let before = std::mem::replace(&mut self.last_loaded, load_freed(host, &self.directory)?);
+        self.file_version = version;
+        let previous = std::mem::replace(&mut self.last_loaded, load_freed(host, &self.directory)?);
         still_free.retain(|process, _| self.last_loaded.contains_key(process));
-        let mut grown = Vec::new();
+        let mut changed = Vec::new();
         for (process, pages) in &self.last_loaded {
-            let more = pages.saturating_sub(before.get(process).copied().unwrap_or_default());
-            if more > Pages::ZERO {
-                *still_free.entry(*process).or_default() += more;
-                grown.push(*process);
+            let added = pages.saturating_sub(previous.get(process).copied().unwrap_or_default());
+            if added > Pages::ZERO {
+                *still_free.entry(*process).or_default() += added;
+                changed.push(*process);
             }
         }
-        Ok(grown)
+        Ok(changed)
     }
 }
 
@@ -182,21 +182,21 @@ mod tests {
         let freed = |all: &[(u32, u64)]| -> FreedZeroPages {
             all.iter().map(|&(pid, n)| (process(pid, 1), Pages(n))).collect()
         };
-        let (mut notes, mut held) = (Notes::new(folder.path()), FreedZeroPages::new());
-        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
+        let (mut notes, mut still_free) = (Notes::new(folder.path()), FreedZeroPages::new());
+        assert_eq!(notes.update(&host, &mut still_free).unwrap(), []);
         note(&host, &directory, &freed(&[(1, 10), (2, 20)])).unwrap();
-        assert_eq!(notes.update(&host, &mut held).unwrap(), [process(1, 1), process(2, 1)]);
-        assert_eq!(held, freed(&[(1, 10), (2, 20)]));
+        assert_eq!(notes.update(&host, &mut still_free).unwrap(), [process(1, 1), process(2, 1)]);
+        assert_eq!(still_free, freed(&[(1, 10), (2, 20)]));
         // Four of them were written since: they stay excluded after later updates.
-        held.extend(freed(&[(1, 6)]));
-        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
+        still_free.extend(freed(&[(1, 6)]));
+        assert_eq!(notes.update(&host, &mut still_free).unwrap(), []);
         host.remove_process(2);
         note(&host, &directory, &freed(&[(1, 5)])).unwrap();
-        assert_eq!(notes.update(&host, &mut held).unwrap(), [process(1, 1)]);
-        assert_eq!(held, freed(&[(1, 11)]));
+        assert_eq!(notes.update(&host, &mut still_free).unwrap(), [process(1, 1)]);
+        assert_eq!(still_free, freed(&[(1, 11)]));
         std::fs::remove_file(folder.path().join(SPLIT_ZEROS_FILE)).unwrap();
-        assert_eq!(notes.update(&host, &mut held).unwrap(), []);
-        assert_eq!(held, FreedZeroPages::new());
+        assert_eq!(notes.update(&host, &mut still_free).unwrap(), []);
+        assert_eq!(still_free, FreedZeroPages::new());
     }
 
     #[test]

@@ -68,35 +68,35 @@ impl ProcessAges {
 
     /// The address of each page, its content, and since when it has kept it.
     fn pages(&self, page_bytes: u64) -> impl Iterator<Item = (u64, u32, u64)> {
-        let each = move |stretch: &StableRange| {
-            let (range, since) = (stretch.range, stretch.since_ms);
+        let page_starts = move |stable: &StableRange| {
+            let (range, since) = (stable.range, stable.since_ms);
             (range.start..range.end).step_by(page_bytes as usize).map(move |address| (address, since))
         };
         self.ranges
             .iter()
-            .flat_map(each)
+            .flat_map(page_starts)
             .zip(&self.half_fingerprints)
             .map(|((address, since), &content)| (address, content, since))
     }
 
     /// The recorded subranges of a range, each with the time since when it has kept its content.
     fn ranges_within(&self, range: AddressRange) -> impl Iterator<Item = (u64, AddressRange)> {
-        let first = self.ranges.partition_point(|stretch| stretch.range.end <= range.start);
-        let within = self.ranges[first..].iter().take_while(move |stretch| stretch.range.start < range.end);
-        within.filter_map(move |stretch| Some((stretch.since_ms, stretch.range.overlap(range)?)))
+        let first = self.ranges.partition_point(|stable| stable.range.end <= range.start);
+        let within = self.ranges[first..].iter().take_while(move |stable| stable.range.start < range.end);
+        within.filter_map(move |stable| Some((stable.since_ms, stable.range.overlap(range)?)))
     }
 
     /// The chunks of a range in which most recorded pages are not stable yet.
     fn unstable_chunks(&self, range: AddressRange, page_bytes: u64, now_ms: u64, min_age_ms: u64) -> Vec<AddressRange> {
-        let is_young = |piece: &AddressRange| {
-            let (mut all, mut ripe) = (0, 0);
-            for (since, range) in self.ranges_within(*piece) {
-                all += range.bytes().0;
-                ripe += if now_ms.saturating_sub(since) >= min_age_ms { range.bytes().0 } else { 0 };
+        let is_unstable = |chunk: &AddressRange| {
+            let (mut recorded_bytes, mut stable_bytes) = (0, 0);
+            for (since, range) in self.ranges_within(*chunk) {
+                recorded_bytes += range.bytes().0;
+                stable_bytes += if now_ms.saturating_sub(since) >= min_age_ms { range.bytes().0 } else { 0 };
             }
-            ripe * 2 < all
+            stable_bytes * 2 < recorded_bytes
         };
-        range.cut_at_multiples(PAGES_PER_CHUNK * page_bytes).filter(is_young).collect()
+        range.cut_at_multiples(PAGES_PER_CHUNK * page_bytes).filter(is_unstable).collect()
     }
 }
 
@@ -133,106 +133,108 @@ impl StableAges {
         index: &PageIndex,
         now: Instant,
     ) -> BTreeMap<ProcessId, Bytes> {
-        let now = now.saturating_duration_since(self.started).as_millis() as u64;
-        self.record_census(census, index, now);
-        let least = stable_age(self.page_size.bytes()).as_millis() as u64;
-        let (page_bytes, nothing) = (self.page_size.bytes(), ProcessAges::default());
-        let (mut young, mut ripe) = (BTreeMap::new(), BTreeMap::new());
+        let now_ms = now.saturating_duration_since(self.started).as_millis() as u64;
+        self.record_census(census, index, now_ms);
+        let min_age_ms = stable_age(self.page_size.bytes()).as_millis() as u64;
+        let (page_bytes, no_ages) = (self.page_size.bytes(), ProcessAges::default());
+        let (mut unstable, mut stable) = (BTreeMap::new(), BTreeMap::new());
         for target in &plan.targets {
-            let seen = self.ages_by_process.get(&target.process.id).unwrap_or(&nothing);
-            let (mut not, mut old) = (Vec::new(), Vec::new());
+            let ages = self.ages_by_process.get(&target.process.id).unwrap_or(&no_ages);
+            let (mut unstable_chunks, mut stable_chunks) = (Vec::new(), Vec::new());
             for range in &target.ranges {
-                let pieces = seen.unstable_chunks(range.range, page_bytes, now, least);
-                old.extend(
+                let chunks = ages.unstable_chunks(range.range, page_bytes, now_ms, min_age_ms);
+                stable_chunks.extend(
                     range
                         .range
-                        .subtract(&pieces)
+                        .subtract(&chunks)
                         .into_iter()
-                        .flat_map(|rest| rest.cut_at_multiples(PAGES_PER_CHUNK * page_bytes)),
+                        .flat_map(|part| part.cut_at_multiples(PAGES_PER_CHUNK * page_bytes)),
                 );
-                not.extend(pieces);
+                unstable_chunks.extend(chunks);
             }
-            young.insert(target.process.id, not);
-            ripe.insert(target.process.id, old);
+            unstable.insert(target.process.id, unstable_chunks);
+            stable.insert(target.process.id, stable_chunks);
         }
         // Each chunk may hold the only partners of another chunk.
         for _ in 0..MAX_PARTNER_ROUNDS {
-            if young.values().all(Vec::is_empty) {
+            if unstable.values().all(Vec::is_empty) {
                 break;
             }
-            let alone = chunks_without_partners(census, index, &ripe);
-            if alone.is_empty() {
+            let without_partners = chunks_without_partners(census, index, &stable);
+            if without_partners.is_empty() {
                 break;
             }
-            for (process, pieces) in alone {
-                ripe.entry(process).or_default().retain(|piece| pieces.binary_search(piece).is_err());
-                young.entry(process).or_default().extend(pieces);
+            for (process, chunks) in without_partners {
+                stable.entry(process).or_default().retain(|chunk| chunks.binary_search(chunk).is_err());
+                unstable.entry(process).or_default().extend(chunks);
             }
         }
-        let mut left_out = BTreeMap::new();
-        for (process, ranges) in young {
-            left_out.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
+        let mut dropped_bytes = BTreeMap::new();
+        for (process, ranges) in unstable {
+            dropped_bytes.insert(process, Bytes(ranges.iter().map(|range| range.bytes().0).sum()));
             let target = plan.targets.iter().find(|target| target.process.id == process);
             let subject = census.subjects.iter().position(|subject| subject.process.id == process);
             if let Some((target, subject)) = target.zip(subject) {
-                let own = enrolled_without_merges(target, subject, index, &ranges);
-                plan.add_temporary_unenroll(&census.subjects[subject], &own);
+                let own_ranges = enrolled_without_merges(target, subject, index, &ranges);
+                plan.add_temporary_unenroll(&census.subjects[subject], &own_ranges);
             }
             plan.exclude_ranges(process, ranges);
         }
-        left_out
+        dropped_bytes
     }
 
     fn record_census(&mut self, census: &Census, index: &PageIndex, now_ms: u64) {
-        let content = |fingerprint: Fingerprint| fingerprint.0 as u32;
-        let mut known: Vec<(u32, u32)> = index
+        let half_fingerprint = |fingerprint: Fingerprint| fingerprint.0 as u32;
+        let mut fingerprints: Vec<(u32, u32)> = index
             .paired()
             .par_iter()
             .filter(|entry| index.mark(entry.ordinal).is_covered())
-            .map(|entry| (entry.ordinal, content(entry.fingerprint())))
+            .map(|entry| (entry.ordinal, half_fingerprint(entry.fingerprint())))
             .collect();
-        known.par_sort_unstable();
+        fingerprints.par_sort_unstable();
         let page_bytes = self.page_size.bytes();
-        for (subject, seen) in census.subjects.iter().enumerate() {
-            let older = self.ages_by_process.remove(&seen.process.id).unwrap_or_default();
-            let mut older = older.pages(page_bytes).peekable();
-            let ordinals = index.subject_ordinals(subject);
-            let mut known = known[known.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
+        for (position, subject) in census.subjects.iter().enumerate() {
+            let previous_pages = self.ages_by_process.remove(&subject.process.id).unwrap_or_default();
+            let mut previous_pages = previous_pages.pages(page_bytes).peekable();
+            let ordinals = index.subject_ordinals(position);
+            let mut fingerprints =
+                fingerprints[fingerprints.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
             let mut pages = ProcessAges::default();
             for (_, ordinal, address) in each_page(index, &ordinals) {
                 let mark = index.mark(ordinal);
-                while older.next_if(|&(before, ..)| before < address).is_some() {}
-                let before = older.next_if(|&(before, ..)| before == address);
+                while previous_pages.next_if(|&(old, ..)| old < address).is_some() {}
+                let previous = previous_pages.next_if(|&(old, ..)| old == address);
                 let content = match mark.class() {
-                    Some(PageClass::Zero) if mark.is_covered() => content(Fingerprint::ZERO_PAGE),
+                    Some(PageClass::Zero) if mark.is_covered() => half_fingerprint(Fingerprint::ZERO_PAGE),
                     Some(class) if class.is_duplicate() && mark.is_covered() => {
-                        while known.next_if(|&&(page, _)| page < ordinal).is_some() {}
-                        let Some(&&(_, content)) = known.peek().filter(|&&&(page, _)| page == ordinal) else {
+                        while fingerprints.next_if(|&&(page, _)| page < ordinal).is_some() {}
+                        let Some(&&(_, content)) = fingerprints.peek().filter(|&&&(page, _)| page == ordinal) else {
                             continue;
                         };
                         content
                     }
                     Some(PageClass::Unique) => {
-                        let Some((_, held, _)) = before else { continue };
-                        held
+                        let Some((_, old_half, _)) = previous else { continue };
+                        old_half
                     }
                     _ => continue,
                 };
-                let since = before.filter(|&(_, held, _)| held == content).map_or(now_ms, |(.., since)| since);
-                pages.push_page(AddressRange { start: address, end: address + page_bytes }, content, since);
+                let since_ms =
+                    previous.filter(|&(_, old_half, _)| old_half == content).map_or(now_ms, |(.., since_ms)| since_ms);
+                pages.push_page(AddressRange { start: address, end: address + page_bytes }, content, since_ms);
             }
             if !pages.half_fingerprints.is_empty() {
                 pages.half_fingerprints.shrink_to_fit();
                 pages.ranges.shrink_to_fit();
-                self.ages_by_process.insert(seen.process.id, pages);
+                self.ages_by_process.insert(subject.process.id, pages);
             }
         }
     }
 
-    /// Drop the records of all processes that `keep` rejects.
-    pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
-        self.ages_by_process.retain(|&process, _| keep(process));
-        self.cache.retain_processes(keep);
+    /// Drop the records of all processes that `is_kept` rejects.
+    pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.ages_by_process.retain(|&process, _| is_kept(process));
+        self.cache.retain_processes(is_kept);
     }
 }
 
@@ -247,70 +249,82 @@ fn enrolled_without_merges(
     let is_own = |range: &&AddressRange| {
         target.ranges.iter().any(|planned| planned.enrolled && planned.range.overlap(**range).is_some())
     };
-    let own: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
-    if own.is_empty() {
-        return own;
+    let own_ranges: Vec<AddressRange> = ranges.iter().filter(is_own).copied().collect();
+    if own_ranges.is_empty() {
+        return own_ranges;
     }
     let is_merged = |ordinal: u32| index.mark(ordinal).class() == Some(PageClass::Merged);
     let merged: Vec<u64> = each_page(index, &index.subject_ordinals(subject))
         .filter(|&(_, ordinal, _)| is_merged(ordinal))
         .map(|(.., address)| address)
         .collect();
-    let has_none = |range: &AddressRange| {
+    let has_no_merged_page = |range: &AddressRange| {
         let first = merged.partition_point(|&address| address < range.start);
         merged.get(first).is_none_or(|&address| address >= range.end)
     };
-    own.into_iter().filter(has_none).collect()
+    own_ranges.into_iter().filter(has_no_merged_page).collect()
 }
 
 /// The chunks in which most pages that should merge have no partner: no other page of their group is in any chunk, or
-/// merged. `chunks` are ascending for each process.
+/// merged. `chunks_by_process` are ascending for each process.
 fn chunks_without_partners(
     census: &Census,
     index: &PageIndex,
-    chunks: &BTreeMap<ProcessId, Vec<AddressRange>>,
+    chunks_by_process: &BTreeMap<ProcessId, Vec<AddressRange>>,
 ) -> Vec<(ProcessId, Vec<AddressRange>)> {
-    let of = |subject: &SubjectCensus| chunks.get(&subject.process.id).map_or(&[][..], Vec::as_slice);
-    let pieces: Vec<&[AddressRange]> = census.subjects.iter().map(of).collect();
-    let none = || pieces.iter().map(|pieces| pieces.iter().map(|_| AtomicU32::new(0)).collect()).collect();
-    let (alone, others): (Vec<Vec<AtomicU32>>, Vec<Vec<AtomicU32>>) = (none(), none());
-    let piece_at = |subject: usize, address: u64| {
-        let at = pieces[subject].partition_point(|piece| piece.end <= address);
-        pieces[subject].get(at).is_some_and(|piece| piece.start <= address).then_some((subject, at))
+    let process_chunks =
+        |subject: &SubjectCensus| chunks_by_process.get(&subject.process.id).map_or(&[][..], Vec::as_slice);
+    let chunks: Vec<&[AddressRange]> = census.subjects.iter().map(process_chunks).collect();
+    let zero_counts = || chunks.iter().map(|chunks| chunks.iter().map(|_| AtomicU32::new(0)).collect()).collect();
+    let (pages_without_partner, pages_with_partner): (Vec<Vec<AtomicU32>>, Vec<Vec<AtomicU32>>) =
+        (zero_counts(), zero_counts());
+    let chunk_at = |subject: usize, address: u64| {
+        let position = chunks[subject].partition_point(|chunk| chunk.end <= address);
+        chunks[subject].get(position).is_some_and(|chunk| chunk.start <= address).then_some((subject, position))
     };
     let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-    content_groups::fold_groups(index, &domains, |there: &mut Vec<(u32, (usize, usize))>, _, members| {
-        there.clear();
-        there.extend(members.iter().filter(|member| index.mark(member.ordinal).is_covered()).filter_map(|member| {
-            let (.., address) = index.locate(member.ordinal)?;
-            Some((member.first_page_of_frame, piece_at(member.subject, address)?))
-        }));
+    content_groups::fold_groups(index, &domains, |planned_pages: &mut Vec<(u32, (usize, usize))>, _, members| {
+        planned_pages.clear();
+        planned_pages.extend(members.iter().filter(|member| index.mark(member.ordinal).is_covered()).filter_map(
+            |member| {
+                let (.., address) = index.locate(member.ordinal)?;
+                Some((member.first_page_of_frame, chunk_at(member.subject, address)?))
+            },
+        ));
         // Pages that share one frame since a fork count as one.
-        let is_one = there.iter().all(|(frame, _)| *frame == there[0].0);
-        let counts = if is_one && !members.iter().any(|member| member.merged) { &alone } else { &others };
-        for &(_, (subject, at)) in there.iter() {
-            counts[subject][at].fetch_add(1, Ordering::Relaxed);
+        let is_one_frame = planned_pages.iter().all(|(frame, _)| *frame == planned_pages[0].0);
+        let counts = if is_one_frame && !members.iter().any(|member| member.merged) {
+            &pages_without_partner
+        } else {
+            &pages_with_partner
+        };
+        for &(_, (subject, position)) in planned_pages.iter() {
+            counts[subject][position].fetch_add(1, Ordering::Relaxed);
         }
     });
-    let count = |counts: &[Vec<AtomicU32>], (subject, at): (usize, usize)| counts[subject][at].load(Ordering::Relaxed);
-    let most = |subject: usize| {
-        let is_alone = |at: &usize| count(&alone, (subject, *at)) > count(&others, (subject, *at));
-        if (0..pieces[subject].len()).any(|at| is_alone(&at)) {
+    let count = |counts: &[Vec<AtomicU32>], (subject, position): (usize, usize)| {
+        counts[subject][position].load(Ordering::Relaxed)
+    };
+    let mostly_without_partner = |subject: usize| {
+        let lacks_partners = |position: &usize| {
+            count(&pages_without_partner, (subject, *position)) > count(&pages_with_partner, (subject, *position))
+        };
+        if (0..chunks[subject].len()).any(|position| lacks_partners(&position)) {
             let is_zero = |ordinal: u32| {
                 let mark = index.mark(ordinal);
                 mark.is_covered() && mark.class() == Some(PageClass::Zero)
             };
             for (_, _, address) in each_page(index, &index.subject_ordinals(subject)).filter(|page| is_zero(page.1)) {
-                if let Some((_, at)) = piece_at(subject, address) {
-                    others[subject][at].fetch_add(1, Ordering::Relaxed);
+                if let Some((_, position)) = chunk_at(subject, address) {
+                    pages_with_partner[subject][position].fetch_add(1, Ordering::Relaxed);
                 }
             }
         }
-        let pieces: Vec<AddressRange> =
-            (0..pieces[subject].len()).filter(is_alone).map(|at| pieces[subject][at]).collect();
-        (!pieces.is_empty()).then_some((census.subjects[subject].process.id, pieces))
+        let found: Vec<AddressRange> =
+            (0..chunks[subject].len()).filter(lacks_partners).map(|position| chunks[subject][position]).collect();
+        (!found.is_empty()).then_some((census.subjects[subject].process.id, found))
     };
-    (0..pieces.len()).filter_map(most).collect()
+    (0..chunks.len()).filter_map(mostly_without_partner).collect()
 }
 
 #[cfg(test)]
@@ -329,23 +343,24 @@ mod tests {
             now in 2u64..6,
         ) {
             let page = |at: u64| AddressRange { start: at * PAGE_BYTES, end: (at + 1) * PAGE_BYTES };
-            let mut seen = ProcessAges::default();
+            let mut ages = ProcessAges::default();
             for (&at, &(content, since)) in &pages {
-                seen.push_page(page(at), content, since);
+                ages.push_page(page(at), content, since);
             }
-            let told: Vec<_> = seen.pages(PAGE_BYTES).map(|(address, content, since)| (address / PAGE_BYTES, (content, since))).collect();
-            prop_assert_eq!(told, pages.clone().into_iter().collect::<Vec<_>>());
+            let number = |(address, content, since)| (address / PAGE_BYTES, (content, since));
+            let listed = ages.pages(PAGE_BYTES).map(number);
+            prop_assert_eq!(listed.collect::<Vec<_>>(), pages.clone().into_iter().collect::<Vec<_>>());
 
             let range = AddressRange { start: planned.0 * PAGE_BYTES, end: (planned.0 + planned.1) * PAGE_BYTES };
-            let young: Vec<AddressRange> = range
+            let unstable: Vec<AddressRange> = range
                 .cut_at_multiples(PAGES_PER_CHUNK * PAGE_BYTES)
-                .filter(|piece| {
-                    let within = pages.range(piece.start / PAGE_BYTES..piece.end / PAGE_BYTES);
-                    let ripe: Vec<bool> = within.map(|(_, &(_, since))| now - since >= 3).collect();
-                    ripe.iter().filter(|ripe| **ripe).count() * 2 < ripe.len()
+                .filter(|chunk| {
+                    let within = pages.range(chunk.start / PAGE_BYTES..chunk.end / PAGE_BYTES);
+                    let are_stable: Vec<bool> = within.map(|(_, &(_, since))| now - since >= 3).collect();
+                    are_stable.iter().filter(|is_stable| **is_stable).count() * 2 < are_stable.len()
                 })
                 .collect();
-            prop_assert_eq!(seen.unstable_chunks(range, PAGE_BYTES, now, 3), young);
+            prop_assert_eq!(ages.unstable_chunks(range, PAGE_BYTES, now, 3), unstable);
         }
     }
 }

@@ -37,9 +37,8 @@ use pagefold_base::guard::{FrameNeed, MemoryCheck, MemoryVerdict};
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Reading};
 use pagefold_host::action::{Action, MergeAdvice, MissedReason};
-use pagefold_host::hold as held;
 use pagefold_host::transaction::session::{ChangeLifetime, Error as SessionError, Session};
-use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
+use pagefold_host::{Host, elapsed_since, hold, memory_headroom, observe, parse};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -94,10 +93,14 @@ pub struct UnenrollResult {
 impl UnenrollResult {
     /// Whether none of it is enrolled or merged any more; also true if it has ended.
     pub fn is_complete(&self) -> bool {
-        let clean = self.error.is_none() && self.missed_ranges.is_empty();
-        let none = |remains: &StillMerged| remains.merged_pages == Pages::ZERO && remains.zero_pages == Pages::ZERO;
+        let no_failure = self.error.is_none() && self.missed_ranges.is_empty();
+        let nothing_merged = |still_merged: &StillMerged| {
+            still_merged.merged_pages == Pages::ZERO && still_merged.zero_pages == Pages::ZERO
+        };
         self.ended
-            || (self.all_unenrolled && clean && self.still_merged.as_ref().is_some_and(|r| r.as_ref().is_ok_and(none)))
+            || (self.all_unenrolled
+                && no_failure
+                && self.still_merged.as_ref().is_some_and(|reading| reading.as_ref().is_ok_and(nothing_merged)))
     }
 }
 
@@ -119,7 +122,11 @@ pub struct UnenrollOutcome {
 impl UnenrollOutcome {
     /// The frames planned for the batches that were unenrolled.
     pub fn planned_frames(&self, plan: &UnenrollPlan) -> Pages {
-        plan.targets.iter().zip(&self.targets).map(|(target, done)| target.frames_for_batches(done.batches_done)).sum()
+        plan.targets
+            .iter()
+            .zip(&self.targets)
+            .map(|(target, result)| target.frames_for_batches(result.batches_done))
+            .sum()
     }
 }
 
@@ -162,32 +169,32 @@ pub fn execute_plan(
     stop: &AtomicBool,
 ) -> Result<UnenrollOutcome, SessionError> {
     let host = session.host();
-    let mut work =
+    let mut run =
         UnenrollRun { session, plan, limits, stop, deadline: host.now() + limits.max_wait, stopped_by_guard: None };
     let before = HostCounters::observe(host);
     let mut targets = vec![UnenrollResult::default(); plan.targets.len()];
-    for (target, done) in plan.targets.iter().zip(&mut targets) {
-        if work.should_stop() {
+    for (target, result) in plan.targets.iter().zip(&mut targets) {
+        if run.should_stop() {
             break;
         }
-        work.unenroll_target(target, done)?;
+        run.unenroll_target(target, result)?;
     }
-    for (target, done) in plan.targets.iter().zip(&mut targets) {
-        if !done.ended {
-            let remains = still_merged::read_still_merged(host, target);
-            done.ended = remains == Err(Absent::Vanished) || still_merged::has_ended(host, target.process.id);
-            done.still_merged = (!done.ended).then_some(remains);
+    for (target, result) in plan.targets.iter().zip(&mut targets) {
+        if !result.ended {
+            let still_merged = still_merged::read_still_merged(host, target);
+            result.ended = still_merged == Err(Absent::Vanished) || still_merged::has_ended(host, target.process.id);
+            result.still_merged = (!result.ended).then_some(still_merged);
         }
     }
     let after = HostCounters::observe(host);
-    if limits.collapse_huge_pages && work.stopped_by_guard.is_none() {
-        for (target, done) in plan.targets.iter().zip(&mut targets) {
-            if done.is_complete() && !done.ended && !stop.load(Ordering::Relaxed) {
-                work.collapse_huge_pages(target, done)?;
+    if limits.collapse_huge_pages && run.stopped_by_guard.is_none() {
+        for (target, result) in plan.targets.iter().zip(&mut targets) {
+            if result.is_complete() && !result.ended && !stop.load(Ordering::Relaxed) {
+                run.collapse_huge_pages(target, result)?;
             }
         }
     }
-    let (stopped, interrupted) = (work.stopped_by_guard, stop.load(Ordering::Relaxed));
+    let (stopped, interrupted) = (run.stopped_by_guard, stop.load(Ordering::Relaxed));
     Ok(UnenrollOutcome { targets, stopped_by_guard: stopped, interrupted, before, after })
 }
 
@@ -205,27 +212,27 @@ impl UnenrollRun<'_, '_> {
         self.stopped_by_guard.is_some() || self.stop.load(Ordering::Relaxed)
     }
 
-    fn unenroll_target(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<(), SessionError> {
+    fn unenroll_target(&mut self, target: &UnenrollTarget, result: &mut UnenrollResult) -> Result<(), SessionError> {
         let process = target.process.id;
         if let UnenrollMethod::UnreachableGuest(why) = &target.method {
-            done.error = Some(why.clone());
+            result.error = Some(why.clone());
             return Ok(());
         }
         match &target.method {
-            UnenrollMethod::Guest { socket, backends } if !self.unenroll_guest(target, socket, backends, done)? => {
+            UnenrollMethod::Guest { socket, backends } if !self.unenroll_guest(target, socket, backends, result)? => {
                 return Ok(());
             }
             UnenrollMethod::Guest { .. } => {}
-            _ if !self.unenroll_batches(target, done)? => return Ok(()),
-            UnenrollMethod::WholeProcess => self.apply(&Action::MergeAny { process, enable: false }, done)?,
+            _ if !self.unenroll_batches(target, result)? => return Ok(()),
+            UnenrollMethod::WholeProcess => self.apply(&Action::MergeAny { process, enable: false }, result)?,
             UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) | UnenrollMethod::UnreachableGuest(_) => {}
         }
         if target.method == UnenrollMethod::MarkedRegions && target.process.ksm.merge_any.is_err() {
-            self.apply(&Action::MergeAny { process, enable: false }, done)?;
+            self.apply(&Action::MergeAny { process, enable: false }, result)?;
         }
-        if done.error.is_none() && !done.ended {
-            done.batches_done = target.batches.len();
-            done.all_unenrolled = true;
+        if result.error.is_none() && !result.ended {
+            result.batches_done = target.batches.len();
+            result.all_unenrolled = true;
         }
         Ok(())
     }
@@ -237,81 +244,82 @@ impl UnenrollRun<'_, '_> {
         target: &UnenrollTarget,
         socket: &Path,
         backends: &[(String, Bytes)],
-        done: &mut UnenrollResult,
+        result: &mut UnenrollResult,
     ) -> Result<bool, SessionError> {
         let host = self.session.host();
         let gib = u32::try_from(host.page_size().bytes_of(target.merged_pages()).0 >> 30).unwrap_or(u32::MAX);
-        let (limit, mut spent) =
+        let (limit, mut elapsed) =
             (GUEST_TIMEOUT_BASE_AND_PER_GIB.0 + GUEST_TIMEOUT_BASE_AND_PER_GIB.1 * gib, Duration::ZERO);
         for (backend, _) in backends {
-            if spent >= limit {
-                done.error = Some(format!("{} answers too slowly; `--inject` unenrolls from within", socket.display()));
+            if elapsed >= limit {
+                result.error =
+                    Some(format!("{} answers too slowly; `--inject` unenrolls from within", socket.display()));
             }
-            if done.ended || done.error.is_some() || self.should_stop() || self.is_memory_short(target, done) {
+            if result.ended || result.error.is_some() || self.should_stop() || self.is_memory_short(target, result) {
                 return Ok(false);
             }
             // Where frames are readable, the guard counts them; otherwise the kernel's sums give the rest.
-            let left = match &target.frames_readable {
+            let remainder = match &target.frames_readable {
                 Ok(()) => Err(Absent::NotOnThisKernel),
                 Err(_) => still_merged::guest_remainder_batch(host, target),
             };
-            let parts = left.map_or_else(|_| target.batches.clone(), |part| vec![part]);
-            if !self.wait_for_memory(target, &parts, &[])? {
+            let batches = remainder.map_or_else(|_| target.batches.clone(), |batch| vec![batch]);
+            if !self.wait_for_memory(target, &batches, &[])? {
                 return Ok(false);
             }
             let (socket, backend) = (socket.to_owned(), backend.clone());
             let action = Action::set_backend_merge(target.process.id, socket, backend, false);
             let started = host.now();
-            self.apply(&action, done)?;
-            spent += elapsed_since(host, started);
+            self.apply(&action, result)?;
+            elapsed += elapsed_since(host, started);
         }
         Ok(true)
     }
 
     /// Unenroll the batches of a process one after the other, each once the guard allows it. Returns whether all of
     /// them were tried.
-    fn unenroll_batches(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<bool, SessionError> {
-        for (position, part) in target.batches.iter().enumerate() {
+    fn unenroll_batches(&mut self, target: &UnenrollTarget, result: &mut UnenrollResult) -> Result<bool, SessionError> {
+        for (position, batch) in target.batches.iter().enumerate() {
             let rest = if self.limits.staged { &[] } else { &target.batches[position + 1..] };
-            if done.ended
-                || done.error.is_some()
+            if result.ended
+                || result.error.is_some()
                 || self.should_stop()
-                || self.is_memory_short(target, done)
-                || !self.wait_for_memory(target, std::slice::from_ref(part), rest)?
+                || self.is_memory_short(target, result)
+                || !self.wait_for_memory(target, std::slice::from_ref(batch), rest)?
             {
                 return Ok(false);
             }
-            let (process, ranges) = (target.process.id, part.ranges.clone());
-            self.apply(&Action::Advise { process, advice: MergeAdvice::Unmergeable, ranges }, done)?;
-            done.batches_done += usize::from(done.error.is_none() && !done.ended);
+            let (process, ranges) = (target.process.id, batch.ranges.clone());
+            self.apply(&Action::Advise { process, advice: MergeAdvice::Unmergeable, ranges }, result)?;
+            result.batches_done += usize::from(result.error.is_none() && !result.ended);
         }
         Ok(true)
     }
 
-    fn apply(&mut self, action: &Action, done: &mut UnenrollResult) -> Result<(), SessionError> {
-        if done.ended || done.error.is_some() {
+    fn apply(&mut self, action: &Action, result: &mut UnenrollResult) -> Result<(), SessionError> {
+        if result.ended || result.error.is_some() {
             return Ok(());
         }
         match self.session.apply_until_stopped(action, ChangeLifetime::Permanent, self.stop) {
             Ok(effect) => {
-                done.stop_durations.extend(effect.stop_durations);
-                done.missed_ranges.extend(effect.missed_ranges);
+                result.stop_durations.extend(effect.stop_durations);
+                result.missed_ranges.extend(effect.missed_ranges);
             }
-            Err(SessionError::Refused(pagefold_host::action::ActionError::Vanished)) => done.ended = true,
-            Err(SessionError::Refused(why)) => done.error = Some(why.to_string()),
-            Err(other) => return Err(other),
+            Err(SessionError::Refused(pagefold_host::action::ActionError::Vanished)) => result.ended = true,
+            Err(SessionError::Refused(why)) => result.error = Some(why.to_string()),
+            Err(error) => return Err(error),
         }
         Ok(())
     }
 
     /// Whether memory is short for a process and the limits heed that. Records it as the process's error.
-    fn is_memory_short(&self, target: &UnenrollTarget, done: &mut UnenrollResult) -> bool {
-        let short = |percent| memory_headroom::is_memory_short(self.session.host(), target.cgroup(), percent);
-        let pressed = self.limits.max_pressure_percent.is_some_and(short);
-        if pressed {
-            done.error = Some("memory is short".to_owned());
+    fn is_memory_short(&self, target: &UnenrollTarget, result: &mut UnenrollResult) -> bool {
+        let exceeds = |percent| memory_headroom::is_memory_short(self.session.host(), target.cgroup(), percent);
+        let is_short = self.limits.max_pressure_percent.is_some_and(exceeds);
+        if is_short {
+            result.error = Some("memory is short".to_owned());
         }
-        pressed
+        is_short
     }
 
     /// Whether batches of a process, counted now, fit together with the rest as planned. Waits up to the deadline and
@@ -319,59 +327,59 @@ impl UnenrollRun<'_, '_> {
     fn wait_for_memory(
         &mut self,
         target: &UnenrollTarget,
-        parts: &[UnenrollBatch],
+        batches: &[UnenrollBatch],
         rest: &[UnenrollBatch],
     ) -> Result<bool, SessionError> {
         if self.limits.force {
             return Ok(true);
         }
         loop {
-            let need = self.current_need(target, parts, rest);
-            let judgement = self.plan.check_memory(self.session.host(), &need);
-            if judgement.verdict == MemoryVerdict::Fits {
+            let need = self.current_need(target, batches, rest);
+            let check = self.plan.check_memory(self.session.host(), &need);
+            if check.verdict == MemoryVerdict::Fits {
                 return Ok(true);
             }
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(false);
             }
             if self.session.host().now() >= self.deadline {
-                self.stopped_by_guard = Some(judgement);
+                self.stopped_by_guard = Some(check);
                 return Ok(false);
             }
             self.session.host().sleep(MEMORY_POLL_INTERVAL);
         }
     }
 
-    /// The frames that batches of a process take now, with the rest as planned: since the plan, pages were merged,
-    /// written and unmapped. Where the pages cannot be counted, the plan's figures stand.
-    fn current_need(&self, target: &UnenrollTarget, parts: &[UnenrollBatch], rest: &[UnenrollBatch]) -> FrameNeed {
+    /// The frames that batches of a process take now, with the rest as planned: since the plan was made, pages were
+    /// merged, written and unmapped. Where the pages cannot be counted, the plan's figures stand.
+    fn current_need(&self, target: &UnenrollTarget, batches: &[UnenrollBatch], rest: &[UnenrollBatch]) -> FrameNeed {
         let host = self.session.host();
-        let look = || -> Reading<FrameNeed> {
+        let count_now = || -> Reading<FrameNeed> {
             target.frames_readable.clone()?;
-            let handle = held(host, target.process.id)?;
+            let handle = hold(host, target.process.id)?;
             let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
-            let cap = ksm.zero_pages.map_or(0, |pages| u64::try_from(pages).unwrap_or(0));
-            let mut merged = rest.iter().map(|part| part.merged_pages).sum::<Pages>().0;
-            let mut zeros = rest.iter().map(|part| part.zero_pages).sum::<Pages>().0;
-            let mut returned: Pages = rest.iter().map(|part| part.freed_frames).sum();
-            let mut left = HashMap::new();
-            for part in parts {
-                for range in &part.ranges {
-                    let found = read_ksm_pages(host, &*handle, *range)?;
-                    let shared: Vec<KsmPageMappings> = found.pages.iter().filter_map(|page| page.1).collect();
-                    returned += remove_mappings(&mut left, &shared);
-                    merged += shared.len() as u64;
-                    zeros += (found.pages.len() - shared.len()) as u64;
+            let max_zeros = ksm.zero_pages.map_or(0, |count| u64::try_from(count).unwrap_or(0));
+            let mut merged = rest.iter().map(|batch| batch.merged_pages).sum::<Pages>().0;
+            let mut zeros = rest.iter().map(|batch| batch.zero_pages).sum::<Pages>().0;
+            let mut freed: Pages = rest.iter().map(|batch| batch.freed_frames).sum();
+            let mut remaining_mappings = HashMap::new();
+            for batch in batches {
+                for range in &batch.ranges {
+                    let range_pages = read_ksm_pages(host, &*handle, *range)?;
+                    let mappings: Vec<KsmPageMappings> = range_pages.pages.iter().filter_map(|page| page.1).collect();
+                    freed += remove_mappings(&mut remaining_mappings, &mappings);
+                    merged += mappings.len() as u64;
+                    zeros += (range_pages.pages.len() - mappings.len()) as u64;
                 }
             }
-            Ok(FrameNeed::for_cgroup(target.cgroup(), Pages(merged + zeros.min(cap)), returned))
+            Ok(FrameNeed::for_cgroup(target.cgroup(), Pages(merged + zeros.min(max_zeros)), freed))
         };
-        match look() {
+        match count_now() {
             Ok(need) => need,
             Err(Absent::Vanished) => FrameNeed::default(),
             Err(_) => {
                 let mut sum = FrameNeed::default();
-                parts.iter().chain(rest).for_each(|part| sum += &target.batch_frame_need(part));
+                batches.iter().chain(rest).for_each(|batch| sum += &target.batch_frame_need(batch));
                 sum
             }
         }
@@ -380,11 +388,15 @@ impl UnenrollRun<'_, '_> {
     /// Collapse huge pages where all pages of one are resident and the host allows it. Each collapse takes one free
     /// huge page; the replaced frames are then freed. Collapsing ranges that are not resident would take memory for
     /// good.
-    fn collapse_huge_pages(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<(), SessionError> {
+    fn collapse_huge_pages(
+        &mut self,
+        target: &UnenrollTarget,
+        result: &mut UnenrollResult,
+    ) -> Result<(), SessionError> {
         let host = self.session.host();
         let Ok((before, ranges)) = find_collapsible(host, target) else { return Ok(()) };
         let huge = observe::huge_page_bytes(host).unwrap_or(0);
-        // Two, since the kernel frees the replaced pages in batches.
+        // Memory for two huge pages, since the kernel frees the replaced pages in batches.
         let pages = host.page_size().pages_in(Bytes(2 * huge));
         let need = FrameNeed::for_cgroup(target.cgroup(), pages, Pages::ZERO);
         for ranges in ranges.chunks(HUGE_PAGES_PER_COLLAPSE) {
@@ -394,17 +406,17 @@ impl UnenrollRun<'_, '_> {
             let action = Action::Collapse { process: target.process.id, ranges: ranges.to_vec() };
             match self.session.apply(&action, ChangeLifetime::Permanent) {
                 // The huge pages after the collapse show which ranges failed.
-                Ok(effect) => done.stop_durations.extend(effect.stop_durations),
+                Ok(effect) => result.stop_durations.extend(effect.stop_durations),
                 Err(SessionError::Refused(why)) => {
-                    done.error = Some(format!("cannot collapse huge pages: {why}"));
+                    result.error = Some(format!("cannot collapse huge pages: {why}"));
                     break;
                 }
-                Err(other) => return Err(other),
+                Err(error) => return Err(error),
             }
         }
-        let handle = held(host, target.process.id);
+        let handle = hold(host, target.process.id);
         let after = handle.and_then(|handle| observe::rollup(&*handle)).and_then(|rollup| rollup.anon_huge);
-        done.huge_before_and_after_collapse = after.ok().map(|after| (before, after));
+        result.huge_before_and_after_collapse = after.ok().map(|after| (before, after));
         Ok(())
     }
 }
@@ -412,14 +424,14 @@ impl UnenrollRun<'_, '_> {
 /// Ranges in address order; adjacent and overlapping ranges become one.
 pub fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     ranges.sort_unstable();
-    let mut all: Vec<AddressRange> = Vec::new();
+    let mut joined_ranges: Vec<AddressRange> = Vec::new();
     for range in ranges {
-        match all.last_mut() {
+        match joined_ranges.last_mut() {
             Some(last) if last.end >= range.start => last.end = last.end.max(range.end),
-            _ => all.push(range),
+            _ => joined_ranges.push(range),
         }
     }
-    all
+    joined_ranges
 }
 
 /// Memory of a process in huge pages now, and the ranges that could be huge pages but are not: aligned, wholly
@@ -427,14 +439,15 @@ pub fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
 fn find_collapsible(host: &dyn Host, target: &UnenrollTarget) -> Reading<(Bytes, Vec<AddressRange>)> {
     let huge = observe::huge_page_bytes(host)?;
     let mode = observe::thp_mode(host)?;
-    let handle = held(host, target.process.id)?;
-    let withdrawn = target.marked_ranges();
+    let handle = hold(host, target.process.id)?;
+    let unenrolled_ranges = target.marked_ranges();
     let regions = observe::regions(&*handle)?;
     let before = regions.iter().map(|region| region.anon_huge).sum();
-    let allowed = |region: &&Region| mode == "always" || (mode == "madvise" && region.flags.has(VmFlags::HUGE_PAGE));
+    let may_be_huge =
+        |region: &&Region| mode == "always" || (mode == "madvise" && region.flags.has(VmFlags::HUGE_PAGE));
     let mut ranges = Vec::new();
-    for region in regions.iter().filter(allowed) {
-        for part in withdrawn.iter().filter_map(|range| range.overlap(region.range)) {
+    for region in regions.iter().filter(may_be_huge) {
+        for part in unenrolled_ranges.iter().filter_map(|range| range.overlap(region.range)) {
             for run in handle.resident(&[part])?.into_iter().filter(|run| !run.huge) {
                 let end = run.address + host.page_size().bytes_of(Pages(run.pages.into())).0;
                 let (mut start, end) = (run.address.next_multiple_of(huge), end - end % huge);

@@ -30,22 +30,22 @@ fn count_ksm_pages(
     range: AddressRange,
     frames: &mut Vec<Pfn>,
 ) -> Reading<KsmPageCounts> {
-    let mut found = KsmPageCounts::default();
+    let mut counts = KsmPageCounts::default();
     let mut is_hidden = false;
     walk_page_states(host, handle, range, FrameLookup::Shared, |_, state| {
         match state {
             PageState::Absent | PageState::Swapped | PageState::File => return,
             PageState::Ksm(frame) => {
-                found.merged.0 += 1;
+                counts.merged.0 += 1;
                 frames.push(frame);
             }
-            PageState::ZeroPage { .. } => found.zero.0 += 1,
+            PageState::ZeroPage { .. } => counts.zero.0 += 1,
             PageState::Hidden => is_hidden = true,
             PageState::Anonymous => {}
         }
-        found.present.0 += 1;
+        counts.present.0 += 1;
     })?;
-    if is_hidden { Err(Absent::Denied) } else { Ok(found) }
+    if is_hidden { Err(Absent::Denied) } else { Ok(counts) }
 }
 
 /// Count the KSM pages of a range of a process.
@@ -84,24 +84,27 @@ struct KsmFrame {
 
 /// Visit each frame that unmerging these targets would free, with the positions of the targets that share it. A frame
 /// that other processes map as well stays in any case, and joining it costs nothing.
-fn visit_taken_frames<'h>(held: impl Iterator<Item = (usize, &'h MergedTarget)>, mut tell: impl FnMut(&[usize])) {
-    let mut rests: Vec<(usize, &[KsmFrame])> = held.map(|(position, held)| (position, &held.frames[..])).collect();
-    let first = |(at, (_, frames)): (usize, &(usize, &[KsmFrame]))| Some(Reverse((frames.first()?.frame, at)));
-    let mut next: BinaryHeap<Reverse<(Pfn, usize)>> = rests.iter().enumerate().filter_map(first).collect();
+fn visit_taken_frames<'h>(targets: impl Iterator<Item = (usize, &'h MergedTarget)>, mut visit: impl FnMut(&[usize])) {
+    let mut remaining: Vec<(usize, &[KsmFrame])> =
+        targets.map(|(position, target)| (position, &target.frames[..])).collect();
+    let first_frame =
+        |(index, (_, frames)): (usize, &(usize, &[KsmFrame]))| Some(Reverse((frames.first()?.frame, index)));
+    let mut next: BinaryHeap<Reverse<(Pfn, usize)>> = remaining.iter().enumerate().filter_map(first_frame).collect();
     let mut sharers = Vec::new();
     while let Some(&Reverse((frame, _))) = next.peek() {
         sharers.clear();
-        let (mut own, mut all) = (0, 0);
-        while let Some(Reverse((_, at))) = next.peek().copied().filter(|Reverse((other, _))| *other == frame) {
+        let (mut own_mappings, mut all_mappings) = (0, 0);
+        while let Some(Reverse((_, index))) = next.peek().copied().filter(|Reverse((other, _))| *other == frame) {
             next.pop();
-            let (position, frames) = &mut rests[at];
-            (own, all) = (own + frames[0].own_mappings, all.max(frames[0].all_mappings));
+            let (position, frames) = &mut remaining[index];
+            (own_mappings, all_mappings) =
+                (own_mappings + frames[0].own_mappings, all_mappings.max(frames[0].all_mappings));
             sharers.push(*position);
             *frames = &frames[1..];
-            next.extend(frames.first().map(|shared| Reverse((shared.frame, at))));
+            next.extend(frames.first().map(|next| Reverse((next.frame, index))));
         }
-        if all <= own {
-            tell(&sharers);
+        if all_mappings <= own_mappings {
+            visit(&sharers);
         }
     }
 }
@@ -111,23 +114,23 @@ fn visit_taken_frames<'h>(held: impl Iterator<Item = (usize, &'h MergedTarget)>,
 /// Zero pages are counted by page tables too: when ksmd has a huge page split, the kernel maps zero pages to its zero
 /// page without any KSM counter (mm/migrate.c, `try_to_map_unused_to_zeropage`).
 pub fn measure_targets(host: &dyn Host, plan: &MergePlan) -> Reading<Vec<Option<MergedTarget>>> {
-    let held = |target| match measure_target(host, target) {
-        Ok(held) => Ok(Some(held)),
+    let measure = |target| match measure_target(host, target) {
+        Ok(measured) => Ok(Some(measured)),
         Err(Absent::Vanished) => Ok(None),
         Err(why) => Err(why),
     };
-    plan.targets.iter().map(held).collect()
+    plan.targets.iter().map(measure).collect()
 }
 
 /// The sum over some targets; each frame that no other process maps counts once.
 pub fn sum_targets<'f>(targets: impl Iterator<Item = &'f MergedTarget> + Clone) -> KsmPageCounts {
     let mut sum = KsmPageCounts::default();
     visit_taken_frames(targets.clone().enumerate(), |_| sum.frames += Pages(1));
-    for MergedTarget { counts: found, .. } in targets {
-        sum.merged += found.merged;
-        sum.zero += found.zero;
-        sum.present += found.present;
-        sum.rmap_items += found.rmap_items;
+    for MergedTarget { counts, .. } in targets {
+        sum.merged += counts.merged;
+        sum.zero += counts.zero;
+        sum.present += counts.present;
+        sum.rmap_items += counts.rmap_items;
     }
     sum
 }
@@ -141,18 +144,19 @@ pub fn net_savings(
     after: &[Option<MergedTarget>],
 ) -> BTreeMap<ProcessId, NetBytes> {
     // The share of a process that has ended now belongs to the processes that share its frames.
-    let lived: Vec<Option<&MergedTarget>> =
+    let running_before: Vec<Option<&MergedTarget>> =
         before.iter().zip(after).map(|(before, after)| before.as_ref().filter(|_| after.is_some())).collect();
     let after: Vec<Option<&MergedTarget>> = after.iter().map(Option::as_ref).collect();
-    let (saved, saves) = (pages_saved_per_target(&lived), pages_saved_per_target(&after));
+    let (saved_before, saved_after) = (pages_saved_per_target(&running_before), pages_saved_per_target(&after));
     let net = |position: usize| {
-        let items = |held: Option<&MergedTarget>| held.map_or(Pages::ZERO, |held| held.counts.rmap_items);
-        let metadata = items(after[position]).saturating_sub(items(lived[position])).0 * RMAP_ITEM_BYTES;
-        let pages = saves[position] - saved[position];
+        let rmap_items = |target: Option<&MergedTarget>| target.map_or(Pages::ZERO, |target| target.counts.rmap_items);
+        let metadata =
+            rmap_items(after[position]).saturating_sub(rmap_items(running_before[position])).0 * RMAP_ITEM_BYTES;
+        let pages = saved_after[position] - saved_before[position];
         NetBytes((pages * host.page_size().bytes() as f64) as i64 - metadata.cast_signed())
     };
-    let there = plan.targets.iter().enumerate().filter(|(position, _)| after[*position].is_some());
-    there.map(|(position, target)| (target.process.id, net(position))).collect()
+    let running_targets = plan.targets.iter().enumerate().filter(|(position, _)| after[*position].is_some());
+    running_targets.map(|(position, target)| (target.process.id, net(position))).collect()
 }
 
 /// Zero pages freed between two measurements in each target that still runs, without those that KSM counts. The kernel
@@ -165,8 +169,8 @@ pub fn split_zero_pages(
     before: &[Option<MergedTarget>],
     after: &[Option<MergedTarget>],
 ) -> BTreeMap<ProcessId, Pages> {
-    let looks = before.iter().zip(after).zip(&plan.targets);
-    let freed = looks.filter_map(|((before, after), target)| {
+    let measurements = before.iter().zip(after).zip(&plan.targets);
+    let freed = measurements.filter_map(|((before, after), target)| {
         let (before, after) = (before.as_ref()?, after.as_ref()?);
         let zeros = after.counts.zero.saturating_sub(before.counts.zero);
         let uncounted = zeros.saturating_sub(after.ksm_zero_pages.saturating_sub(before.ksm_zero_pages));
@@ -199,30 +203,31 @@ pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Read
 /// The ranges in which zero pages are counted: private regions with access rights, the smallest first,
 /// [`MAX_WALKED_ADDRESS_SPACE`] in all.
 fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRange> {
-    // The kernel's half has `[vsyscall]` only.
-    let may_have = |mapped: &&MapsEntry| {
+    // The kernel's half of the address space has `[vsyscall]` only.
+    let may_have_zero_pages = |mapped: &&MapsEntry| {
         let [read, write, _, shared] = mapped.permissions;
         (read == b'r' || write == b'w') && shared == b'p' && mapped.range.end <= 1 << 63
     };
-    let mut ranges: Vec<AddressRange> = layout.iter().filter(may_have).map(|mapped| mapped.range).collect();
+    let mut ranges: Vec<AddressRange> = layout.iter().filter(may_have_zero_pages).map(|mapped| mapped.range).collect();
     ranges.sort_unstable_by_key(|range| (range.bytes(), range.start));
-    let mut left = page_size.pages_in(MAX_WALKED_ADDRESS_SPACE);
+    let mut remaining_pages = page_size.pages_in(MAX_WALKED_ADDRESS_SPACE);
     for range in &mut ranges {
-        let pages = page_size.pages_in(range.bytes()).min(left);
+        let pages = page_size.pages_in(range.bytes()).min(remaining_pages);
         range.end = range.start + page_size.bytes_of(pages).0;
-        left = left.saturating_sub(pages);
+        remaining_pages = remaining_pages.saturating_sub(pages);
     }
     ranges.retain(|range| range.start < range.end);
     ranges
 }
 
 /// Pages that each target saves. A frame that only these targets map is divided equally among them.
-fn pages_saved_per_target(held: &[Option<&MergedTarget>]) -> Vec<f64> {
-    let pages =
-        |held: &Option<&MergedTarget>| held.map_or(0.0, |held| (held.counts.merged + held.counts.zero).0 as f64);
-    let mut saved: Vec<f64> = held.iter().map(pages).collect();
-    let there = held.iter().enumerate().filter_map(|(position, held)| Some((position, (*held)?)));
-    visit_taken_frames(there, |sharers| {
+fn pages_saved_per_target(targets: &[Option<&MergedTarget>]) -> Vec<f64> {
+    let pages = |target: &Option<&MergedTarget>| {
+        target.map_or(0.0, |target| (target.counts.merged + target.counts.zero).0 as f64)
+    };
+    let mut saved: Vec<f64> = targets.iter().map(pages).collect();
+    let running = targets.iter().enumerate().filter_map(|(position, target)| Some((position, (*target)?)));
+    visit_taken_frames(running, |sharers| {
         sharers.iter().for_each(|position| saved[*position] -= 1.0 / sharers.len() as f64)
     });
     saved
@@ -232,31 +237,31 @@ fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget>
     let handle = hold(host, target.process.id)?;
     let huge = match target.huge_page_bytes {
         Bytes::ZERO => Some(Bytes::ZERO),
-        _ => huge_of(&*handle, host.page_size()),
+        _ => read_huge_page_bytes(&*handle, host.page_size()),
     };
-    let (mut held, mut pages) = (MergedTarget::none(huge), Vec::new());
+    let (mut measured, mut frames) = (MergedTarget::none(huge), Vec::new());
     for range in &target.ranges {
-        let found = count_ksm_pages(host, &*handle, range.range, &mut pages)?;
-        held.counts.merged += found.merged;
-        held.counts.zero += found.zero;
-        held.counts.present += found.present;
+        let counts = count_ksm_pages(host, &*handle, range.range, &mut frames)?;
+        measured.counts.merged += counts.merged;
+        measured.counts.zero += counts.zero;
+        measured.counts.present += counts.present;
     }
-    pages.sort_unstable();
-    let shared = |same: &[Pfn]| KsmFrame { frame: same[0], own_mappings: same.len() as u64, all_mappings: 0 };
-    held.frames = pages.chunk_by(|a, b| a == b).map(shared).collect();
-    held.frames.shrink_to_fit();
-    pages.dedup();
-    if let Ok(mappings) = host.frame_mappings(&pages) {
-        held.frames.iter_mut().zip(mappings).for_each(|(shared, all)| shared.all_mappings = all);
+    frames.sort_unstable();
+    let ksm_frame = |same: &[Pfn]| KsmFrame { frame: same[0], own_mappings: same.len() as u64, all_mappings: 0 };
+    measured.frames = frames.chunk_by(|a, b| a == b).map(ksm_frame).collect();
+    measured.frames.shrink_to_fit();
+    frames.dedup();
+    if let Ok(mappings) = host.frame_mappings(&frames) {
+        measured.frames.iter_mut().zip(mappings).for_each(|(frame, mappings)| frame.all_mappings = mappings);
     }
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    held.ksm_zero_pages = ksm_zero_pages(&ksm);
-    held.counts.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
-    Ok(held)
+    measured.ksm_zero_pages = ksm_zero_pages(&ksm);
+    measured.counts.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
+    Ok(measured)
 }
 
-/// Huge pages of a process; `None` where they cannot be read, or where it has more memory than [`LARGEST`].
-fn huge_of(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
+/// Memory of a process in huge pages; `None` where they cannot be read, or where it has more memory than [`LARGEST`].
+fn read_huge_page_bytes(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
     let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
     if page_size.bytes_of(resident) > LARGEST {
         return None;
@@ -313,12 +318,12 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
 
 /// Whether a process has enrolled memory now. Before 6.14 its regions show it; that takes longer the more there are.
 pub fn has_enrolled_memory(handle: &dyn ProcessHandle) -> Reading<bool> {
-    let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
-    match told.mergeable {
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
+    match ksm.mergeable {
         Err(Absent::NotOnThisKernel) => {
             Ok(observe::regions(handle)?.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)))
         }
-        mergeable => Ok(told.merge_any == Ok(true) || mergeable?),
+        mergeable => Ok(ksm.merge_any == Ok(true) || mergeable?),
     }
 }
 
@@ -343,17 +348,17 @@ pub fn targets_huge_bytes(host: &dyn Host, plan: &MergePlan) -> Reading<Bytes> {
 
 /// Anonymous memory of the running targets, and of this process.
 pub fn resident_anonymous(host: &dyn Host, plan: &MergePlan) -> Reading<(Bytes, Bytes)> {
-    let of = |handle: &dyn ProcessHandle| parse::status(&handle.read("status")?).rss_anon;
+    let read_anonymous = |handle: &dyn ProcessHandle| parse::status(&handle.read("status")?).rss_anon;
     let mut sum = Bytes::ZERO;
     for target in &plan.targets {
-        match hold(host, target.process.id).and_then(|handle| of(&*handle)) {
+        match hold(host, target.process.id).and_then(|handle| read_anonymous(&*handle)) {
             Ok(bytes) => sum += bytes,
             // Ended, or a zombie.
             Err(Absent::Vanished | Absent::NotOnThisKernel) => {}
             Err(why) => return Err(why),
         }
     }
-    Ok((sum, of(&*host.open(Pid(std::process::id()))?)?))
+    Ok((sum, read_anonymous(&*host.open(Pid(std::process::id()))?)?))
 }
 
 /// The number of regions of each running process of a plan.
@@ -376,16 +381,13 @@ mod tests {
         merged_target_shared_by(merged, frames, rmap_items, 0)
     }
 
-    /// The same, with each frame mapped so many times in all processes.
-    fn merged_target_shared_by(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> MergedTarget {
-        let found = KsmPageCounts { merged: Pages(merged), rmap_items: Pages(rmap_items), ..KsmPageCounts::default() };
-        let own = merged / (frames.len() as u64).max(1);
+    /// Such a target, with each frame mapped so many times in all processes.
+    fn merged_target_shared_by(merged: u64, frames: &[u64], rmap_items: u64, all_mappings: u64) -> MergedTarget {
+        let counts = KsmPageCounts { merged: Pages(merged), rmap_items: Pages(rmap_items), ..KsmPageCounts::default() };
+        let own_mappings = merged / (frames.len() as u64).max(1);
         MergedTarget {
-            counts: found,
-            frames: frames
-                .iter()
-                .map(|&frame| KsmFrame { frame: Pfn(frame), own_mappings: own, all_mappings: all })
-                .collect(),
+            counts,
+            frames: frames.iter().map(|&frame| KsmFrame { frame: Pfn(frame), own_mappings, all_mappings }).collect(),
             ..MergedTarget::none(Some(Bytes::ZERO))
         }
     }
@@ -421,28 +423,36 @@ mod tests {
     #[test]
     fn uncounted_zeros_come_from_splits() {
         let page_size = PageSize::new(4096).unwrap();
-        let look = |all: u64, counted: u64, huge: Option<u64>| {
-            let found = KsmPageCounts { zero: Pages(all), ..KsmPageCounts::default() };
+        let measured = |all: u64, counted: u64, huge: Option<u64>| {
+            let counts = KsmPageCounts { zero: Pages(all), ..KsmPageCounts::default() };
             let huge = huge.map(|pages| page_size.bytes_of(Pages(pages)));
-            Some(MergedTarget { counts: found, ksm_zero_pages: Pages(counted), ..MergedTarget::none(huge) })
+            Some(MergedTarget { counts, ksm_zero_pages: Pages(counted), ..MergedTarget::none(huge) })
         };
         let freed = |before: Option<MergedTarget>, after: Option<MergedTarget>| {
             let freed = split_zero_pages(&plan(1), page_size, &[before], &[after]);
             freed.into_values().map(|pages| pages.0).sum::<u64>()
         };
-        let before = |all, counted| look(all, counted, Some(1024));
-        let after = |all, counted| look(all, counted, Some(0));
+        let before = |all, counted| measured(all, counted, Some(1024));
+        let after = |all, counted| measured(all, counted, Some(0));
         assert_eq!(freed(before(5, 0), after(105, 0)), 100, "five were read and never written");
         assert_eq!(freed(before(5, 5), after(105, 45)), 60, "40 more are counted by KSM");
         assert_eq!(freed(before(0, 0), after(40, 40)), 0);
         assert_eq!(freed(before(50, 0), after(10, 0)), 0, "written since");
         assert_eq!(freed(before(0, 0), None), 0, "its process has ended");
         // Reads of memory that was never written split no huge page.
-        assert_eq!(freed(look(0, 0, Some(0)), look(8192, 0, Some(0))), 0, "there were no huge pages");
-        assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(1024))), 0, "all huge pages are there still");
-        assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(512))), 512, "no more than one huge page had");
-        assert_eq!(freed(look(0, 0, Some(0)), look(8192, 0, Some(1024))), 0, "huge pages were made");
-        assert_eq!(freed(before(0, 0), look(100, 0, None)), 0, "it is not known what was split");
+        assert_eq!(freed(measured(0, 0, Some(0)), measured(8192, 0, Some(0))), 0, "there were no huge pages");
+        assert_eq!(
+            freed(measured(0, 0, Some(1024)), measured(8192, 0, Some(1024))),
+            0,
+            "all huge pages are there still"
+        );
+        assert_eq!(
+            freed(measured(0, 0, Some(1024)), measured(8192, 0, Some(512))),
+            512,
+            "no more than one huge page had"
+        );
+        assert_eq!(freed(measured(0, 0, Some(0)), measured(8192, 0, Some(1024))), 0, "huge pages were made");
+        assert_eq!(freed(before(0, 0), measured(100, 0, None)), 0, "it is not known what was split");
     }
 
     #[test]
@@ -456,7 +466,7 @@ mod tests {
             plan.targets[pid as usize].huge_page_bytes = Bytes::from_kib(1024 * huge);
         }
         let huge: Vec<Option<Bytes>> =
-            measure_targets(&fake, &plan).unwrap().into_iter().map(|held| held.unwrap().huge).collect();
+            measure_targets(&fake, &plan).unwrap().into_iter().map(|target| target.unwrap().huge).collect();
         assert_eq!(huge, [Some(Bytes::from_kib(4096)), None, Some(Bytes::ZERO)]);
     }
 
@@ -477,9 +487,9 @@ mod tests {
         let reserved: Vec<MapsEntry> = many(b"---p").chain(small()).collect();
         assert_eq!(walked(&reserved), [(201 * TIB, 4096), (200 * TIB, 8192)]);
         let readable: Vec<MapsEntry> = many(b"rw-p").chain(small()).collect();
-        let part = walked(&readable);
-        assert_eq!(part[..2], [(201 * TIB, 4096), (200 * TIB, 8192)], "small regions first");
-        assert_eq!(part.iter().map(|(_, bytes)| bytes).sum::<u64>(), MAX_WALKED_ADDRESS_SPACE.0);
+        let limited = walked(&readable);
+        assert_eq!(limited[..2], [(201 * TIB, 4096), (200 * TIB, 8192)], "small regions first");
+        assert_eq!(limited.iter().map(|(_, bytes)| bytes).sum::<u64>(), MAX_WALKED_ADDRESS_SPACE.0);
         assert_eq!(walked(&[mapped(TIB, 4096, b"rw-s"), mapped(0xffff_ffff_ff60_0000, 4096, b"r-xp")]), []);
     }
 
@@ -563,13 +573,13 @@ mod tests {
 
     #[test]
     fn target_shares_sum_to_total_savings() {
-        let parties = [
+        let targets = [
             merged_target(9, &[1, 2, 3], 0),
             merged_target(3, &[2, 3, 4], 0),
             merged_target(0, &[], 0),
             merged_target(5, &[3, 9], 0),
         ];
-        let parts: f64 = pages_saved_per_target(&parties.iter().map(Some).collect::<Vec<_>>()).iter().sum();
-        assert!((parts - sum_targets(parties.iter()).saved().0 as f64).abs() < 1e-9, "{parts}");
+        let sum: f64 = pages_saved_per_target(&targets.iter().map(Some).collect::<Vec<_>>()).iter().sum();
+        assert!((sum - sum_targets(targets.iter()).saved().0 as f64).abs() < 1e-9, "{sum}");
     }
 }

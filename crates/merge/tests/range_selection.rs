@@ -59,7 +59,7 @@ struct SyntheticProcess {
 
 struct SyntheticHost {
     processes: Vec<SyntheticProcess>,
-    /// Number of pages read, and of reads of regions.
+    /// Number of pages read, and of reads of `smaps`.
     pages_read: AtomicU64,
     smaps_reads: AtomicU64,
     /// Whether frame numbers are hidden.
@@ -76,16 +76,16 @@ struct SyntheticHost {
 
 impl SyntheticHost {
     fn new(processes: &[SyntheticProcess]) -> Self {
-        let (read, listed, refuses) = Default::default();
-        let (numa_maps, command_lines, ran) = Default::default();
+        let (pages_read, smaps_reads, refuses_reads) = Default::default();
+        let (numa_maps, command_lines, activity) = Default::default();
         let processes = processes.to_vec();
         Self {
             processes,
-            pages_read: read,
-            smaps_reads: listed,
+            pages_read,
+            smaps_reads,
             hides_frames: false,
-            refuses_reads: refuses,
-            activity: ran,
+            refuses_reads,
+            activity,
             numa_maps,
             command_lines,
         }
@@ -99,7 +99,7 @@ struct SyntheticHandle<'a> {
 
 impl Host for SyntheticHost {
     fn describe(&self) -> String {
-        "a made-up host".to_owned()
+        "a synthetic host".to_owned()
     }
     fn page_size(&self) -> PageSize {
         PageSize::new(PAGE_BYTES).unwrap()
@@ -151,11 +151,11 @@ impl ProcessHandle for SyntheticHandle<'_> {
         let SyntheticProcess { uid, enrolled, pages, .. } = self.process();
         let kib = pages.len() * 4;
         let end = BASE_ADDRESS + pages.len() as u64 * PAGE_BYTES;
-        let (ran, faults) = self.host.activity.get(&self.pid).copied().unwrap_or_default();
+        let (run_ns, faults) = self.host.activity.get(&self.pid).copied().unwrap_or_default();
         self.host.smaps_reads.fetch_add(u64::from(file == "smaps"), Ordering::Relaxed);
         Ok(match file {
             "stat" => format!("{} (made) S 0 0 0 0 0 0 {faults} 0 0 0 0 0 0 0 0 0 0 0 1 0\n", self.pid),
-            file if file.ends_with("/schedstat") => format!("{ran} 0 0\n"),
+            file if file.ends_with("/schedstat") => format!("{run_ns} 0 0\n"),
             "status" => format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n"),
             "numa_maps" => (*self.host.numa_maps.get(&self.pid).ok_or(Absent::NotOnThisKernel)?).to_owned(),
             "cmdline" => (*self.host.command_lines.get(&self.pid).ok_or(Absent::NotOnThisKernel)?).to_owned(),
@@ -187,11 +187,11 @@ impl ProcessHandle for SyntheticHandle<'_> {
         Ok(runs)
     }
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        let hides = |mapping: PagemapEntry| PagemapEntry {
+        let hide_frame = |mapping: PagemapEntry| PagemapEntry {
             frame: mapping.frame.filter(|_| !self.host.hides_frames),
             ..mapping
         };
-        let of = |address: u64| match self
+        let mapping_at = |address: u64| match self
             .process()
             .pages
             .get(((address - BASE_ADDRESS) / PAGE_BYTES) as usize)
@@ -207,7 +207,7 @@ impl ProcessHandle for SyntheticHandle<'_> {
             }
             _ => PagemapEntry { present: true, exclusive: true, frame: Some(Pfn(1)), ..PagemapEntry::default() },
         };
-        Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(of).map(hides).collect())
+        Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(mapping_at).map(hide_frame).collect())
     }
     fn contents(&self, _: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         if self.host.refuses_reads.load(Ordering::Relaxed) {
@@ -217,7 +217,7 @@ impl ProcessHandle for SyntheticHandle<'_> {
             .iter()
             .flat_map(|run| (0..run.pages).map(move |i| (run.address - BASE_ADDRESS) / PAGE_BYTES + u64::from(i)));
         for (position, page) in pages.enumerate() {
-            let times = self.host.pages_read.fetch_add(1, Ordering::Relaxed);
+            let reads_before = self.host.pages_read.fetch_add(1, Ordering::Relaxed);
             let (fingerprint, merged) = match self.process().pages[page as usize] {
                 SyntheticPage::Stable(content) => (content, false),
                 SyntheticPage::Merged(content) => (content, true),
@@ -233,7 +233,7 @@ impl ProcessHandle for SyntheticHandle<'_> {
                     sink(position, PageView { content, merged: false, exclusive: false, frame });
                     continue;
                 }
-                SyntheticPage::Volatile => (1 << 32 | times, false),
+                SyntheticPage::Volatile => (1 << 32 | reads_before, false),
                 SyntheticPage::FilledWith(byte) => {
                     let content = PageContent::Bytes(&[byte; PAGE_BYTES as usize]);
                     sink(position, PageView { content, merged: false, exclusive: true, frame: None });
@@ -301,9 +301,11 @@ fn shared_content_goes_to_domain_that_frees_most() {
         process_with_pages(2, &[Stable(7); 5]),
         process_with_pages(3, &[Stable(7)]),
     ];
-    let of = |across| covered_pages(&take_synthetic_census(&processes, &census_options(across, CHEAP_COSTS)).0);
-    assert_eq!(of(false), (0..5).map(|page| (2, page)).collect());
-    assert_eq!(of(true).len(), 9);
+    let covered = |across_domains| {
+        covered_pages(&take_synthetic_census(&processes, &census_options(across_domains, CHEAP_COSTS)).0)
+    };
+    assert_eq!(covered(false), (0..5).map(|page| (2, page)).collect());
+    assert_eq!(covered(true).len(), 9);
     let zeros = [process_with_pages(1, &[Stable(0); 3]), process_with_pages(2, &[Stable(0); 5])];
     assert_eq!(
         covered_pages(&take_synthetic_census(&zeros, &census_options(false, CHEAP_COSTS)).0),
@@ -322,16 +324,16 @@ fn processes_bound_to_different_nodes_do_not_merge() {
         numa_maps: [(1, first), (2, second), (3, third)].into(),
         ..SyntheticHost::new(&processes)
     };
-    let of = |host| covered_pages(&take_census_on(host, &census_options(false, CHEAP_COSTS)).0);
+    let covered = |host| covered_pages(&take_census_on(host, &census_options(false, CHEAP_COSTS)).0);
     let (default, zero, one) = ("7f00 default N0=3\n", "7f00 bind:0 N0=3\n", "7f00 bind:1 N1=3\n");
-    assert_eq!(of(policies(default, default, default)).len(), 10);
-    assert_eq!(of(policies(zero, zero, zero)).len(), 10, "of one node");
+    assert_eq!(covered(policies(default, default, default)).len(), 10);
+    assert_eq!(covered(policies(zero, zero, zero)).len(), 10, "of one node");
     // The content stays in the node in which it frees most.
     let alone: BTreeSet<_> = (0..5).map(|page| (2, page)).collect();
-    assert_eq!(of(policies(zero, one, default)), alone);
+    assert_eq!(covered(policies(zero, one, default)), alone);
     let with_third: BTreeSet<_> = alone.iter().copied().chain([(3, 0), (3, 1)]).collect();
-    assert_eq!(of(policies(zero, one, one)), with_third);
-    assert_eq!(of(SyntheticHost::new(&processes)).len(), 10, "a host with one node");
+    assert_eq!(covered(policies(zero, one, one)), with_third);
+    assert_eq!(covered(SyntheticHost::new(&processes)).len(), 10, "a host with one node");
 }
 
 #[test]
@@ -353,8 +355,8 @@ fn vms_are_selected_by_name_patterns() {
         let vms = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
         let selection = ProcessSelection { vm_name_patterns: vms, ..ProcessSelection::default() };
         let options = CensusOptions { selection, ..census_options(false, CHEAP_COSTS) };
-        let taken = take_census(&host, &options, &ScanProgress::default(), &AtomicBool::new(false));
-        let (census, _) = taken.map_err(|error| error.to_string())?;
+        let result = take_census(&host, &options, &ScanProgress::default(), &AtomicBool::new(false));
+        let (census, _) = result.map_err(|error| error.to_string())?;
         let mut pids: Vec<u32> = census.subjects.iter().map(|subject| subject.process.id.pid.0).collect();
         pids.sort_unstable();
         Ok(pids)
@@ -373,22 +375,22 @@ fn merged_frames_are_read_once() {
     let merged = |contents: std::ops::Range<u64>| contents.map(Merged).collect::<Vec<_>>();
     let first = process_with_pages(1, &[&merged(100..120)[..], &[Stable(3)]].concat());
     let second = process_with_pages(1, &[&[Stable(3)][..], &merged(110..120), &[Merged(99)]].concat());
-    // So few pages are read together with their neighbors.
+    // Merged pages in a short run are read together with their neighbors.
     let third = process_with_pages(2, &[&merged(100..107)[..], &[Stable(119)]].concat());
-    let once = CensusOptions { pass_interval: Duration::ZERO, ..census_options(false, CHEAP_COSTS) };
-    let (taken, index, read) = take_synthetic_census(&[first.clone(), second.clone(), third.clone()], &once);
-    assert_eq!(read, 21 + 2 + 8);
-    // They are not read in the second pass either.
-    let (.., read) =
+    let one_pass = CensusOptions { pass_interval: Duration::ZERO, ..census_options(false, CHEAP_COSTS) };
+    let (census, index, pages_read) = take_synthetic_census(&[first.clone(), second.clone(), third.clone()], &one_pass);
+    assert_eq!(pages_read, 21 + 2 + 8);
+    // Merged pages are not read in the second pass either.
+    let (.., pages_read) =
         take_synthetic_census(&[first.clone(), second.clone(), third.clone()], &census_options(false, CHEAP_COSTS));
-    assert_eq!(read, 21 + 2 + 8 + 1 + 1 + 8);
-    assert_eq!(taken.counts.merged, Pages(20 + 11 + 7));
+    assert_eq!(pages_read, 21 + 2 + 8 + 1 + 1 + 8);
+    assert_eq!(census.counts.merged, Pages(20 + 11 + 7));
     assert!((0..index.page_count() as u32).all(|page| index.mark(page).was_read()));
-    assert!(!covered_pages(&taken).contains(&(3, 7)), "user 1 has it merged");
+    assert!(!covered_pages(&census).contains(&(3, 7)), "a process of user 1 has merged this content");
     // But pages that were written during the read are read.
-    let parted: Vec<SyntheticPage> = (100..120).map(UnmergedDuringRead).collect();
-    let (.., read) = take_synthetic_census(&[process_with_pages(1, &parted), first], &once);
-    assert_eq!(read, 20 + 21);
+    let unmerged: Vec<SyntheticPage> = (100..120).map(UnmergedDuringRead).collect();
+    let (.., pages_read) = take_synthetic_census(&[process_with_pages(1, &unmerged), first], &one_pass);
+    assert_eq!(pages_read, 20 + 21);
 }
 
 #[test]
@@ -427,12 +429,18 @@ fn second_pass_reads_only_candidates() {
 #[test]
 fn ranges_keep_huge_pages_and_bridge_small_holes() {
     let unique = |i: u64| Stable(1000 + i);
-    let stray = [Stable(5), unique(1), unique(2), unique(3), Stable(5), unique(4), unique(5), unique(6)];
+    let few_equal = [Stable(5), unique(1), unique(2), unique(3), Stable(5), unique(4), unique(5), unique(6)];
     let costs = EnrollCostBytes { per_split_huge_page: 8192, ..CHEAP_COSTS };
-    let huge = |pages: &[SyntheticPage]| [SyntheticProcess { huge: true, ..process_with_pages(1, pages) }];
-    assert_eq!(covered_pages(&take_synthetic_census(&huge(&stray), &census_options(false, costs)).0), BTreeSet::new());
-    let rich = [[Stable(5); 4], [Stable(6); 4]].concat();
-    assert_eq!(covered_pages(&take_synthetic_census(&huge(&rich), &census_options(false, costs)).0).len(), 8);
+    let huge_process = |pages: &[SyntheticPage]| [SyntheticProcess { huge: true, ..process_with_pages(1, pages) }];
+    assert_eq!(
+        covered_pages(&take_synthetic_census(&huge_process(&few_equal), &census_options(false, costs)).0),
+        BTreeSet::new()
+    );
+    let all_equal = [[Stable(5); 4], [Stable(6); 4]].concat();
+    assert_eq!(
+        covered_pages(&take_synthetic_census(&huge_process(&all_equal), &census_options(false, costs)).0).len(),
+        8
+    );
 
     let with_hole = |length: usize| [vec![Stable(5); 4], vec![Hole; length], vec![Stable(5); 4]].concat();
     let ranges = |length| {
@@ -450,31 +458,24 @@ fn ranges_keep_huge_pages_and_bridge_small_holes() {
 
 #[test]
 fn sketches_estimate_shared_pages() {
-    let still = |range: std::ops::Range<u64>| range.map(Stable);
-    let other = [Stable(0), Volatile, Hole, Merged(7), Merged(8)];
-    let first = process_with_pages(1, &still(100..140).chain(other).collect::<Vec<_>>());
-    let second = process_with_pages(1, &still(115..200).chain(other).chain(still(115..120)).collect::<Vec<_>>());
-    // In another domain, where it merges with none of them: its contents are compared all the same.
+    let stable = |range: std::ops::Range<u64>| range.map(Stable);
+    let others = [Stable(0), Volatile, Hole, Merged(7), Merged(8)];
+    let first = process_with_pages(1, &stable(100..140).chain(others).collect::<Vec<_>>());
+    let second = process_with_pages(1, &stable(115..200).chain(others).chain(stable(115..120)).collect::<Vec<_>>());
+    // A process of another domain merges with neither: its contents are compared all the same.
     let third = process_with_pages(2, &[Stable(130), Stable(0), Stable(8)]);
-    // One without pages, and one of which the sample has every sixteenth content.
+    // A process without pages, and a process of which the sketch has every sixteenth content.
     let (empty, big) =
-        (process_with_pages(1, &[Hole; 4]), process_with_pages(1, &still(120..4000).collect::<Vec<_>>()));
+        (process_with_pages(1, &[Hole; 4]), process_with_pages(1, &stable(120..4000).collect::<Vec<_>>()));
     let host = SyntheticHost::new(&[first, empty, second, third, big]);
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
-    let (remembered, hasher) = ages.cache_and_hasher();
+    let start = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let (cache, hasher) = ages.cache_and_hasher();
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
-    take_incremental_census(
-        (&mut *remembered, began),
-        hasher,
-        &host,
-        &census_options(false, CHEAP_COSTS),
-        &progress,
-        &stop,
-    )
-    .unwrap();
-    let held = remembered.take_sketches();
-    let all = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.all;
+    take_incremental_census((&mut *cache, start), hasher, &host, &census_options(false, CHEAP_COSTS), &progress, &stop)
+        .unwrap();
+    let sketches = cache.take_sketches();
+    let all = |pid: u32| &sketches.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.all;
     let shared = |a: u32, b: u32| all(a).shared(all(b)).0;
     assert_eq!((shared(1, 3), shared(3, 1), shared(1, 1)), (27, 27, 42), "no zeros, nothing twice");
     assert_eq!((shared(1, 4), shared(3, 4), shared(4, 4), shared(2, 1)), (2, 2, 2, 0));
@@ -482,17 +483,17 @@ fn sketches_estimate_shared_pages() {
     let rare = |range: std::ops::Range<u64>| range.filter(|&content| rank_of(content) >= 4).count() as u64;
     assert_eq!((shared(1, 5), shared(3, 5)), (16 * rare(120..140), (16 * rare(120..200)).min(87)), "estimated");
     assert_eq!(shared(5, 5), 16 * rare(120..4000));
-    let unmerged = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.unmerged;
+    let unmerged = |pid: u32| &sketches.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.unmerged;
     assert_eq!((unmerged(1).shared(all(3)), unmerged(1).shared(all(1))), (Pages(25), Pages(40)), "7 and 8 are merged");
 }
 
 #[test]
 fn unenroll_does_not_split_huge_pages() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
-    // Huge pages of four pages: the second one contains a merged page if `known` is false.
-    let idle = |huge: bool, known: bool| {
+    // Huge pages of four pages: the second one contains a merged page if `is_unmerged` is false.
+    let idle = |huge: bool, is_unmerged: bool| {
         let mut pages: Vec<SyntheticPage> = (1000..1012).map(Stable).collect();
-        pages[5] = if known { pages[5] } else { Merged(1) };
+        pages[5] = if is_unmerged { pages[5] } else { Merged(1) };
         let (census, ..) = take_synthetic_census(
             &[SyntheticProcess { enrolled: true, huge, ..process_with_pages(1, &pages) }],
             &census_options(false, EnrollCostBytes::for_page_size(page_size)),
@@ -518,14 +519,14 @@ fn idle_ranges_are_unenrolled_except_merged_pages() {
         &[process_with_pages(1, &pages)],
         &census_options(false, EnrollCostBytes::for_page_size(PageSize::new(PAGE_BYTES).unwrap())),
     );
-    let at = |page: u64| BASE_ADDRESS + page * PAGE_BYTES;
+    let address = |page: u64| BASE_ADDRESS + page * PAGE_BYTES;
     let idle: Vec<AddressRange> = census.idle_ranges.iter().map(|idle| idle.range).collect();
     assert_eq!(
         idle,
-        [AddressRange { start: at(2), end: at(52) }, AddressRange { start: at(53), end: at(103) }],
+        [AddressRange { start: address(2), end: address(52) }, AddressRange { start: address(53), end: address(103) }],
         "a page that is not resident may be a merged zero page"
     );
-    assert!(census.ranges.iter().all(|range| range.enrolled && range.range.start == at(103)));
+    assert!(census.ranges.iter().all(|range| range.enrolled && range.range.start == address(103)));
 }
 
 fn any_page() -> impl Strategy<Value = SyntheticPage> {
@@ -545,22 +546,27 @@ fn any_page_run() -> impl Strategy<Value = Vec<SyntheticPage>> {
 }
 
 fn any_processes() -> impl Strategy<Value = Vec<SyntheticProcess>> {
-    let made = (0u32..3, any::<bool>(), prop::collection::vec(any_page(), 1..60))
+    let process = (0u32..3, any::<bool>(), prop::collection::vec(any_page(), 1..60))
         .prop_map(|(uid, huge, pages)| SyntheticProcess { huge, ..process_with_pages(uid, &pages) });
-    prop::collection::vec(made, 1..5)
+    prop::collection::vec(process, 1..5)
 }
 
 proptest! {
     #[test]
-    fn ranges_report_the_pages_they_cover(processes in any_processes(), across in any::<bool>(), range in 0i64..4000, huge_page in 0i64..9000) {
-        let costs = EnrollCostBytes { per_scanned_page: 500, per_range: range, per_hole_page: 64, per_split_huge_page: huge_page };
-        let (census, ..) = take_synthetic_census(&processes, &census_options(across, costs));
+    fn ranges_report_the_pages_they_cover(
+        processes in any_processes(),
+        across_domains in any::<bool>(),
+        per_range in 0i64..4000,
+        per_split_huge_page in 0i64..9000,
+    ) {
+        let costs = EnrollCostBytes { per_scanned_page: 500, per_range, per_hole_page: 64, per_split_huge_page };
+        let (census, ..) = take_synthetic_census(&processes, &census_options(across_domains, costs));
         let covered = covered_pages(&census);
         let page = |&(pid, page): &(u32, usize)| processes[pid as usize - 1].pages[page];
-        let seen = covered.iter().filter(|at| !matches!(page(at), Hole | Merged(_))).count();
-        prop_assert_eq!(census.savings.guided.scanned_pages, Pages(seen as u64));
-        let said: Pages = census.ranges.iter().map(|range| range.pages).sum();
-        prop_assert_eq!(said, Pages(seen as u64));
+        let scanned = covered.iter().filter(|position| !matches!(page(position), Hole | Merged(_))).count();
+        prop_assert_eq!(census.savings.guided.scanned_pages, Pages(scanned as u64));
+        let reported: Pages = census.ranges.iter().map(|range| range.pages).sum();
+        prop_assert_eq!(reported, Pages(scanned as u64));
         let ascending = census
             .ranges
             .windows(2)
@@ -568,26 +574,26 @@ proptest! {
         prop_assert!(ascending);
         for range in &census.ranges {
             let pid = census.subjects[range.subject].process.id.pid.0;
-            let place = |address: u64| ((address - BASE_ADDRESS) / PAGE_BYTES) as usize;
-            for at in [place(range.range.start), place(range.range.end) - 1] {
-                prop_assert!(page(&(pid, at)) != Hole, "a range ends in a hole");
+            let page_number = |address: u64| ((address - BASE_ADDRESS) / PAGE_BYTES) as usize;
+            for number in [page_number(range.range.start), page_number(range.range.end) - 1] {
+                prop_assert!(page(&(pid, number)) != Hole, "a range ends in a hole");
             }
         }
 
         // The covered pages of a content free all frames but one, or all if the content is merged already.
         let mut groups: BTreeMap<u64, (u64, bool, BTreeSet<u32>)> = BTreeMap::new();
-        for at in &covered {
-            if let Stable(content) = page(at) {
+        for position in &covered {
+            if let Stable(content) = page(position) {
                 let group = groups.entry(content).or_default();
                 group.0 += 1;
-                group.2.insert(processes[at.0 as usize - 1].uid);
+                group.2.insert(processes[position.0 as usize - 1].uid);
             }
         }
         let mut merged: BTreeMap<u64, BTreeSet<u32>> = BTreeMap::new();
-        for made in &processes {
-            for page in &made.pages {
+        for process in &processes {
+            for page in &process.pages {
                 if let Merged(content) = page {
-                    merged.entry(*content).or_default().insert(made.uid);
+                    merged.entry(*content).or_default().insert(process.uid);
                 }
             }
         }
@@ -596,7 +602,7 @@ proptest! {
             .map(|(content, (pages, ..))| if merged.contains_key(content) { *pages } else { pages - 1 })
             .sum();
         prop_assert_eq!(census.savings.guided.freed_frames, Pages(freed));
-        if !across {
+        if !across_domains {
             for (content, (_, _, domains)) in &groups {
                 let mut domains = domains.clone();
                 domains.extend(merged.get(content).into_iter().flatten());
@@ -604,16 +610,16 @@ proptest! {
             }
         }
         for idle in &census.idle_ranges {
-            let made = &processes[census.subjects[idle.subject].process.id.pid.0 as usize - 1];
-            prop_assert!(made.enrolled);
-            for at in (idle.range.start - BASE_ADDRESS) / PAGE_BYTES..(idle.range.end - BASE_ADDRESS) / PAGE_BYTES {
-                prop_assert!(!matches!(made.pages[at as usize], Hole | Merged(_)));
-                prop_assert!(!covered.contains(&(census.subjects[idle.subject].process.id.pid.0, at as usize)));
+            let process = &processes[census.subjects[idle.subject].process.id.pid.0 as usize - 1];
+            prop_assert!(process.enrolled);
+            for number in (idle.range.start - BASE_ADDRESS) / PAGE_BYTES..(idle.range.end - BASE_ADDRESS) / PAGE_BYTES {
+                prop_assert!(!matches!(process.pages[number as usize], Hole | Merged(_)));
+                prop_assert!(!covered.contains(&(census.subjects[idle.subject].process.id.pid.0, number as usize)));
             }
         }
-        let net = census.savings.guided.freed_frames.0 * PAGE_BYTES;
-        prop_assert!(census.savings.guided.metadata() == Bytes(RMAP_ITEM_BYTES * seen as u64));
-        prop_assert!(Bytes(net) == census.savings.guided.gross(PageSize::new(PAGE_BYTES).unwrap()));
+        let freed_bytes = census.savings.guided.freed_frames.0 * PAGE_BYTES;
+        prop_assert!(census.savings.guided.metadata() == Bytes(RMAP_ITEM_BYTES * scanned as u64));
+        prop_assert!(Bytes(freed_bytes) == census.savings.guided.gross(PageSize::new(PAGE_BYTES).unwrap()));
     }
 
     #[test]
@@ -622,9 +628,10 @@ proptest! {
     ) {
         let processes: Vec<SyntheticProcess> = processes.into_iter().map(|(uid, pages)| process_with_pages(uid, &pages.concat())).collect();
         let options = census_options(false, CHEAP_COSTS);
-        let (shown, _, read) = take_synthetic_census(&processes, &options);
-        let (hidden, _, all) = take_census_on(SyntheticHost { hides_frames: true, ..SyntheticHost::new(&processes) }, &options);
-        prop_assert!(read <= all);
+        let (shown, _, pages_read) = take_synthetic_census(&processes, &options);
+        let hiding_host = SyntheticHost { hides_frames: true, ..SyntheticHost::new(&processes) };
+        let (hidden, _, all_pages_read) = take_census_on(hiding_host, &options);
+        prop_assert!(pages_read <= all_pages_read);
         prop_assert_eq!(shown.counts, hidden.counts);
         prop_assert_eq!(shown.ranges, hidden.ranges);
         prop_assert_eq!(shown.contents_by_page_count, hidden.contents_by_page_count);
@@ -636,8 +643,8 @@ proptest! {
         let (full, ..) = take_synthetic_census(&processes, &census_options(false, costs));
         let quick = CensusOptions { second_pass: SecondPass::Candidates, ..census_options(false, costs) };
         let (quick, _, _) = take_synthetic_census(&processes, &quick);
-        let still = |counts: PageCounts| (counts.zero, counts.duplicate(), counts.merged, counts.redundant);
-        prop_assert_eq!(still(quick.counts), still(full.counts));
+        let mergeable = |counts: PageCounts| (counts.zero, counts.duplicate(), counts.merged, counts.redundant);
+        prop_assert_eq!(mergeable(quick.counts), mergeable(full.counts));
         prop_assert_eq!(quick.ranges, full.ranges);
     }
 }

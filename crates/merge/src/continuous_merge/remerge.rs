@@ -18,8 +18,8 @@ use pagefold_host::{Host, elapsed_since};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of it. It must
-/// therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
+/// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of this pause. It
+/// must therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
 pub const MIN_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Broken pages that justify a scan: 1 MiB of 4 KiB pages, at about 10 ms of CPU time.
@@ -65,33 +65,33 @@ impl<'h> Remerge<'h> {
         monitor: &mut MergeMonitor<'_>,
         stop: &AtomicBool,
     ) -> Result<Duration, session::Error> {
-        let unknown = session::Error::HostStateUnreadable;
+        let unreadable = session::Error::HostStateUnreadable;
         let host = session.host();
         monitor.take_cow_breaks();
-        let (began, before) = (host.now(), self.ksmd_cpu_time());
-        let last = read_full_scans(host).map_err(unknown)? + SCANS_PER_REMERGE;
+        let (start, cpu_before) = (host.now(), self.ksmd_cpu_time());
+        let final_scan = read_full_scans(host).map_err(unreadable)? + SCANS_PER_REMERGE;
         if Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1") {
             ksmd::set_smart_scan(session, false)?;
         }
         ksmd::run_at_pace(session, self.pace)?;
-        let mut adapted = (began, before);
-        while elapsed_since(host, began) < MAX_REMERGE_TIME && !stop.load(Ordering::Relaxed) {
+        let mut last_update = (start, cpu_before);
+        while elapsed_since(host, start) < MAX_REMERGE_TIME && !stop.load(Ordering::Relaxed) {
             host.sleep(SCAN_POLL_INTERVAL);
-            if read_full_scans(host).map_err(unknown)? >= last {
+            if read_full_scans(host).map_err(unreadable)? >= final_scan {
                 break;
             }
-            if elapsed_since(host, adapted.0) >= PACE_UPDATE_INTERVAL {
+            if elapsed_since(host, last_update.0) >= PACE_UPDATE_INTERVAL {
                 session.check_not_overwritten()?;
                 let cpu = self.ksmd_cpu_time();
-                self.pace.adapt(cpu.saturating_sub(adapted.1), elapsed_since(host, adapted.0));
+                self.pace.adapt(cpu.saturating_sub(last_update.1), elapsed_since(host, last_update.0));
                 ksmd::run_at_pace(session, self.pace)?;
-                adapted = (host.now(), cpu);
+                last_update = (host.now(), cpu);
             }
         }
         ksmd::pause(session)?;
         // Breaks of the pages that are merged now are visible from here on.
         monitor.check_pages(CheckScope::All);
-        Ok(self.ksmd_cpu_time().saturating_sub(before))
+        Ok(self.ksmd_cpu_time().saturating_sub(cpu_before))
     }
 
     /// ksmd's CPU time so far; zero where it cannot be read.

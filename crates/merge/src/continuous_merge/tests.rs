@@ -43,12 +43,12 @@ fn one_range_plan() -> MergePlan {
 /// A process whose pages were merged and broke at once, and the monitor that saw it.
 fn monitor_with_cow_breaks(host: &FakeHost) -> MergeMonitor<'_> {
     host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
-    let mut trial = MergeMonitor::new(host);
-    trial.add_plan(&one_range_plan());
-    assert!(!trial.check_pages(CheckScope::All), "they are merged");
+    let mut monitor = MergeMonitor::new(host);
+    monitor.add_plan(&one_range_plan());
+    assert!(!monitor.check_pages(CheckScope::All), "they are merged");
     host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
     host.set_cpu_ticks(PID, 1);
-    trial
+    monitor
 }
 
 fn continuous_merge<'h, 'a>(host: &'h FakeHost, directory: &'a Path) -> ContinuousMerge<'h, 'a> {
@@ -82,53 +82,53 @@ fn continuous_merge<'h, 'a>(host: &'h FakeHost, directory: &'a Path) -> Continuo
 }
 
 /// The events of a check.
-fn check_and_collect_events<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
+fn check_and_collect_events<'h>(host: &'h FakeHost, directory: &Path, monitor: &mut MergeMonitor<'h>) -> Vec<String> {
     let mut lines = Vec::new();
-    let mut tell = |told: ContinuousMergeEvent<'_>| {
-        lines.push(match told {
-            ContinuousMergeEvent::UndoFailed(remains) => remains.to_string(),
-            told => panic!("{told:?}"),
+    let mut report_event = |event: ContinuousMergeEvent<'_>| {
+        lines.push(match event {
+            ContinuousMergeEvent::UndoFailed(failed_undo) => failed_undo.to_string(),
+            event => panic!("{event:?}"),
         });
     };
     let mut remerge = Remerge::new(host, 1.0);
     continuous_merge(host, directory)
-        .check_merged_pages(trial, &mut remerge, &mut tell, &AtomicBool::new(false))
+        .check_merged_pages(monitor, &mut remerge, &mut report_event, &AtomicBool::new(false))
         .unwrap();
     lines
 }
 
-fn failure_reasons(trial: &MergeMonitor<'_>) -> Vec<String> {
-    trial.failed_changes().map(|refused| refused.why.clone()).collect()
+fn failure_reasons(monitor: &MergeMonitor<'_>) -> Vec<String> {
+    monitor.failed_changes().map(|failed| failed.why.clone()).collect()
 }
 
 #[test]
 fn failed_unenroll_is_retried() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-    let mut trial = monitor_with_cow_breaks(&host);
-    for trouble in [AdviceFault::BusyAfterPages(0), AdviceFault::MissesRange(RANGE)] {
-        host.set_advice_fault(Some(trouble));
-        assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0]);
-        assert!(!failure_reasons(&trial).is_empty(), "it was tried");
-        assert!(trial.unenrolled().values().all(|withdrawn| withdrawn.all_ranges().is_empty()), "and failed");
+    let mut monitor = monitor_with_cow_breaks(&host);
+    for fault in [AdviceFault::BusyAfterPages(0), AdviceFault::MissesRange(RANGE)] {
+        host.set_advice_fault(Some(fault));
+        assert_eq!(check_and_collect_events(&host, directory.path(), &mut monitor), [""; 0]);
+        assert!(!failure_reasons(&monitor).is_empty(), "it was tried");
+        assert!(monitor.unenrolled().values().all(|unenrolled| unenrolled.all_ranges().is_empty()), "and failed");
         host.set_cpu_ticks(PID, 2);
     }
     host.set_advice_fault(None);
     host.set_free_kib(0);
-    check_and_collect_events(&host, directory.path(), &mut trial);
-    assert_eq!(failure_reasons(&trial), ["there is no memory for copies"]);
+    check_and_collect_events(&host, directory.path(), &mut monitor);
+    assert_eq!(failure_reasons(&monitor), ["there is no memory for copies"]);
     host.set_free_kib(5_000_000);
-    trial.set_max_pressure(10.0);
-    let pressure = |part: u32| {
-        let line = |who: &str| format!("{who} avg10={part}.00 avg60=0.00 avg300=0.00 total=0\n");
+    monitor.set_max_pressure(10.0);
+    let pressure = |percent: u32| {
+        let line = |tasks: &str| format!("{tasks} avg10={percent}.00 avg60=0.00 avg300=0.00 total=0\n");
         host.put_file("proc/pressure/memory", &(line("some") + &line("full")));
     };
     pressure(10);
-    check_and_collect_events(&host, directory.path(), &mut trial);
-    assert_eq!(failure_reasons(&trial), ["memory is short"]);
+    check_and_collect_events(&host, directory.path(), &mut monitor);
+    assert_eq!(failure_reasons(&monitor), ["memory is short"]);
     pressure(9);
-    check_and_collect_events(&host, directory.path(), &mut trial);
-    assert!(failure_reasons(&trial).is_empty(), "it succeeded in the end");
-    assert_eq!(trial.unenrolled()[&ProcessId { pid: Pid(PID), start_time: 1 }].enrolled_by_pagefold, [RANGE]);
+    check_and_collect_events(&host, directory.path(), &mut monitor);
+    assert!(failure_reasons(&monitor).is_empty(), "it succeeded in the end");
+    assert_eq!(monitor.unenrolled()[&ProcessId { pid: Pid(PID), start_time: 1 }].enrolled_by_pagefold, [RANGE]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
@@ -136,60 +136,62 @@ fn failed_unenroll_is_retried() {
 fn unmerged_range_unenrolls_without_memory() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
-    let mut trial = MergeMonitor::new(&host);
-    trial.add_plan(&one_range_plan());
-    trial.check_pages(CheckScope::All);
+    let mut monitor = MergeMonitor::new(&host);
+    monitor.add_plan(&one_range_plan());
+    monitor.check_pages(CheckScope::All);
     host.set_free_kib(0);
     let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    let gone = trial.unenroll_unprofitable(&mut session, UnenrollPhase::AfterInterruption).unwrap();
-    assert_eq!(failure_reasons(&trial), [""; 0]);
-    assert_eq!(gone.into_values().collect::<Vec<_>>(), [Pages(64)]);
+    let unenrolled = monitor.unenroll_unprofitable(&mut session, UnenrollPhase::AfterInterruption).unwrap();
+    assert_eq!(failure_reasons(&monitor), [""; 0]);
+    assert_eq!(unenrolled.into_values().collect::<Vec<_>>(), [Pages(64)]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
 /// The events at the end, once no process is left to merge.
-fn events_at_the_end<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
+fn events_at_the_end<'h>(host: &'h FakeHost, directory: &Path, monitor: &mut MergeMonitor<'h>) -> Vec<String> {
     let mut lines = Vec::new();
-    let tell = |told: ContinuousMergeEvent<'_>| {
-        lines.push(match told {
-            ContinuousMergeEvent::UnenrollFailed(refused) => {
-                format!("{} ({}): {}", refused.comm, refused.pid, refused.why)
+    let report_event = |event: ContinuousMergeEvent<'_>| {
+        lines.push(match event {
+            ContinuousMergeEvent::UnenrollFailed(failed) => {
+                format!("{} ({}): {}", failed.comm, failed.pid, failed.why)
             }
-            told => panic!("{told:?}"),
+            event => panic!("{event:?}"),
         });
     };
-    continuous_merge(host, directory).run_with_monitor(trial, Vec::new, tell, &AtomicBool::new(false)).unwrap();
+    continuous_merge(host, directory)
+        .run_with_monitor(monitor, Vec::new, report_event, &AtomicBool::new(false))
+        .unwrap();
     lines
 }
 
 #[test]
 fn last_failed_unenrolls_are_reported() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-    let mut trial = monitor_with_cow_breaks(&host);
+    let mut monitor = monitor_with_cow_breaks(&host);
     host.set_free_kib(0);
-    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0], "it will be tried again");
-    let lines = events_at_the_end(&host, directory.path(), &mut trial);
+    assert_eq!(check_and_collect_events(&host, directory.path(), &mut monitor), [""; 0], "it will be tried again");
+    let lines = events_at_the_end(&host, directory.path(), &mut monitor);
     assert_eq!(lines, ["program (7): there is no memory for copies"]);
     host.set_free_kib(5_000_000);
-    check_and_collect_events(&host, directory.path(), &mut trial);
-    assert_eq!(events_at_the_end(&host, directory.path(), &mut trial), [""; 0], "it succeeded in the end");
+    check_and_collect_events(&host, directory.path(), &mut monitor);
+    assert_eq!(events_at_the_end(&host, directory.path(), &mut monitor), [""; 0], "it succeeded in the end");
 }
 
 #[test]
 fn ended_process_has_no_failed_unenrolls() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-    let mut trial = monitor_with_cow_breaks(&host);
+    let mut monitor = monitor_with_cow_breaks(&host);
     host.set_advice_fault(Some(AdviceFault::BusyAfterPages(0)));
-    check_and_collect_events(&host, directory.path(), &mut trial);
-    assert!(!failure_reasons(&trial).is_empty());
+    check_and_collect_events(&host, directory.path(), &mut monitor);
+    assert!(!failure_reasons(&monitor).is_empty());
     host.remove_process(PID);
-    assert!(failure_reasons(&trial).is_empty());
+    assert!(failure_reasons(&monitor).is_empty());
 }
 
 #[test]
 fn failed_undo_of_a_killed_run_is_reported() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-    let mut trial = monitor_with_cow_breaks(&host);
+    let mut monitor = monitor_with_cow_breaks(&host);
     let (mut killed, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     let value = "4321".to_owned();
     killed.apply(&Action::Write { knob: Setting::SleepMillisecs.into(), value }, ChangeLifetime::Temporary).unwrap();
@@ -198,9 +200,9 @@ fn failed_undo_of_a_killed_run_is_reported() {
     fs::write(directory.path().join(ResourceClass::Ksm.journal_file()), journal).unwrap();
     // Another program has written it since.
     host.put_setting("sleep_millisecs", "99");
-    let lines = check_and_collect_events(&host, directory.path(), &mut trial);
+    let lines = check_and_collect_events(&host, directory.path(), &mut monitor);
     assert!(matches!(&lines[..], [line] if line.contains("sleep_millisecs") && line.contains("99")), "{lines:?}");
-    assert!(failure_reasons(&trial).is_empty(), "and the unstable range was unenrolled");
+    assert!(failure_reasons(&monitor).is_empty(), "and the unstable range was unenrolled");
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
@@ -214,17 +216,17 @@ fn stable_broken_pages_are_remerged() {
     host.map_pages(PID, (range.start, range.end), MERGED_PAGE_NAME, true);
     let mut plan = one_range_plan();
     plan.targets[0].ranges[0].range = range;
-    let mut trial = MergeMonitor::new(&host);
-    trial.set_ksmd_share(0.1);
-    trial.add_plan(&plan);
-    trial.check_pages(CheckScope::All);
+    let mut monitor = MergeMonitor::new(&host);
+    monitor.set_ksmd_share(0.1);
+    monitor.add_plan(&plan);
+    monitor.check_pages(CheckScope::All);
     // Each page lasts for some seconds, by the rate over all pages.
     host.sleep(Duration::from_millis(300));
     for start in (range.start..range.end).step_by(20 * PAGE_BYTES as usize) {
         host.map_pages(PID, (start, start + PAGE_BYTES), "", true);
     }
     host.set_cpu_ticks(PID, 1);
-    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0]);
+    assert_eq!(check_and_collect_events(&host, directory.path(), &mut monitor), [""; 0]);
     let written = host.written_settings();
     let at = |setting: &str| written.iter().position(|line| line == setting);
     assert!(at("smart_scan=0").is_some() && at("smart_scan=0") < at("run=1"), "{written:?}");
@@ -233,6 +235,6 @@ fn stable_broken_pages_are_remerged() {
     assert!(host.regions(Pid(PID)).unwrap().iter().all(|(.., enrolled)| *enrolled), "nothing was unenrolled");
     // Pages that are still unmerged do not trigger another scan.
     host.set_cpu_ticks(PID, 2);
-    check_and_collect_events(&host, directory.path(), &mut trial);
+    check_and_collect_events(&host, directory.path(), &mut monitor);
     assert_eq!(host.written_settings(), written);
 }

@@ -66,7 +66,7 @@ pub struct MergeOutcome {
 /// Anonymous memory before and after. Merged pages count once for each mapping; zero pages do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
-    /// Of the targets; after the merge without ended ones.
+    /// Of the targets: before, of all; after, of those that still run.
     pub targets: (Bytes, Bytes),
     /// Of this process.
     pub own: (Bytes, Bytes),
@@ -90,7 +90,7 @@ pub enum MergeEnd {
 pub struct KsmPageCounts {
     /// Pages that are mapped to a KSM frame.
     pub merged: Pages,
-    /// Those frames.
+    /// The KSM frames of these pages.
     pub frames: Pages,
     /// Pages that are mapped to the kernel's zero page.
     pub zero: Pages,
@@ -161,25 +161,25 @@ impl FrameFates {
         if merged == pages.len() {
             return;
         }
-        let all = pages.len() as f64;
-        let stay = ((all - predicted_frames) * merged as f64 / all).ceil();
-        let lost = (predicted_frames - (merged as f64 - stay)).clamp(0.0, predicted_frames);
+        let page_count = pages.len() as f64;
+        let kept_copies = ((page_count - predicted_frames) * merged as f64 / page_count).ceil();
+        let lost_frames = (predicted_frames - (merged as f64 - kept_copies)).clamp(0.0, predicted_frames);
         let mut causes: BTreeMap<PageFate, f64> = BTreeMap::new();
         for &fate in pages.iter().filter(|fate| {
             !matches!(fate, PageFate::Merged | PageFate::UnchangedUnmerged | PageFate::UnenrolledUnmerged)
         }) {
             *causes.entry(fate).or_default() += 1.0;
         }
-        let by_cause: f64 = causes.values().sum();
-        for (fate, pages) in causes {
-            *self.missing_frames.entry(fate).or_default() += pages * (lost / by_cause).min(1.0);
+        let explained_frames: f64 = causes.values().sum();
+        for (fate, count) in causes {
+            *self.missing_frames.entry(fate).or_default() += count * (lost_frames / explained_frames).min(1.0);
         }
-        if lost > by_cause {
-            let as_they_were =
+        if lost_frames > explained_frames {
+            let unchanged_pages =
                 pages.iter().filter(|fate| matches!(fate, PageFate::UnchangedUnmerged | PageFate::UnenrolledUnmerged));
-            for &fate in as_they_were.clone() {
+            for &fate in unchanged_pages.clone() {
                 *self.missing_frames.entry(fate).or_default() +=
-                    (lost - by_cause) / as_they_were.clone().count() as f64;
+                    (lost_frames - explained_frames) / unchanged_pages.clone().count() as f64;
             }
         }
     }
@@ -244,9 +244,9 @@ impl MergeOutcome {
 
     /// When a share of the final merged pages was reached, by the timeline; `None` if no page was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
-        let last = self.timeline.last()?.merged.0 as f64;
-        let reached = |sample: &&TimelinePoint| last > 0.0 && sample.merged.0 as f64 >= last * share;
-        Some(self.timeline.iter().find(reached)?.at)
+        let final_pages = self.timeline.last()?.merged.0 as f64;
+        let is_reached = |sample: &&TimelinePoint| final_pages > 0.0 && sample.merged.0 as f64 >= final_pages * share;
+        Some(self.timeline.iter().find(is_reached)?.at)
     }
 
     /// The estimated savings at a time: each merged page counts for its share of the final savings.
@@ -298,7 +298,7 @@ pub(crate) mod tests {
                 enroll_method: EnrollMethod::InProcess,
             }
         };
-        let reach = MergeEffect { freed_frames: Pages(100), scanned_pages: Pages(200), split_huge_pages: Pages(0) };
+        let effect = MergeEffect { freed_frames: Pages(100), scanned_pages: Pages(200), split_huge_pages: Pages(0) };
         let sample = |ms, merged| TimelinePoint {
             at: Duration::from_millis(ms),
             merged: Pages(merged),
@@ -307,7 +307,7 @@ pub(crate) mod tests {
         MergeOutcome {
             plan: MergePlan {
                 targets: vec![target(1), target(2)],
-                predicted: Prediction { effect: reach, ..Prediction::default() },
+                predicted: Prediction { effect, ..Prediction::default() },
                 ..MergePlan::default()
             },
             end,
@@ -362,20 +362,22 @@ pub(crate) mod tests {
             let fates = [PageFate::Merged, PageFate::ProcessEnded, PageFate::Written, PageFate::UnchangedUnmerged, PageFate::Unenrolled, PageFate::UnenrolledUnmerged];
             let pages: Vec<PageFate> = pages.into_iter().map(|number| fates[number]).collect();
             let kept = kept.min(pages.len());
-            let frees = (pages.len() - kept) as f64;
+            let predicted_frames = (pages.len() - kept) as f64;
             let mut sum = FrameFates::default();
-            sum.add_content(frees, &pages);
-            let of = |fate| pages.iter().filter(|&&other| other == fate).count() as f64;
+            sum.add_content(predicted_frames, &pages);
+            let count_of = |fate| pages.iter().filter(|&&other| other == fate).count() as f64;
             let lost: f64 = sum.missing_frames.values().sum();
-            prop_assert!(sum.missing_frames.values().all(|&lost| lost >= 0.0) && lost <= frees + 1e-9);
+            prop_assert!(sum.missing_frames.values().all(|&lost| lost >= 0.0) && lost <= predicted_frames + 1e-9);
             // Each copy that stays has at most as many pages as before.
-            let merged = of(PageFate::Merged);
+            let merged = count_of(PageFate::Merged);
             let stay = (kept as f64 * merged / pages.len() as f64).ceil();
-            prop_assert!((frees - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);
-            prop_assert!(sum.missing_frames.iter().all(|(&fate, &lost)| lost <= of(fate) + 1e-9), "{:?}", sum);
-            let others = [PageFate::ProcessEnded, PageFate::Written, PageFate::Unenrolled].into_iter().map(of).sum::<f64>();
-            let rest = [PageFate::UnchangedUnmerged, PageFate::UnenrolledUnmerged].into_iter().any(|fate| sum.missing_frames.contains_key(&fate));
-            prop_assert_eq!(rest, lost > others);
+            prop_assert!((predicted_frames - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);
+            prop_assert!(sum.missing_frames.iter().all(|(&fate, &lost)| lost <= count_of(fate) + 1e-9), "{:?}", sum);
+            let causes = [PageFate::ProcessEnded, PageFate::Written, PageFate::Unenrolled];
+            let count_with_cause = causes.into_iter().map(count_of).sum::<f64>();
+            let unchanged = [PageFate::UnchangedUnmerged, PageFate::UnenrolledUnmerged];
+            let has_unchanged = unchanged.into_iter().any(|fate| sum.missing_frames.contains_key(&fate));
+            prop_assert_eq!(has_unchanged, lost > count_with_cause);
         }
     }
 

@@ -53,10 +53,12 @@ impl KsmdPace {
         if self.cpu_share_limit >= 1.0 || elapsed.is_zero() {
             return;
         }
-        let now = cpu.as_secs_f64() / elapsed.as_secs_f64();
-        let measured = self.measured_cpu_share.map_or(now, |before| before + CPU_SHARE_EWMA_WEIGHT * (now - before));
-        self.measured_cpu_share = Some(measured);
-        let ratio = (self.cpu_share_limit / measured.max(1e-4)).clamp(0.5, 1.5);
+        let current_share = cpu.as_secs_f64() / elapsed.as_secs_f64();
+        let average_share = self
+            .measured_cpu_share
+            .map_or(current_share, |average| average + CPU_SHARE_EWMA_WEIGHT * (current_share - average));
+        self.measured_cpu_share = Some(average_share);
+        let ratio = (self.cpu_share_limit / average_share.max(1e-4)).clamp(0.5, 1.5);
         self.batch_pages = (self.batch_pages * ratio).clamp(1.0, MAX_BATCH_PAGES);
     }
 }
@@ -128,19 +130,19 @@ mod tests {
     use proptest::prelude::*;
 
     /// ksmd as simulated from ksm_do_scan and its pause at 250 Hz: the share that it uses while paced for ten seconds.
-    fn simulated_cpu_share(bound: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
-        let mut pace = KsmdPace::new(bound);
+    fn simulated_cpu_share(limit: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
+        let mut pace = KsmdPace::new(limit);
         let (mut now, mut used) = (0.0, 0.0);
-        let (mut tick, mut used_at_tick) = (0.0, 0.0);
+        let (mut last_update, mut used_at_update) = (0.0, 0.0);
         while now < 10.0 {
             let (pages, pause) = pace.settings();
             let work = pages as f64 * cost_us(now) / 1e6;
-            let rest = if pause == 0 { 0.0 } else { (pause as f64 / 4.0).ceil() * 0.004 + 0.002 };
-            now += work + rest;
+            let sleep_seconds = if pause == 0 { 0.0 } else { (pause as f64 / 4.0).ceil() * 0.004 + 0.002 };
+            now += work + sleep_seconds;
             used += work;
-            if now - tick >= 0.05 {
-                pace.adapt(Duration::from_secs_f64(used - used_at_tick), Duration::from_secs_f64(now - tick));
-                (tick, used_at_tick) = (now, used);
+            if now - last_update >= 0.05 {
+                pace.adapt(Duration::from_secs_f64(used - used_at_update), Duration::from_secs_f64(now - last_update));
+                (last_update, used_at_update) = (now, used);
             }
         }
         used / now
@@ -148,13 +150,13 @@ mod tests {
 
     #[test]
     fn cpu_limit_is_held_and_used_for_any_page_cost() {
-        for bound in [0.02, 0.1, 0.5, 0.8] {
+        for limit in [0.02, 0.1, 0.5, 0.8] {
             for cost in [0.5, 1.0, 4.0, 10.0] {
-                let share = simulated_cpu_share(bound, |_| cost);
-                assert!((share / bound - 1.0).abs() < 0.1, "{share} instead of {bound} at {cost} us a page");
+                let share = simulated_cpu_share(limit, |_| cost);
+                assert!((share / limit - 1.0).abs() < 0.1, "{share} instead of {limit} at {cost} us a page");
             }
-            let share = simulated_cpu_share(bound, |now| if now % 2.0 < 1.0 { 0.9 } else { 7.0 });
-            assert!(share < bound * 1.4 && share > bound * 0.6, "{share} instead of {bound} while the cost jumps");
+            let share = simulated_cpu_share(limit, |now| if now % 2.0 < 1.0 { 0.9 } else { 7.0 });
+            assert!(share < limit * 1.4 && share > limit * 0.6, "{share} instead of {limit} while the cost jumps");
         }
         assert!(simulated_cpu_share(1.0, |_| 4.0) > 0.99);
     }
@@ -194,11 +196,11 @@ mod tests {
     proptest! {
         #[test]
         fn settings_are_ones_that_the_kernel_takes(
-            bound in -1.0f64..3.0,
-            seen in prop::collection::vec((0u64..1_000_000, 0u64..1_000_000), 0..50),
+            limit in -1.0f64..3.0,
+            measurements in prop::collection::vec((0u64..1_000_000, 0u64..1_000_000), 0..50),
         ) {
-            let mut pace = KsmdPace::new(bound);
-            for (cpu, elapsed) in seen {
+            let mut pace = KsmdPace::new(limit);
+            for (cpu, elapsed) in measurements {
                 pace.adapt(Duration::from_micros(cpu), Duration::from_micros(elapsed));
                 let (pages, pause) = pace.settings();
                 prop_assert!((1..=200_000).contains(&pages) && pause <= 10);

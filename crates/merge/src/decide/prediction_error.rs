@@ -38,30 +38,30 @@ struct DifferenceReasons {
 }
 
 impl DifferenceReasons {
-    fn new(of: PlanFigure, reached: f64, predicted: f64) -> Self {
-        Self { figure: of, unexplained: reached - predicted, reasons: Vec::new() }
+    fn new(figure: PlanFigure, measured: f64, predicted: f64) -> Self {
+        Self { figure, unexplained: measured - predicted, reasons: Vec::new() }
     }
 
     /// Add a possible reason: at most the difference that is still unexplained.
-    fn add_at_most(&mut self, by: f64, why: &'static str) {
+    fn add_at_most(&mut self, amount: f64, reason: &'static str) {
         self.add_exactly(
-            if by < 0.0 { by.max(self.unexplained.min(0.0)) } else { by.min(self.unexplained.max(0.0)) },
-            why,
+            if amount < 0.0 { amount.max(self.unexplained.min(0.0)) } else { amount.min(self.unexplained.max(0.0)) },
+            reason,
         );
     }
 
     /// Add a known reason, also if it exceeds the difference.
-    fn add_exactly(&mut self, by: f64, why: &'static str) {
-        if by.abs() > 1e-9 {
-            self.unexplained -= by;
-            self.reasons.push(FigureDifference { figure: self.figure, amount: by, reason: why });
+    fn add_exactly(&mut self, amount: f64, reason: &'static str) {
+        if amount.abs() > 1e-9 {
+            self.unexplained -= amount;
+            self.reasons.push(FigureDifference { figure: self.figure, amount, reason });
         }
     }
 
     /// Assign the rest, by its sign.
-    fn finish(mut self, less: &'static str, more: &'static str) -> Vec<FigureDifference> {
+    fn finish(mut self, reason_if_less: &'static str, reason_if_more: &'static str) -> Vec<FigureDifference> {
         let rest = self.unexplained;
-        self.add_exactly(rest, if rest < 0.0 { less } else { more });
+        self.add_exactly(rest, if rest < 0.0 { reason_if_less } else { reason_if_more });
         self.reasons
     }
 }
@@ -94,9 +94,10 @@ impl MergeOutcome {
         let bytes = |frames: f64| frames * page_size.bytes() as f64;
         let predicted = self.plan.predicted.effect.freed_frames.0 as f64;
         let mut saved = DifferenceReasons::new(PlanFigure::Saved, bytes(self.saved().0 as f64), bytes(predicted));
-        let each = if self.fates.predicted_frames > 0.0 { predicted / self.fates.predicted_frames } else { 0.0 };
-        for (&fate, lost) in &self.fates.missing_frames {
-            let why = match fate {
+        let sample_scale =
+            if self.fates.predicted_frames > 0.0 { predicted / self.fates.predicted_frames } else { 0.0 };
+        for (&fate, lost_frames) in &self.fates.missing_frames {
+            let reason = match fate {
                 PageFate::ProcessEnded => PROCESS_ENDED_REASON,
                 PageFate::NotEnrolled => NOT_ENROLLED_REASON,
                 PageFate::Unenrolled => UNENROLLED_REASON,
@@ -109,7 +110,7 @@ impl MergeOutcome {
                 }
                 PageFate::Merged | PageFate::UnchangedUnmerged => "not merged before the end",
             };
-            saved.add_exactly(-bytes((lost * each).round()), why);
+            saved.add_exactly(-bytes((lost_frames * sample_scale).round()), reason);
         }
         saved.finish("not explained by the followed contents", "new duplicates, or partners outside of the plan")
     }
@@ -126,18 +127,18 @@ impl MergeOutcome {
         // Merged zero pages have no page that ksmd would visit again (mm/ksm.c, `get_next_rmap_item`).
         let zeros = self.after.zero.saturating_sub(self.before.zero);
         metadata.add_at_most(-bytes(zeros.0), "zero pages: ksmd frees their metadata at its next visit");
-        let targets = self.plan.targets.iter().flat_map(|target| &target.ranges);
-        let enrolled: u64 = targets.filter(|range| range.enrolled).map(|range| range.pages.0).sum();
+        let ranges = self.plan.targets.iter().flat_map(|target| &target.ranges);
+        let enrolled: u64 = ranges.filter(|range| range.enrolled).map(|range| range.pages.0).sum();
         metadata.add_at_most(-bytes(enrolled.min(self.before.rmap_items.0)), "metadata that ksmd had before");
-        let came = bytes(self.after.present.0) - bytes(self.before.present.0);
+        let growth = bytes(self.after.present.0) - bytes(self.before.present.0);
         metadata.add_at_most(
-            came,
-            if came < 0.0 { "pages freed since the census" } else { "pages allocated since the census" },
+            growth,
+            if growth < 0.0 { "pages freed since the census" } else { "pages allocated since the census" },
         );
         let settled = self.end == MergeEnd::Settled;
-        let late = "pages that ksmd had not visited before the end";
-        let fewer = if settled { "not explained: pages that ksmd did not visit?" } else { late };
-        metadata.finish(fewer, "not explained: other ranges enrolled?")
+        let not_visited = "pages that ksmd had not visited before the end";
+        let reason_if_less = if settled { "not explained: pages that ksmd did not visit?" } else { not_visited };
+        metadata.finish(reason_if_less, "not explained: other ranges enrolled?")
     }
 
     /// ksmd's time is its page visits times the time of one visit. Visits beyond two per page are mostly of merged
@@ -145,17 +146,21 @@ impl MergeOutcome {
     /// the kernel omits the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it does not count
     /// visits.
     fn ksmd_time_differences(&self) -> Vec<FigureDifference> {
-        let Ok(reached) = self.ksmd_time.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
+        let Ok(measured) = self.ksmd_time.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
         let predicted = self.plan.predicted.ksmd_time.as_secs_f64();
-        let mut cpu = DifferenceReasons::new(PlanFigure::KsmdCpu, reached, predicted);
+        let mut cpu = DifferenceReasons::new(PlanFigure::KsmdCpu, measured, predicted);
         // The prediction assumes two visits per page (`decide::plan::KsmdPageTimes`).
-        let looks = 2.0 * self.plan.predicted.effect.scanned_pages.0 as f64;
+        let predicted_visits = 2.0 * self.plan.predicted.effect.scanned_pages.0 as f64;
         match &self.pages_scanned {
-            Ok(seen) if looks > 0.0 => {
-                let further = seen.0 as f64 - looks;
-                let more = further * if further < 0.0 { predicted / looks } else { REVISIT_SECONDS };
-                let fewer = "fewer than two visits per page";
-                cpu.add_exactly(more, if more < 0.0 { fewer } else { "further visits, or pages of other processes" });
+            Ok(visits) if predicted_visits > 0.0 => {
+                let extra_visits = visits.0 as f64 - predicted_visits;
+                let extra_seconds =
+                    extra_visits * if extra_visits < 0.0 { predicted / predicted_visits } else { REVISIT_SECONDS };
+                let fewer_visits = "fewer than two visits per page";
+                cpu.add_exactly(
+                    extra_seconds,
+                    if extra_seconds < 0.0 { fewer_visits } else { "further visits, or pages of other processes" },
+                );
                 cpu.finish("less time per visit than predicted", "more time per visit than predicted")
             }
             _ => cpu.finish("not explained: fewer or faster visits", "not explained: more or slower visits"),
@@ -171,50 +176,58 @@ impl MergeOutcome {
         if let Ok(resident) = &self.resident {
             // Zero pages that were merged are in the savings already.
             let zeros = bytes(page_size.bytes_of(self.after.zero.saturating_sub(self.before.zero)));
-            let came = bytes(resident.targets.1) + zeros - bytes(resident.targets.0);
+            let growth = bytes(resident.targets.1) + zeros - bytes(resident.targets.0);
             available.add_exactly(
-                -came,
-                if came > 0.0 { "allocated by the targets" } else { "freed by targets, or targets ended" },
+                -growth,
+                if growth > 0.0 { "allocated by the targets" } else { "freed by targets, or targets ended" },
             );
-            let own = bytes(resident.own.1) - bytes(resident.own.0);
-            available
-                .add_exactly(-own, if own > 0.0 { "allocated by pagefold itself" } else { "freed by pagefold itself" });
+            let own_growth = bytes(resident.own.1) - bytes(resident.own.0);
+            available.add_exactly(
+                -own_growth,
+                if own_growth > 0.0 { "allocated by pagefold itself" } else { "freed by pagefold itself" },
+            );
         }
-        let (others_took, others_gave) = ("allocated by other processes and the kernel", "freed by other processes");
-        available.finish(others_took, others_gave)
+        let (reason_if_less, reason_if_more) =
+            ("allocated by other processes and the kernel", "freed by other processes");
+        available.finish(reason_if_less, reason_if_more)
     }
 
     /// The sum of a figure over ended targets.
-    fn sum_over_ended(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
-        self.ended_targets.iter().map(|&target| self.sum_over_target(target, None, &of)).sum()
+    fn sum_over_ended(&self, count: impl Fn(&PlannedRange) -> u64) -> f64 {
+        self.ended_targets.iter().map(|&target| self.sum_over_target(target, None, &count)).sum()
     }
 
     /// The sum of a figure over ranges that could not be enrolled.
-    fn sum_over_not_enrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
-        let of_one = |missed: &FailedChange| {
-            let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
-            (!self.ended_targets.contains(&target)).then(|| self.sum_over_target(target, missed.range, &of))
+    fn sum_over_not_enrolled(&self, count: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let sum_range = |failed: &FailedChange| {
+            let target = self.plan.targets.iter().position(|target| target.process.id.pid == failed.pid)?;
+            (!self.ended_targets.contains(&target)).then(|| self.sum_over_target(target, failed.range, &count))
         };
-        self.failed_changes.iter().filter(|missed| missed.change == EnrollChange::Enroll).filter_map(of_one).sum()
+        self.failed_changes.iter().filter(|failed| failed.change == EnrollChange::Enroll).filter_map(sum_range).sum()
     }
 
     /// The sum of a figure over unenrolled ranges.
-    fn sum_over_unenrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
-        let living = self.unenrolled.iter().filter(|(target, _)| !self.ended_targets.contains(target));
-        let ranges = living.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
-        ranges.map(|(target, range)| self.sum_over_target(target, Some(range), &of)).sum()
+    fn sum_over_unenrolled(&self, count: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let running = self.unenrolled.iter().filter(|(target, _)| !self.ended_targets.contains(target));
+        let ranges = running.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
+        ranges.map(|(target, range)| self.sum_over_target(target, Some(range), &count)).sum()
     }
 
     /// The share of a figure that belongs to a target, or to a part of it.
-    fn sum_over_target(&self, target: usize, part: Option<AddressRange>, of: impl Fn(&PlannedRange) -> u64) -> f64 {
-        let share = |range: &PlannedRange| match part {
-            None => of(range) as f64,
-            Some(part) => {
-                let common = range.range.overlap(part).map_or(0, |common| common.bytes().0);
-                of(range) as f64 * common as f64 / range.range.bytes().0.max(1) as f64
+    fn sum_over_target(
+        &self,
+        target: usize,
+        subrange: Option<AddressRange>,
+        count: impl Fn(&PlannedRange) -> u64,
+    ) -> f64 {
+        let count_share = |planned: &PlannedRange| match subrange {
+            None => count(planned) as f64,
+            Some(subrange) => {
+                let overlap = planned.range.overlap(subrange).map_or(0, |overlap| overlap.bytes().0);
+                count(planned) as f64 * overlap as f64 / planned.range.bytes().0.max(1) as f64
             }
         };
-        self.plan.targets[target].reachable_ranges(self.plan.whole_processes).map(share).sum()
+        self.plan.targets[target].reachable_ranges(self.plan.whole_processes).map(count_share).sum()
     }
 }
 
@@ -226,10 +239,10 @@ mod tests {
     use pagefold_base::units::Pages;
 
     /// The reasons for one figure; savings in frames.
-    fn figure_reasons(outcome: &MergeOutcome, of: PlanFigure) -> Vec<(f64, &'static str)> {
-        let unit = if of == PlanFigure::Saved { page_size().bytes() as f64 } else { 1.0 };
-        let all = outcome.differences(page_size()).into_iter().filter(|difference| difference.figure == of);
-        all.map(|difference| (difference.amount / unit, difference.reason)).collect()
+    fn figure_reasons(outcome: &MergeOutcome, figure: PlanFigure) -> Vec<(f64, &'static str)> {
+        let unit = if figure == PlanFigure::Saved { page_size().bytes() as f64 } else { 1.0 };
+        let differences = outcome.differences(page_size()).into_iter().filter(|difference| difference.figure == figure);
+        differences.map(|difference| (difference.amount / unit, difference.reason)).collect()
     }
 
     fn saved_reasons(outcome: &MergeOutcome) -> Vec<(f64, &'static str)> {
@@ -252,17 +265,17 @@ mod tests {
     }
 
     /// The fates of so many pairs of pages, one frame each.
-    fn pairs(of: &[(u64, [PageFate; 2])]) -> FrameFates {
+    fn pairs(counts: &[(u64, [PageFate; 2])]) -> FrameFates {
         let mut fates = FrameFates::default();
-        of.iter().for_each(|(count, pair)| (0..*count).for_each(|_| fates.add_content(1.0, pair)));
+        counts.iter().for_each(|(count, pair)| (0..*count).for_each(|_| fates.add_content(1.0, pair)));
         fates
     }
 
     #[test]
     fn missing_savings_are_explained_by_page_fate() {
         use PageFate::{Merged, NotEnrolled, ProcessEnded, UnchangedUnmerged, Unenrolled, UnenrolledUnmerged, Written};
-        let check = |end: MergeEnd, reached: u64, fates: &[(u64, [PageFate; 2])], expected: &[(f64, &'static str)]| {
-            let outcome = MergeOutcome { fates: pairs(fates), ..outcome(end, reached) };
+        let check = |end: MergeEnd, saved: u64, fates: &[(u64, [PageFate; 2])], expected: &[(f64, &'static str)]| {
+            let outcome = MergeOutcome { fates: pairs(fates), ..outcome(end, saved) };
             assert_eq!(saved_reasons(&outcome), expected, "{fates:?}");
         };
         let whole = (50, [Merged, Merged]);
@@ -279,14 +292,14 @@ mod tests {
             &[(-10.0, NOT_ENROLLED_REASON), (-40.0, UNENROLLED_REASON)],
         );
         let written = "pages rewritten or freed since the census";
-        let alone = "unchanged pages without a partner that ksmd found";
+        let no_partner = "unchanged pages without a partner that ksmd found";
         check(
             MergeEnd::Settled,
             50,
             &[whole, (30, [Merged, Written]), (20, [UnchangedUnmerged; 2])],
-            &[(-30.0, written), (-20.0, alone)],
+            &[(-30.0, written), (-20.0, no_partner)],
         );
-        let idle = "unenrolled: no page of it merged";
+        let never_merged = "unenrolled: no page of it merged";
         check(
             MergeEnd::Settled,
             50,
@@ -296,7 +309,7 @@ mod tests {
                 (10, [UnchangedUnmerged, UnenrolledUnmerged]),
                 (10, [UnenrolledUnmerged; 2]),
             ],
-            &[(-30.0, written), (-5.0, alone), (-15.0, idle)],
+            &[(-30.0, written), (-5.0, no_partner), (-15.0, never_merged)],
         );
         let late = [(-20.0, "not merged before the end"), (-30.0, "unenrolled: not merged before the end")];
         check(MergeEnd::Deadline, 50, &[whole, (20, [UnchangedUnmerged; 2]), (30, [UnenrolledUnmerged; 2])], &late);
@@ -334,8 +347,8 @@ mod tests {
         };
         assert!(metadata(200, (200, 230)).is_empty());
         assert_eq!(metadata(220, (200, 230)), [(20.0, "pages allocated since the census")]);
-        let [came, (rest, _)] = metadata(250, (200, 230))[..] else { panic!("two reasons") };
-        assert_eq!((came, rest), ((30.0, "pages allocated since the census"), 20.0));
+        let [allocated, (rest, _)] = metadata(250, (200, 230))[..] else { panic!("two reasons") };
+        assert_eq!((allocated, rest), ((30.0, "pages allocated since the census"), 20.0));
         assert_eq!(metadata(190, (200, 190)), [(-10.0, "pages freed since the census")]);
     }
 
@@ -353,9 +366,9 @@ mod tests {
         outcome.plan.predicted.ksmd_time = Duration::from_millis(4);
         outcome.pages_scanned = Ok(Pages(500));
         outcome.ksmd_time = Ok(Duration::from_millis(10));
-        let [looks, each] = figure_reasons(&outcome, PlanFigure::KsmdCpu)[..] else { panic!("two reasons") };
-        assert!((looks.0 - 0.00004).abs() < 1e-9 && looks.1 == "further visits, or pages of other processes");
-        assert!((each.0 - 0.00596).abs() < 1e-9 && each.1 == "more time per visit than predicted");
+        let [visits, page_time] = figure_reasons(&outcome, PlanFigure::KsmdCpu)[..] else { panic!("two reasons") };
+        assert!((visits.0 - 0.00004).abs() < 1e-9 && visits.1 == "further visits, or pages of other processes");
+        assert!((page_time.0 - 0.00596).abs() < 1e-9 && page_time.1 == "more time per visit than predicted");
         outcome.pages_scanned = Err(pagefold_base::reading::Absent::NotOnThisKernel);
         assert_eq!(figure_reasons(&outcome, PlanFigure::KsmdCpu).len(), 1);
     }

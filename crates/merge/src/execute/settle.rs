@@ -13,8 +13,8 @@ use pagefold_host::transaction::session;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How often the counters are read when settling is near and ksmd has no limit: until it is noticed, ksmd scans in
-/// vain. With a limit the interval is longer, as ksmd is slower.
+/// How often the counters are read when settling is near and ksmd has no limit: until the reads show that it has
+/// settled, ksmd scans for nothing. With a limit the interval is longer, as ksmd is slower.
 const NEAR_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// How often the counters are read before that.
@@ -44,9 +44,9 @@ struct SettleWait {
     skipped_before: Reading<Pages>,
     began_at: Instant,
     /// When the pace was last adapted, and ksmd's CPU time then.
-    paced: (Instant, Reading<Duration>),
+    last_pace_update: (Instant, Reading<Duration>),
     /// When merged pages were last checked, and the pause until the next check.
-    checked: (Instant, Duration),
+    last_check: (Instant, Duration),
     /// When no more pages were expected to merge; ksmd is stopped since.
     settled_at: Option<Instant>,
 }
@@ -100,8 +100,8 @@ impl MergeRun<'_, '_> {
             stall: StallDetector::new(host),
             skipped_before: ksmd::read_pages_skipped(host),
             began_at: host.now(),
-            paced: (host.now(), self.ksmd_cpu()),
-            checked: (host.now(), CHECK_INTERVAL),
+            last_pace_update: (host.now(), self.ksmd_cpu()),
+            last_check: (host.now(), CHECK_INTERVAL),
             settled_at: None,
         })
     }
@@ -137,7 +137,7 @@ impl MergeRun<'_, '_> {
             self.pause_ksmd()?;
             self.enroll_targets(true)?;
             self.run_ksmd()?;
-            wait.paced = (host.now(), self.ksmd_cpu());
+            wait.last_pace_update = (host.now(), self.ksmd_cpu());
             wait.settle = SettleDetector::new(self.full_scans()?, Some(wait.expected));
             return Ok(true);
         }
@@ -151,19 +151,19 @@ impl MergeRun<'_, '_> {
         // watched. From here on each check sees every break, in this round or the next.
         self.pause_ksmd()?;
         self.monitor.check_pages(CheckScope::All);
-        wait.checked.0 = host.now();
-        wait.settled_at = Some(wait.checked.0);
+        wait.last_check.0 = host.now();
+        wait.settled_at = Some(wait.last_check.0);
         Ok(false)
     }
 
     /// Whether ksmd may have skipped pages that should merge.
     fn may_skip_pages(&self, wait: &SettleWait, poll: &Poll) -> bool {
         let host = self.session.host();
-        let skips = !self.smart_scan_disabled && Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1");
-        skips
+        let can_skip = !self.smart_scan_disabled && Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1");
+        can_skip
             && wait.skipped_before.as_ref().is_ok_and(|before| {
-                let now = ksmd::read_pages_skipped(host).unwrap_or(*before);
-                wait.settle.may_be_skipped(poll.merged, now.saturating_sub(*before))
+                let skipped = ksmd::read_pages_skipped(host).unwrap_or(*before);
+                wait.settle.may_be_skipped(poll.merged, skipped.saturating_sub(*before))
             })
     }
 
@@ -182,22 +182,22 @@ impl MergeRun<'_, '_> {
         let Some(settled_at) = wait.settled_at else { return false };
         let host = self.session.host();
         // Pages that merged last are watched, too. While checks still find unstable ranges, more may follow.
-        let min_rest = self.options.watch_time.min(3 * CHECK_INTERVAL);
-        let is_watched = elapsed_since(host, settled_at) >= min_rest
+        let min_settled_time = self.options.watch_time.min(3 * CHECK_INTERVAL);
+        let is_watched = elapsed_since(host, settled_at) >= min_settled_time
             && elapsed_since(host, wait.began_at) >= self.options.watch_time
-            && elapsed_since(host, self.volatile_found_at) >= 3 * CHECK_INTERVAL;
+            && elapsed_since(host, self.unstable_found_at) >= 3 * CHECK_INTERVAL;
         is_watched || !self.monitor.check_any_ran()
     }
 
     /// Check merged pages, if that is due.
     fn check_merged_pages(&mut self, wait: &mut SettleWait) -> Result<(), session::Error> {
         let host = self.session.host();
-        let (checked_at, pause) = wait.checked;
+        let (checked_at, pause) = wait.last_check;
         if elapsed_since(host, checked_at) >= pause {
             let began = host.now();
             self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
             let ended = host.now();
-            wait.checked = (ended, CHECK_INTERVAL.max((ended - began) * CHECK_PAUSE_FACTOR));
+            wait.last_check = (ended, CHECK_INTERVAL.max((ended - began) * CHECK_PAUSE_FACTOR));
         }
         Ok(())
     }
@@ -205,15 +205,15 @@ impl MergeRun<'_, '_> {
     /// Detect other writers and, while ksmd works, adapt its pace, if that is due.
     fn update_pace(&mut self, wait: &mut SettleWait) -> Result<(), session::Error> {
         let host = self.session.host();
-        let elapsed = elapsed_since(host, wait.paced.0);
+        let elapsed = elapsed_since(host, wait.last_pace_update.0);
         if elapsed >= PACE_UPDATE_INTERVAL {
             self.session.check_not_overwritten()?;
             let cpu = self.ksmd_cpu();
-            if let (None, Ok(before), Ok(now)) = (wait.settled_at, &wait.paced.1, &cpu) {
-                self.pace.adapt(now.saturating_sub(*before), elapsed);
+            if let (None, Ok(before), Ok(current)) = (wait.settled_at, &wait.last_pace_update.1, &cpu) {
+                self.pace.adapt(current.saturating_sub(*before), elapsed);
                 self.run_ksmd()?;
             }
-            wait.paced = (host.now(), cpu);
+            wait.last_pace_update = (host.now(), cpu);
         }
         Ok(())
     }
@@ -231,11 +231,12 @@ impl MergeRun<'_, '_> {
             for (process, pages) in
                 self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
             {
-                // Ranges that had only not merged yet are no loss.
-                let idle = self.monitor.unmerged(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
-                let lost = pages.saturating_sub(idle);
-                if lost > Pages::ZERO {
-                    self.unenrolled_pages += lost;
+                // Ranges that merely had not merged yet do not count as unstable.
+                let unmerged_pages =
+                    self.monitor.unmerged(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
+                let unstable_pages = pages.saturating_sub(unmerged_pages);
+                if unstable_pages > Pages::ZERO {
+                    self.unenrolled_pages += unstable_pages;
                     self.unenrolled_processes.insert(process);
                 }
             }

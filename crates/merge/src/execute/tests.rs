@@ -12,15 +12,9 @@ use pagefold_host::resource::ResourceClass;
 fn guest(pid: u32, backends: &[&str]) -> PlanTarget {
     let process = Process::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied);
     let backends = backends.iter().map(|&backend| backend.to_owned()).collect();
-    let way =
+    let enroll_method =
         EnrollMethod::GuestControl(GuestMemoryControl { socket: "/run/qmp".into(), backends, memory: Vec::new() });
-    PlanTarget {
-        process,
-        domain: TrustDomain::Host,
-        ranges: Vec::new(),
-        huge_page_bytes: Bytes::ZERO,
-        enroll_method: way,
-    }
+    PlanTarget { process, domain: TrustDomain::Host, ranges: Vec::new(), huge_page_bytes: Bytes::ZERO, enroll_method }
 }
 
 /// Run steps of a merge of a plan that starts now, and commit.
@@ -40,17 +34,17 @@ fn run_steps<T>(
         after_merge: AfterMerge::UndoChanges,
     };
     let mut monitor = MergeMonitor::new(host);
-    let mut work = MergeRun::new(&mut session, plan, &options, &mut monitor, (&progress, &stop), started);
-    let result = steps(&mut work);
+    let mut run = MergeRun::new(&mut session, plan, &options, &mut monitor, (&progress, &stop), started);
+    let result = steps(&mut run);
     session.commit().unwrap();
     result
 }
 
 /// Enroll a whole plan. Returns whether any of it was enrolled, and the failed changes.
 fn enroll(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
-    run_steps(host, plan, None, |work| {
-        work.enroll_targets(false).unwrap();
-        (work.any_enrolled, std::mem::take(&mut work.failed_changes))
+    run_steps(host, plan, None, |run| {
+        run.enroll_targets(false).unwrap();
+        (run.any_enrolled, std::mem::take(&mut run.failed_changes))
     })
 }
 
@@ -65,13 +59,13 @@ fn each_hung_guest_is_asked_for_one_backend_when_it_is_enrolled() {
         ..MergePlan::default()
     };
     host.set_advice_fault(Some(AdviceFault::GuestsHang));
-    let (enrolled, missed) = enroll(&host, &plan);
+    let (enrolled, failed) = enroll(&host, &plan);
     assert_eq!(host.written_settings(), ["/objects/a of 7=true", "/objects/a of 8=true"]);
-    assert!(!enrolled && missed.len() == 2, "{missed:?}");
+    assert!(!enrolled && failed.len() == 2, "{failed:?}");
     host.set_advice_fault(None);
-    let (enrolled, missed) = enroll(&host, &plan);
+    let (enrolled, failed) = enroll(&host, &plan);
     assert_eq!(host.written_settings().len(), 2 + 4);
-    assert!(enrolled && missed.is_empty(), "{missed:?}");
+    assert!(enrolled && failed.is_empty(), "{failed:?}");
 }
 
 /// A host in virtual time, so the test takes no such time itself.
@@ -98,7 +92,7 @@ fn merge_without_progress_ends_at_its_deadline() {
     let plan = MergePlan { targets: vec![target], ..MergePlan::default() };
     let (real_start, virtual_start) = (Instant::now(), host.now());
     let (end, timeline) =
-        run_steps(&host, &plan, Some(DEADLINE), |work| (work.merge().unwrap(), std::mem::take(&mut work.timeline)));
+        run_steps(&host, &plan, Some(DEADLINE), |run| (run.merge().unwrap(), std::mem::take(&mut run.timeline)));
     assert_eq!(end, MergeEnd::Deadline);
     assert!(timeline.iter().map(|point| point.at).is_sorted_by(|a, b| a < b), "each read follows a pause");
     let elapsed = elapsed_since(&host, virtual_start);

@@ -44,13 +44,13 @@ fn format_process_count(count: u64) -> String {
 
 fn render_title(report: &MergeReport) -> String {
     let plan = &report.plan;
-    let seen = format_process_count(report.processes);
+    let scanned = format_process_count(report.processes);
     let Some(outcome) = &report.outcome else {
         if plan.targets.is_empty() {
-            return format!("Nothing to merge: merging has no net savings in the {seen} of {}.", report.host);
+            return format!("Nothing to merge: merging has no net savings in the {scanned} of {}.", report.host);
         }
         return format!(
-            "Plan for {}: {} net from {} of {seen}. Nothing was changed.",
+            "Plan for {}: {} net from {} of {scanned}. Nothing was changed.",
             report.host,
             format_net(plan.savings.net),
             format_number(plan.targets.len() as u64),
@@ -136,13 +136,13 @@ fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextS
         ),
         String::new(),
     ]);
-    if let Some(reached) = outcome.seconds_to_99 {
-        let reached = format_seconds(reached - outcome.census_seconds);
-        table.add_row(["time to 99 %".to_owned(), format_seconds(plan.wall_seconds), reached, String::new()]);
+    if let Some(seconds) = outcome.seconds_to_99 {
+        let seconds = format_seconds(seconds - outcome.census_seconds);
+        table.add_row(["time to 99 %".to_owned(), format_seconds(plan.wall_seconds), seconds, String::new()]);
     }
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        let more = format_net(after as i64 - before as i64);
-        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), more, String::new()]);
+        let change = format_net(after as i64 - before as i64);
+        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), change, String::new()]);
     }
     let mut text = style.render_table(&table);
     text.push_str(&render_differences(outcome, style));
@@ -154,16 +154,16 @@ fn render_differences(outcome: &OutcomeReport, style: TextStyle) -> String {
     let mut table = style.new_table(&["differs in", ">by", "reason"]);
     let mut rows = 0;
     for difference in &outcome.differences {
-        let whole = difference.amount.abs().round() as u64;
-        let (name, by) = match difference.figure {
-            DifferenceFigure::Saved => ("saved, gross", Bytes(whole).to_string()),
-            DifferenceFigure::Metadata => ("metadata", Bytes(whole).to_string()),
+        let rounded = difference.amount.abs().round() as u64;
+        let (name, amount) = match difference.figure {
+            DifferenceFigure::Saved => ("saved, gross", Bytes(rounded).to_string()),
+            DifferenceFigure::Metadata => ("metadata", Bytes(rounded).to_string()),
             DifferenceFigure::KsmdSeconds => ("CPU of ksmd", format_seconds(difference.amount.abs())),
-            DifferenceFigure::Available => ("MemAvailable", Bytes(whole).to_string()),
+            DifferenceFigure::Available => ("MemAvailable", Bytes(rounded).to_string()),
         };
-        if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
+        if amount.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
             let sign = if difference.amount < 0.0 { '-' } else { '+' };
-            table.add_row([name, &format!("{sign}{by}"), difference.reason]);
+            table.add_row([name, &format!("{sign}{amount}"), difference.reason]);
             rows += 1;
         }
     }
@@ -217,7 +217,7 @@ fn render_costs(outcome: &OutcomeReport, page_size: u64, style: TextStyle) -> St
     text
 }
 
-fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String {
+fn render_targets(report: &MergeReport, max_rows: usize, style: TextStyle) -> String {
     let plan = &report.plan;
     if plan.targets.is_empty() {
         return String::new();
@@ -225,10 +225,10 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
     let page = report.page_size;
     let mut rows: Vec<&TargetReport> = plan.targets.iter().collect();
     rows.sort_by_key(|target| (Reverse(target.merging_pages), target.process.pid));
-    let most = rows.first().map_or(1, |target| target.merging_pages.max(1));
-    let way = if plan.whole_processes { "by" } else { ">ranges" };
-    let mut table = style.new_table(&[">PID", "name", "domain", way, ">to scan", ">to merge", ">zeros", ""]);
-    for target in rows.iter().take(top) {
+    let max_pages = rows.first().map_or(1, |target| target.merging_pages.max(1));
+    let column = if plan.whole_processes { "by" } else { ">ranges" };
+    let mut table = style.new_table(&[">PID", "name", "domain", column, ">to scan", ">to merge", ">zeros", ""]);
+    for target in rows.iter().take(max_rows) {
         table.add_row([
             target.process.pid.to_string(),
             cut_end(&target.process.label(), 24),
@@ -237,7 +237,7 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
             format_bytes(target.pages * page),
             format_bytes(target.merging_pages * page),
             format_bytes(target.zero_pages * page),
-            format_bar(target.merging_pages as f64 / most as f64, BAR_COLUMNS),
+            format_bar(target.merging_pages as f64 / max_pages as f64, BAR_COLUMNS),
         ]);
     }
     let mut text = style.format_heading(match &report.outcome {
@@ -246,8 +246,8 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
         Some(_) => "Planned, not all enrolled",
     });
     text.push_str(&style.render_table(&table));
-    if rows.len() > top {
-        let _ = writeln!(text, "... and {} more (--top)", format_number((rows.len() - top) as u64));
+    if rows.len() > max_rows {
+        let _ = writeln!(text, "... and {} more (--top)", format_number((rows.len() - max_rows) as u64));
     }
     text
 }
@@ -274,9 +274,9 @@ fn render_forecast(plan: &PlanReport, style: TextStyle) -> String {
     text
 }
 
-fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle) -> String {
+fn render_notes(report: &MergeReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = render_temporary_unenrolls(report, style);
-    text.push_str(&render_skipped(report, top));
+    text.push_str(&render_skipped(report, max_rows));
     if report.enrolled_may_be_hidden {
         text.push_str(&style.format_paragraph(
             "Other processes may be enrolled that are not visible from here: those outside of a container, those of \
@@ -287,15 +287,16 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
         ));
     }
     if report.foreign_processes > 0 {
-        let others = if report.foreign_processes == 1 {
+        let foreign = if report.foreign_processes == 1 {
             "1 process of another trust domain is".to_owned()
         } else {
             format!("{} of other trust domains are", format_process_count(report.foreign_processes))
         };
         text.push_str(&style.format_paragraph(
             &format!(
-                "{others} enrolled already. Their contents were left out: a process that shares a page can tell by the \
-                 time of a write that another one has the same content. `--across-domains` merges them all the same."
+                "{foreign} enrolled already. Their contents were left out: a process that shares a page can tell by \
+                 the time of a write that another one has the same content. `--across-domains` merges them all the \
+                 same."
             ),
             2,
         ));
@@ -313,10 +314,10 @@ fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String 
     if unenrolled.is_empty() {
         return String::new();
     }
-    unenrolled.sort_by_key(|unenrolled| Reverse(unenrolled.bytes));
-    let all: u64 = unenrolled.iter().map(|unenrolled| unenrolled.bytes).sum();
-    let describe = |unenrolled: &&TemporaryUnenrollReport| {
-        format!("{} of {} ({})", Bytes(unenrolled.bytes), unenrolled.pid, escape_unprintable(&unenrolled.comm))
+    unenrolled.sort_by_key(|unenroll| Reverse(unenroll.bytes));
+    let bytes: u64 = unenrolled.iter().map(|unenroll| unenroll.bytes).sum();
+    let describe = |unenroll: &&TemporaryUnenrollReport| {
+        format!("{} of {} ({})", Bytes(unenroll.bytes), unenroll.pid, escape_unprintable(&unenroll.comm))
     };
     let mut named: Vec<String> = unenrolled.iter().take(MAX_NAMED_UNENROLLED).map(describe).collect();
     if unenrolled.len() > MAX_NAMED_UNENROLLED {
@@ -325,7 +326,7 @@ fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String 
     style.format_paragraph(
         &format!(
             "{} that programs enrolled themselves are not profitable and {} unenrolled while ksmd works: {}.",
-            Bytes(all),
+            Bytes(bytes),
             if report.outcome.is_some() { "were" } else { "would be" },
             named.join(", "),
         ),
@@ -334,10 +335,10 @@ fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String 
 }
 
 /// The processes that would not be enrolled, and those that were left out on purpose.
-fn render_skipped(report: &MergeReport, top: usize) -> String {
+fn render_skipped(report: &MergeReport, max_rows: usize) -> String {
     let mut text = String::new();
     if report.outcome.is_none() {
-        for target in report.plan.targets.iter().take(top) {
+        for target in report.plan.targets.iter().take(max_rows) {
             let Some(why) = &target.error else { continue };
             let (pid, label) = (target.process.pid, target.process.label());
             let _ = writeln!(
@@ -348,13 +349,13 @@ fn render_skipped(report: &MergeReport, top: usize) -> String {
             );
         }
     }
-    for left in report.plan.skipped.iter().take(top) {
+    for skipped in report.plan.skipped.iter().take(max_rows) {
         let _ = writeln!(
             text,
             "Not enrolled: {} ({}): {}.",
-            left.pid,
-            escape_unprintable(&left.comm),
-            escape_unprintable(&left.why)
+            skipped.pid,
+            escape_unprintable(&skipped.comm),
+            escape_unprintable(&skipped.why)
         );
     }
     text
@@ -363,9 +364,9 @@ fn render_skipped(report: &MergeReport, top: usize) -> String {
 /// What else was enrolled, and which changes were not made or not undone.
 fn render_incomplete_changes(outcome: &OutcomeReport, style: TextStyle) -> String {
     let mut text = String::new();
-    if let Some(others @ 1..) = outcome.other_enrolled_processes {
+    if let Some(count @ 1..) = outcome.other_enrolled_processes {
         let others =
-            if others == 1 { "1 process is".to_owned() } else { format!("{} are", format_process_count(others)) };
+            if count == 1 { "1 process is".to_owned() } else { format!("{} are", format_process_count(count)) };
         text.push_str(&style.format_paragraph(
             &format!(
                 "Outside of the plan {others} enrolled too: KSM has one tree and may have merged their pages with these."
@@ -373,17 +374,17 @@ fn render_incomplete_changes(outcome: &OutcomeReport, style: TextStyle) -> Strin
             2,
         ));
     }
-    for missed in outcome.failed_changes.iter().take(MAX_FAILED_CHANGE_LINES) {
-        let place = match (missed.start, missed.end) {
+    for failed in outcome.failed_changes.iter().take(MAX_FAILED_CHANGE_LINES) {
+        let range = match (failed.start, failed.end) {
             (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
             _ => String::new(),
         };
-        let comm = escape_unprintable(&missed.comm);
-        let what = match missed.change {
+        let comm = escape_unprintable(&failed.comm);
+        let action = match failed.change {
             FailedChangeKind::Unenroll => "unenrolled",
             FailedChangeKind::Enroll => "enrolled",
         };
-        let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
+        let _ = writeln!(text, "Not {action}: {} ({comm}){range}: {}.", failed.pid, escape_unprintable(&failed.why));
     }
     if outcome.failed_changes.len() > MAX_FAILED_CHANGE_LINES {
         let _ = writeln!(
@@ -392,8 +393,8 @@ fn render_incomplete_changes(outcome: &OutcomeReport, style: TextStyle) -> Strin
             outcome.failed_changes.len() - MAX_FAILED_CHANGE_LINES
         );
     }
-    for remains in &outcome.failed_undos {
-        let _ = writeln!(text, "Not restored: {}.", escape_unprintable(remains));
+    for failed_undo in &outcome.failed_undos {
+        let _ = writeln!(text, "Not restored: {}.", escape_unprintable(failed_undo));
     }
     text
 }

@@ -10,7 +10,7 @@ const POLICY_COLUMNS: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out",
 /// The report as text.
 pub fn render(report: &PolicyReport, style: TextStyle) -> String {
     let mut text = String::new();
-    let mut line = |name: &str, what: &str| text.push_str(&style.format_paragraph(&format!("{name:<8}{what}"), 8));
+    let mut line = |name: &str, value: &str| text.push_str(&style.format_paragraph(&format!("{name:<8}{value}"), 8));
     match &report.policy {
         Some(policy) => line("Policy", &format!("{} (`pagefold policy restore` ends it)", escape_unprintable(policy))),
         None => line("Policy", "none set by pagefold"),
@@ -37,7 +37,8 @@ pub fn render(report: &PolicyReport, style: TextStyle) -> String {
         ">guided",
     ]);
     for setting in &report.settings {
-        let of = |name: &&str| setting.policies.get(*name).map_or("·".to_owned(), |value| cut_end(value, 12));
+        let policy_value =
+            |name: &&str| setting.policies.get(*name).map_or("·".to_owned(), |value| cut_end(value, 12));
         let mut cells = vec![
             comfy_table::Cell::new(setting.name),
             comfy_table::Cell::new(current_value_text(setting)),
@@ -46,7 +47,7 @@ pub fn render(report: &PolicyReport, style: TextStyle) -> String {
         cells.push(comfy_table::Cell::new(
             setting.value_before_policy.as_deref().map_or("·".to_owned(), |value| cut_end(value, 12)),
         ));
-        cells.extend(POLICY_COLUMNS.iter().map(|name| comfy_table::Cell::new(of(name))));
+        cells.extend(POLICY_COLUMNS.iter().map(|name| comfy_table::Cell::new(policy_value(name))));
         table.add_row(cells);
     }
     text.push_str(&style.render_table(&table));

@@ -35,29 +35,31 @@ fn render_title(report: &UnmergeReport) -> String {
     let host = &report.host;
     let (merged, needed) = (merged_bytes(report), Bytes(needed_bytes(report)));
     let count = report.processes.len() as u64;
-    let they = format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" });
-    let binds = describe_binding_limit(report.stopped_by_guard.as_ref().unwrap_or(&report.guard));
+    let processes = format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" });
+    let binding_limit = describe_binding_limit(report.stopped_by_guard.as_ref().unwrap_or(&report.guard));
     match report.outcome {
         UnmergeOutcomeKind::Nothing => format!(
             "Nothing to unmerge on {host}: none of {} chosen processes is enrolled in KSM.",
             format_number(report.not_enrolled)
         ),
         UnmergeOutcomeKind::Planned => format!(
-            "Dry run on {host}: {they} with {merged} merged would take {needed}; {}. Nothing was changed.",
+            "Dry run on {host}: {processes} with {merged} merged would take {needed}; {}. Nothing was changed.",
             if report.guard.verdict == GuardVerdict::Fits {
                 "it fits".to_owned()
             } else {
-                format!("it does not fit: {binds}")
+                format!("it does not fit: {binding_limit}")
             }
         ),
         UnmergeOutcomeKind::Refused => {
-            format!("Refused on {host}: unmerging {they} takes {needed}, and {binds}. Nothing was changed.")
+            format!(
+                "Refused on {host}: unmerging {processes} takes {needed}, and {binding_limit}. Nothing was changed."
+            )
         }
         UnmergeOutcomeKind::Done => {
-            format!("Unmerged on {host}: {they} with {merged} merged: no page is merged any more.")
+            format!("Unmerged on {host}: {processes} with {merged} merged: no page is merged any more.")
         }
         UnmergeOutcomeKind::Partial => format!(
-            "Unmerged in part on {host}: of {they} with {merged} merged, {} still is{}.",
+            "Unmerged in part on {host}: of {processes} with {merged} merged, {} still is{}.",
             still_merged_bytes(report),
             match report.processes.iter().filter(|process| process.state == UnenrollState::Ended).count() {
                 0 => String::new(),
@@ -73,17 +75,17 @@ fn merged_bytes(report: &UnmergeReport) -> Bytes {
 }
 
 fn still_merged_bytes(report: &UnmergeReport) -> Bytes {
-    let of = |process: &UnmergedProcessReport| {
+    let pages = |process: &UnmergedProcessReport| {
         process.merged_pages_after.unwrap_or(0) + process.zero_pages_after.unwrap_or(0)
     };
-    Bytes(report.processes.iter().map(of).sum::<u64>() * report.page_size)
+    Bytes(report.processes.iter().map(pages).sum::<u64>() * report.page_size)
 }
 
 fn needed_bytes(report: &UnmergeReport) -> u64 {
-    let of = |process: &UnmergedProcessReport| {
+    let pages = |process: &UnmergedProcessReport| {
         (process.merged_pages + process.zero_pages).saturating_sub(process.freed_frames)
     };
-    report.processes.iter().map(of).sum::<u64>() * report.page_size
+    report.processes.iter().map(pages).sum::<u64>() * report.page_size
 }
 
 /// The limit that prevents unmerging.
@@ -100,14 +102,14 @@ fn describe_binding_limit(guard: &GuardReport) -> String {
     }
 }
 
-fn render_processes(report: &UnmergeReport, top: usize, style: TextStyle) -> String {
+fn render_processes(report: &UnmergeReport, max_rows: usize, style: TextStyle) -> String {
     let mut table =
         style.new_table(&[">pid", "name", "by", ">merged", ">zero pages", ">takes", ">left", ">longest stop", "state"]);
     let size = report.page_size;
-    for process in report.processes.iter().take(top) {
-        let takes = (process.merged_pages + process.zero_pages).saturating_sub(process.freed_frames) * size;
-        let bound = if process.estimate_reason.is_some() { "≤" } else { "" };
-        let left = process
+    for process in report.processes.iter().take(max_rows) {
+        let needed = (process.merged_pages + process.zero_pages).saturating_sub(process.freed_frames) * size;
+        let prefix = if process.estimate_reason.is_some() { "≤" } else { "" };
+        let remaining = process
             .merged_pages_after
             .map(|pages| format_bytes((pages + process.zero_pages_after.unwrap_or(0)) * size))
             .unwrap_or_default();
@@ -122,15 +124,15 @@ fn render_processes(report: &UnmergeReport, top: usize, style: TextStyle) -> Str
             Cell::new(process.method),
             Cell::new(format_bytes(process.merged_pages * size)),
             Cell::new(format_bytes(process.zero_pages * size)),
-            Cell::new(format!("{bound}{}", format_bytes(takes))),
-            Cell::new(left),
+            Cell::new(format!("{prefix}{}", format_bytes(needed))),
+            Cell::new(remaining),
             Cell::new(process.longest_stop_ms.map(|ms| format!("{ms:.2} ms")).unwrap_or_default()),
             state,
         ]);
     }
     let mut text = style.render_table(&table);
-    if report.processes.len() > top {
-        text.push_str(&format!(" and {} more\n", report.processes.len() - top));
+    if report.processes.len() > max_rows {
+        text.push_str(&format!(" and {} more\n", report.processes.len() - max_rows));
     }
     text
 }
@@ -165,11 +167,12 @@ fn render_limits(guard: &GuardReport, style: TextStyle) -> String {
 
 fn render_taken(taken: &TakenReport, page_size: u64, style: TextStyle) -> String {
     let mut table = style.new_table(&["", ">predicted", ">found", "by"]);
-    let found = |value: Option<i64>| value.map_or_else(|| "?".to_owned(), |value| NetBytes(value).to_string());
+    let format_measured =
+        |value: Option<i64>| value.map_or_else(|| "?".to_owned(), |value| NetBytes(value).to_string());
     let predicted = Bytes(taken.predicted).to_string();
     table.add_row(["memory taken", &predicted, &Bytes(taken.unenrolled).to_string(), "unenrolled parts"]);
-    table.add_row(["", "", &found(taken.anon_pages), "AnonPages, all processes"]);
-    table.add_row(["", "", &found(taken.mem_available), "MemAvailable, all processes"]);
+    table.add_row(["", "", &format_measured(taken.anon_pages), "AnonPages, all processes"]);
+    table.add_row(["", "", &format_measured(taken.mem_available), "MemAvailable, all processes"]);
     let copies = taken.copies.map_or_else(|| "?".to_owned(), format_number);
     table.add_row(["pages copied", &format_number(taken.copies_predicted), &copies, "cow_ksm, all processes"]);
     let mut text = style.render_table(&table);
@@ -192,19 +195,19 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     let refused = report.outcome == UnmergeOutcomeKind::Refused
         || (report.outcome == UnmergeOutcomeKind::Planned && report.guard.verdict != GuardVerdict::Fits);
     if refused {
-        let parts = report.batches;
+        let batches = report.batches;
         notes.push(format!(
             "`--staged` would unenroll {} of {} parts now; `--max-wait TIME` waits for memory; `--force` skips the check.",
-            format_number(parts.fitting),
-            format_number(parts.total)
+            format_number(batches.fitting),
+            format_number(batches.total)
         ));
     }
-    let whole = |process: &&UnmergedProcessReport| {
+    let is_unmerged_at_once = |process: &&UnmergedProcessReport| {
         process.method == UnenrollMethodKind::Qmp
             && matches!(process.state, UnenrollState::Planned | UnenrollState::Untouched)
     };
     if (refused || report.stopped_by_guard.is_some())
-        && let Some(guest) = report.processes.iter().find(whole)
+        && let Some(guest) = report.processes.iter().find(is_unmerged_at_once)
     {
         notes.push(format!(
             "{} is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls virtual \
@@ -233,11 +236,11 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             notes.push(format!("{} ({}): {error}", process.process.pid, process.process.label()));
         }
     }
-    let beside: u64 = report.processes.iter().filter_map(|process| process.uncovered_pages).sum();
-    if beside > 0 {
+    let uncovered_pages: u64 = report.processes.iter().filter_map(|process| process.uncovered_pages).sum();
+    if uncovered_pages > 0 {
         notes.push(format!(
             "{} of firmware and video memory stay merged: they belong to no memory backend; `--inject` reaches them.",
-            Bytes(beside * report.page_size)
+            Bytes(uncovered_pages * report.page_size)
         ));
     }
     if report.processes.iter().any(|process| process.estimate_reason.is_some()) {
@@ -245,12 +248,12 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             "≤ marks upper bounds from the kernel's sums, without freed frames; run as root to count frames.".into(),
         );
     }
-    let (mut before, mut unmerged, mut collapsed, mut any) = (0, 0, 0, false);
+    let (mut before, mut unmerged, mut collapsed, mut any_huge) = (0, 0, 0, false);
     for huge in report.processes.iter().filter_map(|process| process.huge) {
-        (before, unmerged, collapsed, any) =
+        (before, unmerged, collapsed, any_huge) =
             (before + huge.before, unmerged + huge.unmerged, collapsed + huge.collapsed, true);
     }
-    if any {
+    if any_huge {
         notes.push(format!(
             "Huge pages: {} before, {} after unmerging, {} after the collapse.",
             Bytes(before),
@@ -280,11 +283,11 @@ mod tests {
 
     /// A report on 16 MiB that are needed in `/vms`, of which half is available.
     fn sample_report(outcome: UnmergeOutcomeKind, swap: u64, forced: bool) -> UnmergeReport {
-        let limit = |place, rule, room| MemoryLimit {
-            scope: place,
-            kind: rule,
+        let limit = |scope, kind, headroom| MemoryLimit {
+            scope,
+            kind,
             limit: Bytes(1 << 30),
-            headroom: Bytes(room),
+            headroom: Bytes(headroom),
             swap_headroom: Bytes(swap),
         };
         let limits = vec![
@@ -356,7 +359,7 @@ mod tests {
             huge: None,
             error: None,
         };
-        let told = |outcome, stopped: bool, state| {
+        let offers_staged = |outcome, stopped: bool, state| {
             let mut report = sample_report(outcome, 0, false);
             report.stopped_by_guard = stopped.then(|| report.guard.clone());
             report.processes = vec![guest(state)];
@@ -366,10 +369,10 @@ mod tests {
                  virtual machines from within",
             )
         };
-        assert!(told(UnmergeOutcomeKind::Refused, false, UnenrollState::Planned));
-        assert!(told(UnmergeOutcomeKind::Partial, true, UnenrollState::Untouched));
-        assert!(!told(UnmergeOutcomeKind::Partial, true, UnenrollState::Unenrolled), "the part fitted");
-        assert!(!told(UnmergeOutcomeKind::Done, false, UnenrollState::Unenrolled));
+        assert!(offers_staged(UnmergeOutcomeKind::Refused, false, UnenrollState::Planned));
+        assert!(offers_staged(UnmergeOutcomeKind::Partial, true, UnenrollState::Untouched));
+        assert!(!offers_staged(UnmergeOutcomeKind::Partial, true, UnenrollState::Unenrolled), "the part fitted");
+        assert!(!offers_staged(UnmergeOutcomeKind::Done, false, UnenrollState::Unenrolled));
     }
 
     #[test]

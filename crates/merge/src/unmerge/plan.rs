@@ -92,7 +92,7 @@ impl UnenrollMethod {
 impl UnenrollTarget {
     /// Pages on KSM frames.
     pub fn merged_pages(&self) -> Pages {
-        self.batches.iter().map(|part| part.merged_pages).sum()
+        self.batches.iter().map(|batch| batch.merged_pages).sum()
     }
 
     /// Pages that get their own frame.
@@ -102,7 +102,7 @@ impl UnenrollTarget {
 
     /// Frames that are freed.
     pub fn freed_frames(&self) -> Pages {
-        self.batches.iter().map(|part| part.freed_frames).sum()
+        self.batches.iter().map(|batch| batch.freed_frames).sum()
     }
 
     /// The frames that unenrolling it takes, after all targets before it.
@@ -110,17 +110,17 @@ impl UnenrollTarget {
         FrameNeed::for_cgroup(self.cgroup(), self.copied_pages(), self.freed_frames())
     }
 
-    pub(super) fn batch_frame_need(&self, part: &UnenrollBatch) -> FrameNeed {
+    pub(super) fn batch_frame_need(&self, batch: &UnenrollBatch) -> FrameNeed {
         FrameNeed::for_cgroup(
             self.cgroup(),
-            part.merged_pages + part.zero_pages.min(self.max_zero_pages),
-            part.freed_frames,
+            batch.merged_pages + batch.zero_pages.min(self.max_zero_pages),
+            batch.freed_frames,
         )
     }
 
     /// All marked ranges, ascending.
     pub(super) fn marked_ranges(&self) -> Vec<AddressRange> {
-        joined(self.batches.iter().flat_map(|part| part.ranges.clone()).collect())
+        joined(self.batches.iter().flat_map(|batch| batch.ranges.clone()).collect())
     }
 
     pub(super) fn cgroup(&self) -> Option<&str> {
@@ -140,12 +140,12 @@ pub struct UnenrollPlan {
 }
 
 impl UnenrollTarget {
-    /// The frames that its first batches take.
-    pub(super) fn frames_for_batches(&self, parts: usize) -> Pages {
-        if parts == self.batches.len() {
+    /// The frames that its first `count` batches take.
+    pub(super) fn frames_for_batches(&self, count: usize) -> Pages {
+        if count == self.batches.len() {
             return self.frame_need().host;
         }
-        self.batches.iter().take(parts).map(|part| self.batch_frame_need(part).host).sum()
+        self.batches.iter().take(count).map(|batch| self.batch_frame_need(batch).host).sum()
     }
 }
 
@@ -172,22 +172,22 @@ impl UnenrollPlan {
         let needs: Vec<FrameNeed> = self
             .targets
             .iter()
-            .flat_map(|target| target.batches.iter().map(move |part| target.batch_frame_need(part)))
+            .flat_map(|target| target.batches.iter().map(move |batch| target.batch_frame_need(batch)))
             .collect();
         (guard::count_needs_that_fit(&needs, &self.measure_headroom(host), host.page_size()), needs.len())
     }
 
     pub(super) fn measure_headroom(&self, host: &dyn Host) -> guard::MemoryHeadroom {
-        let mut room = memory_headroom::measure_headroom(host, &self.cgroups());
+        let mut headroom = memory_headroom::measure_headroom(host, &self.cgroups());
         for UnenrollTarget { process, .. } in &self.targets {
             if let Err(why) = &process.cgroup
                 && *why != Absent::NotOnThisKernel
             {
-                let place = guard::LimitScope::Cgroup(format!("of process {}", process.id.pid));
-                room.unreadable.push((place, why.clone()));
+                let scope = guard::LimitScope::Cgroup(format!("of process {}", process.id.pid));
+                headroom.unreadable.push((scope, why.clone()));
             }
         }
-        room
+        headroom
     }
 }
 
@@ -198,48 +198,44 @@ pub fn make_plan(
     selection: &ProcessSelection,
     method_for: &(dyn Fn(&dyn Handle, &Process) -> Option<UnenrollMethod> + Sync),
 ) -> Result<UnenrollPlan, pagefold_census::Error> {
-    let (found, unseen) = scan_scope::inspect_selected(host, selection, |handle, process| {
+    let (inspected, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
         let regions: Vec<Region> = observe::regions(handle)?;
         let whole = process.ksm.merge_any == Ok(true);
         let merged: u64 = regions.iter().filter_map(|region| region.ksm.as_ref().ok()).map(|ksm| ksm.0).sum();
         if !whole && merged == 0 && !regions.iter().any(is_mergeable) {
             return Ok(None);
         }
-        let way = method_for(handle, &process).unwrap_or(if whole {
+        let method = method_for(handle, &process).unwrap_or(if whole {
             UnenrollMethod::WholeProcess
         } else {
             UnenrollMethod::MarkedRegions
         });
-        plan_process(host, handle, process, &regions, way).map(Some)
+        plan_process(host, handle, process, &regions, method).map(Some)
     })?;
-    let idle = found.iter().filter(|found| found.is_none()).count();
-    let mut found: Vec<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> = found.into_iter().flatten().collect();
-    found.sort_by_key(|(target, _)| (target.copied_pages(), target.process.id));
-    let mut left: HashMap<Pfn, u64> = HashMap::new();
-    for (target, frames) in &mut found {
-        for (part, frames) in target.batches.iter_mut().zip(frames) {
-            part.freed_frames = remove_mappings(&mut left, frames);
+    let not_enrolled = inspected.iter().filter(|target| target.is_none()).count();
+    let mut targets: Vec<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> = inspected.into_iter().flatten().collect();
+    targets.sort_by_key(|(target, _)| (target.copied_pages(), target.process.id));
+    let mut remaining_mappings: HashMap<Pfn, u64> = HashMap::new();
+    for (target, frames) in &mut targets {
+        for (batch, frames) in target.batches.iter_mut().zip(frames) {
+            batch.freed_frames = remove_mappings(&mut remaining_mappings, frames);
         }
     }
-    Ok(UnenrollPlan {
-        targets: found.into_iter().map(|(target, _)| target).collect(),
-        not_enrolled: idle,
-        unscanned: unseen,
-    })
+    Ok(UnenrollPlan { targets: targets.into_iter().map(|(target, _)| target).collect(), not_enrolled, unscanned })
 }
 
 /// A merged page: its frame, with all mappings of it.
 pub(super) type KsmPageMappings = (Pfn, u64);
 
 /// Remove mappings from frames; returns how many frames have no mapping left.
-pub(super) fn remove_mappings(left: &mut HashMap<Pfn, u64>, pages: &[KsmPageMappings]) -> Pages {
-    let mut returned = 0;
+pub(super) fn remove_mappings(remaining: &mut HashMap<Pfn, u64>, pages: &[KsmPageMappings]) -> Pages {
+    let mut freed = 0;
     for &(frame, mappings) in pages {
-        let left = left.entry(frame).or_insert(mappings);
-        *left = left.saturating_sub(1);
-        returned += u64::from(*left == 0);
+        let mappings_left = remaining.entry(frame).or_insert(mappings);
+        *mappings_left = mappings_left.saturating_sub(1);
+        freed += u64::from(*mappings_left == 0);
     }
-    Pages(returned)
+    Pages(freed)
 }
 
 pub(super) fn is_mergeable(region: &Region) -> bool {
@@ -252,49 +248,49 @@ fn plan_process(
     handle: &dyn Handle,
     process: Process,
     regions: &[Region],
-    way: UnenrollMethod,
+    method: UnenrollMethod,
 ) -> Reading<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> {
     // Before 6.6 the kernel has no such counter and unmerging does not copy zero pages.
-    let zeros = match &process.ksm.zero_pages {
-        Ok(pages) => Pages(u64::try_from(*pages).unwrap_or(0)),
+    let max_zeros = match &process.ksm.zero_pages {
+        Ok(count) => Pages(u64::try_from(*count).unwrap_or(0)),
         Err(_) => Pages::ZERO,
     };
-    let marked: Vec<&Region> = regions.iter().filter(|region| is_mergeable(region) && way.covers(region)).collect();
+    let marked: Vec<&Region> = regions.iter().filter(|region| is_mergeable(region) && method.covers(region)).collect();
     let anon_huge = regions.iter().map(|region| region.anon_huge).sum();
-    let at_most = if matches!(way, UnenrollMethod::Guest { .. }) { usize::MAX } else { MAX_PAGES_PER_BATCH };
-    let mut parts = BatchBuilder { max_pages: at_most, batches: Vec::new(), frames: Vec::new() };
-    let exact = marked.iter().try_for_each(|region| {
-        way.covered_ranges(region).into_iter().try_for_each(|range| {
-            let found = if may_have_ksm_pages(region, zeros) {
+    let max_pages = if matches!(method, UnenrollMethod::Guest { .. }) { usize::MAX } else { MAX_PAGES_PER_BATCH };
+    let mut builder = BatchBuilder { max_pages, batches: Vec::new(), frames: Vec::new() };
+    let frames_readable = marked.iter().try_for_each(|region| {
+        method.covered_ranges(region).into_iter().try_for_each(|range| {
+            let range_pages = if may_have_ksm_pages(region, max_zeros) {
                 read_ksm_pages(host, handle, range)?
             } else {
                 RangePages::default()
             };
-            parts.add_range(range, &found);
+            builder.add_range(range, &range_pages);
             Ok(())
         })
     });
-    if exact == Err(Absent::Vanished) {
+    if frames_readable == Err(Absent::Vanished) {
         return Err(Absent::Vanished);
     }
-    if exact.is_err() {
-        parts = BatchBuilder {
-            max_pages: at_most,
-            batches: vec![estimate_batch(host, &process, &way, &marked, zeros)?],
+    if frames_readable.is_err() {
+        builder = BatchBuilder {
+            max_pages,
+            batches: vec![estimate_batch(host, &process, &method, &marked, max_zeros)?],
             frames: vec![Vec::new()],
         };
     }
-    let zeros = zeros.min(parts.batches.iter().map(|part| part.zero_pages).sum());
+    let max_zeros = max_zeros.min(builder.batches.iter().map(|batch| batch.zero_pages).sum());
     Ok((
         UnenrollTarget {
             process,
-            method: way,
-            batches: parts.batches,
-            max_zero_pages: zeros,
+            method,
+            batches: builder.batches,
+            max_zero_pages: max_zeros,
             anon_huge,
-            frames_readable: exact,
+            frames_readable,
         },
-        parts.frames,
+        builder.frames,
     ))
 }
 
@@ -302,16 +298,16 @@ fn plan_process(
 pub(super) fn estimate_batch(
     host: &dyn Host,
     process: &Process,
-    way: &UnenrollMethod,
+    method: &UnenrollMethod,
     marked: &[&Region],
     zeros: Pages,
 ) -> Reading<UnenrollBatch> {
-    let by_smaps: Reading<Bytes> = marked.iter().map(|region| region.ksm.clone()).sum();
-    let merged = match by_smaps {
+    let smaps_bytes: Reading<Bytes> = marked.iter().map(|region| region.ksm.clone()).sum();
+    let merged = match smaps_bytes {
         Ok(bytes) => host.page_size().pages_in(bytes),
         Err(_) => Pages(process.ksm.merging_pages.clone()?),
     };
-    let ranges = marked.iter().flat_map(|region| way.covered_ranges(region)).collect();
+    let ranges = marked.iter().flat_map(|region| method.covered_ranges(region)).collect();
     Ok(UnenrollBatch { ranges, merged_pages: merged, zero_pages: zeros, freed_frames: Pages::ZERO })
 }
 
@@ -327,27 +323,27 @@ pub(super) struct BatchBuilder {
 }
 
 impl BatchBuilder {
-    pub(super) fn add_range(&mut self, range: AddressRange, found: &RangePages) {
-        let addresses: Vec<u64> = found.pages.iter().map(|page| page.0).collect();
-        let mut pages = found.pages.iter();
+    pub(super) fn add_range(&mut self, range: AddressRange, range_pages: &RangePages) {
+        let addresses: Vec<u64> = range_pages.pages.iter().map(|page| page.0).collect();
+        let mut pages = range_pages.pages.iter();
         for (range, count) in guard::split_by_page_count(range, &addresses, self.max_pages) {
-            let full = self
+            let is_full = self
                 .batches
                 .last()
-                .is_none_or(|part| part.merged_pages.0 + part.zero_pages.0 + count as u64 > self.max_pages as u64);
-            if full {
+                .is_none_or(|batch| batch.merged_pages.0 + batch.zero_pages.0 + count as u64 > self.max_pages as u64);
+            if is_full {
                 self.batches.push(UnenrollBatch::default());
                 self.frames.push(Vec::new());
             }
-            let (Some(part), Some(frames)) = (self.batches.last_mut(), self.frames.last_mut()) else { return };
-            part.ranges.push(range);
-            for &(_, shared) in pages.by_ref().take(count) {
-                match shared {
-                    Some(shared) => {
-                        part.merged_pages += Pages(1);
-                        frames.push(shared);
+            let (Some(batch), Some(frames)) = (self.batches.last_mut(), self.frames.last_mut()) else { return };
+            batch.ranges.push(range);
+            for &(_, mappings) in pages.by_ref().take(count) {
+                match mappings {
+                    Some(mappings) => {
+                        batch.merged_pages += Pages(1);
+                        frames.push(mappings);
                     }
-                    None => part.zero_pages += Pages(1),
+                    None => batch.zero_pages += Pages(1),
                 }
             }
         }
@@ -366,18 +362,23 @@ const PAGES_PER_READ: u64 = 1 << 16;
 /// Read the frames of a range.
 pub(super) fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<RangePages> {
     let bytes_per_read = host.page_size().bytes_of(Pages(PAGES_PER_READ)).0;
-    let mut found = RangePages::default();
+    let mut range_pages = RangePages::default();
     let mut start = range.start;
     while start < range.end {
         let end = range.end.min(start.saturating_add(bytes_per_read));
-        add_ksm_pages(host, handle, AddressRange { start, end }, &mut found)?;
+        add_ksm_pages(host, handle, AddressRange { start, end }, &mut range_pages)?;
         start = end;
     }
-    Ok(found)
+    Ok(range_pages)
 }
 
 /// Read the frames of a short range and add them.
-fn add_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange, found: &mut RangePages) -> Reading<()> {
+fn add_ksm_pages(
+    host: &dyn Host,
+    handle: &dyn Handle,
+    range: AddressRange,
+    range_pages: &mut RangePages,
+) -> Reading<()> {
     let mut pages: Vec<(u64, PageState)> = Vec::new();
     let mut is_hidden = false;
     walk_page_states(host, handle, range, FrameLookup::All, |address, state| match state {
@@ -397,10 +398,10 @@ fn add_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange, foun
     frames.sort_unstable();
     frames.dedup();
     let mappings = if frames.is_empty() { Vec::new() } else { host.frame_mappings(&frames)? };
-    let of = |page: &(u64, PageState)| match frame(page) {
+    let with_mappings = |page: &(u64, PageState)| match frame(page) {
         Some(frame) => Some((page.0, Some((frame, *mappings.get(frames.binary_search(&frame).ok()?)?)))),
         None => Some((page.0, None)),
     };
-    found.pages.extend(pages.iter().filter_map(of));
+    range_pages.pages.extend(pages.iter().filter_map(with_mappings));
     Ok(())
 }

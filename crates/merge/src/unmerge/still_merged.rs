@@ -5,8 +5,7 @@ use super::{UnenrollBatch, UnenrollMethod, UnenrollTarget};
 use pagefold_base::process::Process;
 use pagefold_base::region::Region;
 use pagefold_base::{Absent, Bytes, Pages, ProcessId, Reading};
-use pagefold_host::hold as held;
-use pagefold_host::{Host, observe, parse};
+use pagefold_host::{Host, hold, observe, parse};
 use std::time::Duration;
 
 /// How long to wait for the exit of a process whose main thread has ended, before it counts as running.
@@ -25,7 +24,7 @@ pub struct StillMerged {
 
 /// All still marked regions of a guest as one batch, by the kernel's sums.
 pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) -> Reading<UnenrollBatch> {
-    let handle = held(host, target.process.id)?;
+    let handle = hold(host, target.process.id)?;
     let regions = observe::regions(&*handle)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     let marked: Vec<&Region> =
@@ -36,28 +35,29 @@ pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) ->
 
 /// Pages of a process that are merged now, by smaps: `ksm_merging_pages` is right only after ksmd visits again.
 pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Reading<StillMerged> {
-    let handle = held(host, target.process.id)?;
+    let handle = hold(host, target.process.id)?;
     let regions = observe::regions(&*handle)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    let pages = |reached: bool| -> Reading<Pages> {
+    let pages = |is_covered: bool| -> Reading<Pages> {
         let bytes: Reading<Bytes> = regions
             .iter()
-            .filter(|region| (!is_mergeable(region) || target.method.covers(region)) == reached)
+            .filter(|region| (!is_mergeable(region) || target.method.covers(region)) == is_covered)
             .map(|region| region.ksm.clone())
             .sum();
         Ok(host.page_size().pages_in(bytes?))
     };
     let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
-    let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
+    let (Ok(merged), Ok(uncovered)) = (pages(true), pages(false)) else {
         // The count of the whole process is not the count of some ranges.
         if matches!(target.method, UnenrollMethod::Ranges(_)) {
             let marked = regions
                 .iter()
                 .filter(|region| is_mergeable(region))
                 .flat_map(|region| target.method.covered_ranges(region));
-            let found =
+            let range_pages =
                 marked.map(|range| read_ksm_pages(host, &*handle, range)).collect::<Reading<Vec<RangePages>>>()?;
-            let merged = found.iter().flat_map(|found| &found.pages).filter(|(_, shared)| shared.is_some()).count();
+            let merged =
+                range_pages.iter().flat_map(|range| &range.pages).filter(|(_, shared)| shared.is_some()).count();
             return Ok(StillMerged { merged_pages: Pages(merged as u64), ..StillMerged::default() });
         }
         return Ok(StillMerged {
@@ -66,37 +66,37 @@ pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Rea
             uncovered_pages: Pages::ZERO,
         });
     };
-    // The kernel does not show which regions the zero pages are in. Where no reached region is marked, none is in a
-    // reached one.
-    let reached = regions.iter().any(|region| is_mergeable(region) && target.method.covers(region));
-    let elsewhere = if reached || matches!(target.method, UnenrollMethod::WholeProcess | UnenrollMethod::MarkedRegions)
-    {
-        Pages::ZERO
-    } else {
-        zeros
-    };
+    // The kernel does not show which regions the zero pages are in. Where no marked region is covered, no zero page is
+    // in a covered region.
+    let any_covered = regions.iter().any(|region| is_mergeable(region) && target.method.covers(region));
+    let uncovered_zeros =
+        if any_covered || matches!(target.method, UnenrollMethod::WholeProcess | UnenrollMethod::MarkedRegions) {
+            Pages::ZERO
+        } else {
+            zeros
+        };
     Ok(StillMerged {
         merged_pages: merged,
-        zero_pages: zeros.saturating_sub(elsewhere),
-        uncovered_pages: beside + elsewhere,
+        zero_pages: zeros.saturating_sub(uncovered_zeros),
+        uncovered_pages: uncovered + uncovered_zeros,
     })
 }
 
 /// Whether a process has ended. Its parent may not have read its exit status yet; its memory then reads as empty and
 /// not as gone.
 pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
-    let until = host.now() + PROCESS_EXIT_TIMEOUT;
+    let deadline = host.now() + PROCESS_EXIT_TIMEOUT;
     loop {
-        let end = held(host, id).and_then(|handle| {
+        let state = hold(host, id).and_then(|handle| {
             let stat = parse::stat(&handle.read("stat")?)?;
             let main_thread = matches!(stat.state, 'Z' | 'X') || stat.flags & parse::PF_EXITING != 0;
             Ok((main_thread, handle.read("status").and_then(|bytes| parse::status(&bytes).threads)))
         });
-        match end {
+        match state {
             Err(why) => return why == Absent::Vanished,
             Ok((false, _)) => return false,
             // Other threads are ending as well, or continue without the main thread.
-            Ok((true, Ok(threads))) if threads > 1 && host.now() < until => {
+            Ok((true, Ok(threads))) if threads > 1 && host.now() < deadline => {
                 host.sleep(Duration::from_millis(10));
             }
             Ok((true, threads)) => return threads.is_ok_and(|threads| threads <= 1),

@@ -63,7 +63,7 @@ impl FakeUnmergeState {
     }
 
     fn break_pages(&mut self, pid: u32, range: AddressRange) {
-        let at = |address: u64| ((address - BASE_ADDRESS) / PAGE_BYTES) as usize;
+        let index = |address: u64| ((address - BASE_ADDRESS) / PAGE_BYTES) as usize;
         let mut mappings: BTreeMap<u64, u64> = BTreeMap::new();
         for (page, _) in self.processes.values().flat_map(|(pages, _)| pages) {
             if let FakeUnmergePage::Merged(frame) = page {
@@ -71,15 +71,15 @@ impl FakeUnmergeState {
             }
         }
         let (pages, _) = self.processes.get_mut(&pid).unwrap();
-        for page in &mut pages[at(range.start)..at(range.end)] {
+        for page in &mut pages[index(range.start)..index(range.end)] {
             if page.0 != FakeUnmergePage::Own {
                 assert!(self.free_frames > 0, "the OOM killer was woken");
                 self.free_frames -= 1;
             }
             if let FakeUnmergePage::Merged(frame) = page.0 {
-                let left = mappings.get_mut(&frame).unwrap();
-                *left -= 1;
-                self.free_frames += u64::from(*left == 0);
+                let remaining = mappings.get_mut(&frame).unwrap();
+                *remaining -= 1;
+                self.free_frames += u64::from(*remaining == 0);
             }
             *page = (FakeUnmergePage::Own, false);
         }
@@ -122,8 +122,8 @@ impl Host for FakeUnmergeHost {
     }
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn Handle + '_>> {
-        let there = self.state.lock().unwrap().processes.contains_key(&pid.0);
-        if there { Ok(Box::new(FakeUnmergeProcess { host: self, pid: pid.0 })) } else { Err(Absent::Vanished) }
+        let is_running = self.state.lock().unwrap().processes.contains_key(&pid.0);
+        if is_running { Ok(Box::new(FakeUnmergeProcess { host: self, pid: pid.0 })) } else { Err(Absent::Vanished) }
     }
 
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
@@ -204,8 +204,9 @@ impl Handle for FakeUnmergeProcess<'_> {
             "smaps" => {
                 let mut text = String::new();
                 let mut start = BASE_ADDRESS;
-                for region in pages.chunk_by(|(a, marked), (b, too)| {
-                    marked == too && matches!(a, FakeUnmergePage::Merged(_)) == matches!(b, FakeUnmergePage::Merged(_))
+                for region in pages.chunk_by(|(a, marked), (b, other_marked)| {
+                    marked == other_marked
+                        && matches!(a, FakeUnmergePage::Merged(_)) == matches!(b, FakeUnmergePage::Merged(_))
                 }) {
                     let (end, kib) = (start + region.len() as u64 * PAGE_BYTES, region.len() * 4);
                     let ksm = if matches!(region[0].0, FakeUnmergePage::Merged(_)) { kib } else { 0 };
@@ -219,10 +220,10 @@ impl Handle for FakeUnmergeProcess<'_> {
             "ksm_stat" => {
                 let zeros = pages.iter().filter(|(page, _)| *page == FakeUnmergePage::Zero).count();
                 let whole = if *whole { "yes" } else { "no" };
-                let told = format!("ksm_merge_any: {whole}\nksm_mergeable: yes\n");
+                let merge_state = format!("ksm_merge_any: {whole}\nksm_mergeable: yes\n");
                 format!(
                     "ksm_rmap_items 0\nksm_zero_pages {zeros}\n{}",
-                    if self.host.reports_merge_any { &told } else { "" }
+                    if self.host.reports_merge_any { &merge_state } else { "" }
                 )
             }
             _ => return Err(Absent::NotOnThisKernel),
@@ -293,10 +294,10 @@ fn plan_and_execute(host: &dyn Host, limits: UnenrollLimits) -> (UnenrollPlan, U
 fn execute_in_session(host: &dyn Host, plan: UnenrollPlan, limits: UnenrollLimits) -> (UnenrollPlan, UnenrollOutcome) {
     let directory = tempfile::tempdir().unwrap();
     let (mut session, _, _) = Session::begin(host, directory.path(), ResourceClass::Ksm).unwrap();
-    let done = execute_plan(&mut session, &plan, limits, &AtomicBool::new(false)).unwrap();
+    let outcome = execute_plan(&mut session, &plan, limits, &AtomicBool::new(false)).unwrap();
     session.undo_all().unwrap();
     assert!(!Path::new(directory.path()).join("ksm.journal.json").exists(), "no change remains to undo");
-    (plan, done)
+    (plan, outcome)
 }
 
 const STAGED_LIMITS: UnenrollLimits = UnenrollLimits {
@@ -319,11 +320,11 @@ fn unmerge_takes_exactly_the_planned_frames() {
     ] {
         // One more: a copy takes a frame before the KSM frame is freed. On a real host the reserve has it.
         let fake = host(needed + 1, &processes);
-        let (plan, done) = plan_and_execute(&fake, UnenrollLimits::default());
+        let (plan, outcome) = plan_and_execute(&fake, UnenrollLimits::default());
         assert_eq!(plan.frame_need().host, Pages(needed), "{processes:?}");
-        assert!(done.targets.iter().all(UnenrollResult::is_complete), "{processes:?}: {done:?}");
+        assert!(outcome.targets.iter().all(UnenrollResult::is_complete), "{processes:?}: {outcome:?}");
         assert_eq!(fake.state.lock().unwrap().free_frames, 1, "{processes:?}");
-        assert_eq!(done.planned_frames(&plan), Pages(needed));
+        assert_eq!(outcome.planned_frames(&plan), Pages(needed));
     }
 }
 
@@ -338,30 +339,27 @@ fn frame_mapped_elsewhere_is_not_freed() {
 #[test]
 fn unmerge_starts_only_if_it_fits_or_forced() {
     let fake = host(1, &["abc", "abc"]);
-    let (_, done) = plan_and_execute(&fake, UnenrollLimits::default());
-    assert_eq!(
-        done.stopped_by_guard.as_ref().map(|judgement| judgement.verdict.clone()),
-        Some(MemoryVerdict::OverLimit)
-    );
+    let (_, outcome) = plan_and_execute(&fake, UnenrollLimits::default());
+    assert_eq!(outcome.stopped_by_guard.as_ref().map(|check| check.verdict.clone()), Some(MemoryVerdict::OverLimit));
     assert_eq!(fake.state.lock().unwrap().actions, []);
-    assert!(done.targets.iter().all(|target| !target.is_complete() && target.batches_done == 0));
+    assert!(outcome.targets.iter().all(|target| !target.is_complete() && target.batches_done == 0));
     let plan = make_default_plan(&fake);
     assert_eq!(plan.count_batches_that_fit(&fake), (0, 2));
     fake.state.lock().unwrap().free_frames = 100;
-    let (_, done) = plan_and_execute(&fake, UnenrollLimits { force: true, ..UnenrollLimits::default() });
-    assert!(done.targets.iter().all(UnenrollResult::is_complete));
+    let (_, outcome) = plan_and_execute(&fake, UnenrollLimits { force: true, ..UnenrollLimits::default() });
+    assert!(outcome.targets.iter().all(UnenrollResult::is_complete));
 }
 
 #[test]
 fn staged_unmerge_takes_smallest_first() {
     // 8 pages in the first, 2 in the second, 3 in the third; each also in a process that needs too much.
     let fake = host(6, &["abcdefgh", "ij", "klm", "abcdefghijklmnopqnopq"]);
-    let (plan, done) = plan_and_execute(&fake, STAGED_LIMITS);
+    let (plan, outcome) = plan_and_execute(&fake, STAGED_LIMITS);
     let order: Vec<u32> = plan.targets.iter().map(|target| target.process.id.pid.0).collect();
     assert_eq!(order, [2, 3, 1, 4]);
-    assert_eq!(done.targets.iter().map(UnenrollResult::is_complete).collect::<Vec<_>>(), [true, true, false, false]);
+    assert_eq!(outcome.targets.iter().map(UnenrollResult::is_complete).collect::<Vec<_>>(), [true, true, false, false]);
     assert_eq!(fake.state.lock().unwrap().free_frames, 1);
-    assert!(done.stopped_by_guard.is_some());
+    assert!(outcome.stopped_by_guard.is_some());
 }
 
 #[test]
@@ -369,9 +367,9 @@ fn whole_process_is_unenrolled_in_any_mode() {
     for limits in [UnenrollLimits::default(), STAGED_LIMITS] {
         let fake = host(5, &["abab."]);
         fake.state.lock().unwrap().processes.get_mut(&1).unwrap().1 = true;
-        let (plan, done) = plan_and_execute(&fake, limits);
+        let (plan, outcome) = plan_and_execute(&fake, limits);
         assert_eq!(plan.targets[0].method, UnenrollMethod::WholeProcess);
-        assert!(done.targets[0].is_complete(), "{done:?}");
+        assert!(outcome.targets[0].is_complete(), "{outcome:?}");
         let last = fake.state.lock().unwrap().actions.last().cloned();
         assert!(matches!(last, Some(Action::MergeAny { enable: false, .. })), "{last:?}");
     }
@@ -384,9 +382,9 @@ fn merge_any_is_cleared_before_linux_6_14() {
     {
         let fake = FakeUnmergeHost { reports_merge_any: false, ..host(5, &["abab."]) };
         fake.state.lock().unwrap().processes.get_mut(&1).unwrap().1 = whole;
-        let (plan, done) = plan_and_execute(&fake, limits);
+        let (plan, outcome) = plan_and_execute(&fake, limits);
         assert_eq!(plan.targets[0].method, UnenrollMethod::MarkedRegions);
-        assert!(done.targets[0].is_complete(), "{done:?}");
+        assert!(outcome.targets[0].is_complete(), "{outcome:?}");
         let state = fake.state.lock().unwrap();
         assert!(!state.processes[&1].1, "later mappings are not enrolled");
         assert!(matches!(state.actions.first(), Some(Action::Advise { .. })), "{:?}", state.actions);
@@ -395,8 +393,8 @@ fn merge_any_is_cleared_before_linux_6_14() {
         matches!(action, Action::MergeAny { .. }).then(|| ActionError::Busy("it does not stop".to_owned()))
     };
     let fake = FakeUnmergeHost { reports_merge_any: false, refuse_action: refuses, ..host(5, &["abab."]) };
-    let (_, done) = plan_and_execute(&fake, UnenrollLimits::default());
-    assert!(!done.targets[0].is_complete(), "it may still be enrolled: {done:?}");
+    let (_, outcome) = plan_and_execute(&fake, UnenrollLimits::default());
+    assert!(!outcome.targets[0].is_complete(), "it may still be enrolled: {outcome:?}");
 }
 
 #[test]
@@ -408,16 +406,16 @@ fn refused_process_does_not_block_others() {
     };
     for limits in [UnenrollLimits::default(), STAGED_LIMITS] {
         let fake = FakeUnmergeHost { refuse_action: refused, ..host(100, &["a", "ab", "abc"]) };
-        let (_, done) = plan_and_execute(&fake, limits);
+        let (_, outcome) = plan_and_execute(&fake, limits);
         assert_eq!(
-            done.targets[0].error.as_deref(),
+            outcome.targets[0].error.as_deref(),
             Some("process 9 traces it already, such as a debugger: end that first")
         );
         assert_eq!(
-            done.targets[0].still_merged,
+            outcome.targets[0].still_merged,
             Some(Ok(StillMerged { merged_pages: Pages(1), ..StillMerged::default() }))
         );
-        assert!(done.targets[1].ended && done.targets[2].is_complete(), "{done:?}");
+        assert!(outcome.targets[1].ended && outcome.targets[2].is_complete(), "{outcome:?}");
         assert_eq!(fake.state.lock().unwrap().actions.len(), 1);
     }
 }
@@ -435,10 +433,10 @@ fn unmerge_waits_for_memory() {
     let max_wait = Duration::from_secs(60);
     for (freed_after, in_time) in [(max_wait / 2, true), (max_wait * 2, false)] {
         let fake = FakeUnmergeHost { freed_after: Some((freed_after, 5)), ..host(0, &["a", "a"]) };
-        let (_, done) = plan_and_execute(&fake, UnenrollLimits { max_wait, ..STAGED_LIMITS });
-        assert_eq!(done.targets.iter().all(UnenrollResult::is_complete), in_time, "{done:?}");
+        let (_, outcome) = plan_and_execute(&fake, UnenrollLimits { max_wait, ..STAGED_LIMITS });
+        assert_eq!(outcome.targets.iter().all(UnenrollResult::is_complete), in_time, "{outcome:?}");
         let waited = *fake.slept.lock().unwrap();
-        assert_eq!(waited, freed_after.min(max_wait), "{done:?}");
+        assert_eq!(waited, freed_after.min(max_wait), "{outcome:?}");
     }
 }
 
@@ -452,51 +450,51 @@ fn running_unmerge_stops_under_pressure() {
         // From the second batch on.
         let avg10 = || if fake.state.lock().unwrap().actions.len() >= 2 { "10.00" } else { "9.99" };
         let line = |word: &str| format!("{word} avg10={} avg60=0.00 avg300=0.00 total=1\n", avg10());
-        let told = |path: &str| {
+        let pressure = |path: &str| {
             (path == "proc/pressure/memory")
                 .then(|| InjectedFault::Replaced((line("some") + &line("full")).into_bytes()))
         };
-        let (plan, done) = plan_and_execute(&FaultyHost::new(&fake, told), limits);
+        let (plan, outcome) = plan_and_execute(&FaultyHost::new(&fake, pressure), limits);
         assert_eq!(plan.targets.iter().map(|target| target.batches.len()).collect::<Vec<_>>(), [1, 2]);
-        assert!(done.targets[0].is_complete(), "{done:?}");
+        assert!(outcome.targets[0].is_complete(), "{outcome:?}");
         assert_eq!(
-            (done.targets[1].batches_done, done.targets[1].is_complete()),
+            (outcome.targets[1].batches_done, outcome.targets[1].is_complete()),
             if stops { (1, false) } else { (2, true) }
         );
-        assert_eq!(done.targets[1].error.as_deref(), stops.then_some("memory is short"));
+        assert_eq!(outcome.targets[1].error.as_deref(), stops.then_some("memory is short"));
     }
 }
 
 /// All pages fit at the start, in three batches; a neighbor takes memory after the first batch.
 #[test]
 fn unmerge_stops_when_neighbor_takes_memory() {
-    let part = MAX_PAGES_PER_BATCH as u64;
+    let batch_pages = MAX_PAGES_PER_BATCH as u64;
     let pages = "ab".repeat(MAX_PAGES_PER_BATCH + 500);
-    let little = |state: &mut FakeUnmergeState| state.free_frames = state.free_frames.min(1);
-    let for_one_part = |state: &mut FakeUnmergeState| state.free_frames = MAX_PAGES_PER_BATCH as u64;
-    for (limits, grows, parts) in [
-        (UnenrollLimits::default(), little as fn(&mut FakeUnmergeState), 1),
-        (STAGED_LIMITS, little, 1),
+    let leave_one_frame = |state: &mut FakeUnmergeState| state.free_frames = state.free_frames.min(1);
+    let leave_one_batch = |state: &mut FakeUnmergeState| state.free_frames = MAX_PAGES_PER_BATCH as u64;
+    for (limits, after_action, batches) in [
+        (UnenrollLimits::default(), leave_one_frame as fn(&mut FakeUnmergeState), 1),
+        (STAGED_LIMITS, leave_one_frame, 1),
         // One batch would fit, but the rest would not: the free memory is left to the neighbor unless the run is
         // staged.
-        (UnenrollLimits::default(), for_one_part, 1),
-        (STAGED_LIMITS, for_one_part, 3),
+        (UnenrollLimits::default(), leave_one_batch, 1),
+        (STAGED_LIMITS, leave_one_batch, 3),
     ] {
-        let fake = FakeUnmergeHost { after_action: grows, ..host(2 * part + 1000, &[&pages]) };
+        let fake = FakeUnmergeHost { after_action, ..host(2 * batch_pages + 1000, &[&pages]) };
         let plan = make_default_plan(&fake);
         assert_eq!(
             (plan.targets[0].batches.len(), plan.check_memory(&fake, &plan.frame_need()).verdict),
             (3, MemoryVerdict::Fits)
         );
-        let (_, done) = plan_and_execute(&fake, limits);
+        let (_, outcome) = plan_and_execute(&fake, limits);
         assert_eq!(
-            (done.targets[0].batches_done, done.targets[0].is_complete()),
-            (parts, parts == 3),
+            (outcome.targets[0].batches_done, outcome.targets[0].is_complete()),
+            (batches, batches == 3),
             "{:?}",
-            done.stopped_by_guard
+            outcome.stopped_by_guard
         );
-        let stopped = done.stopped_by_guard.as_ref().map(|judgement| judgement.verdict.clone());
-        assert_eq!(stopped, (parts < 3).then_some(MemoryVerdict::OverLimit));
+        let stopped = outcome.stopped_by_guard.as_ref().map(|check| check.verdict.clone());
+        assert_eq!(stopped, (batches < 3).then_some(MemoryVerdict::OverLimit));
     }
 }
 
@@ -504,26 +502,26 @@ fn unmerge_stops_when_neighbor_takes_memory() {
 fn make_guest_plan(host: &dyn Host) -> UnenrollPlan {
     let size = Bytes(4 * PAGE_BYTES);
     let backends = vec![("0-4".to_owned(), size), ("4-8".to_owned(), size)];
-    let way = UnenrollMethod::Guest { socket: "/run/qmp".into(), backends };
-    make_plan(host, &ProcessSelection::default(), &|_, _| Some(way.clone())).unwrap()
+    let method = UnenrollMethod::Guest { socket: "/run/qmp".into(), backends };
+    make_plan(host, &ProcessSelection::default(), &|_, _| Some(method.clone())).unwrap()
 }
 
 #[test]
 fn each_backend_of_a_guest_asks_the_guard() {
-    let little = |state: &mut FakeUnmergeState| state.free_frames = state.free_frames.min(3);
+    let leave_three_frames = |state: &mut FakeUnmergeState| state.free_frames = state.free_frames.min(3);
     let hides_frames = |path: &str| path.ends_with("#frame_flags").then_some(InjectedFault::Absent(Absent::Denied));
-    for (beside, fits) in [((|_| {}) as fn(&mut FakeUnmergeState), true), (little, false)] {
+    for (after_action, fits) in [((|_| {}) as fn(&mut FakeUnmergeState), true), (leave_three_frames, false)] {
         for exact in [true, false] {
             // Other processes map the frames too, so no frame is freed.
-            let fake = FakeUnmergeHost { after_action: beside, ..host(8, &["abcdefgh", "abcdefgh"]) };
+            let fake = FakeUnmergeHost { after_action, ..host(8, &["abcdefgh", "abcdefgh"]) };
             let faulty = FaultyHost::new(&fake, |path: &str| hides_frames(path).filter(|_| !exact));
             let mut plan = make_guest_plan(&faulty);
             plan.targets.retain(|target| target.process.id.pid == Pid(1));
             assert_eq!((plan.targets[0].frames_readable.is_ok(), plan.targets[0].merged_pages()), (exact, Pages(8)));
-            let (_, done) = execute_in_session(&faulty, plan, UnenrollLimits::default());
+            let (_, outcome) = execute_in_session(&faulty, plan, UnenrollLimits::default());
             assert_eq!(fake.state.lock().unwrap().actions.len(), if fits { 2 } else { 1 }, "exact: {exact}");
-            assert_eq!(done.targets[0].all_unenrolled, fits, "{:?}", done.stopped_by_guard);
-            let stopped = done.stopped_by_guard.map(|judgement| judgement.verdict);
+            assert_eq!(outcome.targets[0].all_unenrolled, fits, "{:?}", outcome.stopped_by_guard);
+            let stopped = outcome.stopped_by_guard.map(|check| check.verdict);
             assert_eq!(stopped, (!fits).then_some(MemoryVerdict::OverLimit));
         }
     }
@@ -536,9 +534,9 @@ fn process_killed_during_unmerge_is_ended() {
     };
     for limits in [UnenrollLimits::default(), STAGED_LIMITS] {
         let fake = FakeUnmergeHost { after_action: killed, ..host(10, &["ab"]) };
-        let (_, done) = plan_and_execute(&fake, limits);
-        assert!(done.targets[0].ended, "{done:?}");
-        assert_eq!(done.targets[0].still_merged, None, "an empty region list does not mean that nothing is merged");
+        let (_, outcome) = plan_and_execute(&fake, limits);
+        assert!(outcome.targets[0].ended, "{outcome:?}");
+        assert_eq!(outcome.targets[0].still_merged, None, "an empty region list does not mean that nothing is merged");
     }
 }
 
@@ -559,17 +557,17 @@ fn long_range_is_read_in_parts() {
 
 #[test]
 fn batches_are_bounded_and_cover_every_page() {
-    let mut parts = BatchBuilder { max_pages: 3, batches: Vec::new(), frames: Vec::new() };
+    let mut builder = BatchBuilder { max_pages: 3, batches: Vec::new(), frames: Vec::new() };
     let range = |start: u64, end: u64| AddressRange { start: start * PAGE_BYTES, end: end * PAGE_BYTES };
     let found = |pages: &[u64]| RangePages {
         pages: pages.iter().map(|&page| (page * PAGE_BYTES, Some((Pfn(page), 2)))).collect(),
     };
-    parts.add_range(range(0, 2), &found(&[1]));
-    parts.add_range(range(4, 6), &found(&[4, 5]));
-    parts.add_range(range(10, 30), &found(&[12, 14, 16, 18]));
-    parts.add_range(range(40, 41), &RangePages { pages: vec![(40 * PAGE_BYTES, None)] });
+    builder.add_range(range(0, 2), &found(&[1]));
+    builder.add_range(range(4, 6), &found(&[4, 5]));
+    builder.add_range(range(10, 30), &found(&[12, 14, 16, 18]));
+    builder.add_range(range(40, 41), &RangePages { pages: vec![(40 * PAGE_BYTES, None)] });
     let shape: Vec<_> =
-        parts.batches.iter().map(|part| (part.ranges.clone(), part.merged_pages.0, part.zero_pages.0)).collect();
+        builder.batches.iter().map(|batch| (batch.ranges.clone(), batch.merged_pages.0, batch.zero_pages.0)).collect();
     assert_eq!(
         shape,
         [
@@ -578,7 +576,7 @@ fn batches_are_bounded_and_cover_every_page() {
             (vec![range(18, 30), range(40, 41)], 1, 1),
         ]
     );
-    assert_eq!(parts.frames.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3, 1]);
+    assert_eq!(builder.frames.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3, 1]);
 }
 
 #[test]

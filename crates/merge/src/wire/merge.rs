@@ -382,7 +382,7 @@ impl PlanReport {
 }
 
 impl TargetReport {
-    fn from_target(target: &PlanTarget, whole: bool) -> Self {
+    fn from_target(target: &PlanTarget, is_whole: bool) -> Self {
         let sum = |pages: fn(&RangeReport) -> u64, ranges: &[RangeReport]| ranges.iter().map(pages).sum();
         let ranges: Vec<RangeReport> = target
             .ranges
@@ -399,8 +399,8 @@ impl TargetReport {
             process: ProcessInfo::from_process(&target.process, Some(&target.domain)),
             method: match &target.enroll_method {
                 EnrollMethod::Unreachable(_) => "none",
-                EnrollMethod::GuestControl(_) if whole => "qmp",
-                _ if whole => "whole",
+                EnrollMethod::GuestControl(_) if is_whole => "qmp",
+                _ if is_whole => "whole",
                 _ => "ranges",
             },
             error: match &target.enroll_method {
@@ -416,12 +416,12 @@ impl TargetReport {
 }
 
 impl MergeSavings {
-    fn from_effect(reach: &MergeEffect, page_size: PageSize) -> Self {
+    fn from_effect(effect: &MergeEffect, page_size: PageSize) -> Self {
         Self {
-            gross: reach.gross(page_size).0,
-            metadata: reach.metadata().0,
-            net: reach.net(page_size).0,
-            huge_pages_split: reach.split_huge_pages.0,
+            gross: effect.gross(page_size).0,
+            metadata: effect.metadata().0,
+            net: effect.net(page_size).0,
+            huge_pages_split: effect.split_huge_pages.0,
         }
     }
 }
@@ -445,7 +445,7 @@ impl OutcomeReport {
         let step = outcome.timeline.len().div_ceil(MAX_TIMELINE_POINTS).max(1);
         let last = outcome.timeline.len().saturating_sub(1);
         let points = outcome.timeline.iter().enumerate().filter(|(i, _)| i % step == 0 || *i == last);
-        let since = |before: Pages, after: Pages| after.saturating_sub(before).0;
+        let increase = |before: Pages, after: Pages| after.saturating_sub(before).0;
         Self {
             end: match outcome.end {
                 MergeEnd::Settled => MergeEndKind::Settled,
@@ -454,7 +454,7 @@ impl OutcomeReport {
                 MergeEnd::SettingsOverwritten(_) => MergeEndKind::Yielded,
             },
             yielded_to: match &outcome.end {
-                MergeEnd::SettingsOverwritten(what) => Some(what.clone()),
+                MergeEnd::SettingsOverwritten(text) => Some(text.clone()),
                 _ => None,
             },
             saved: page_size.bytes_of(outcome.saved()).0,
@@ -462,7 +462,7 @@ impl OutcomeReport {
             net: outcome.net(page_size).0,
             merged_pages: outcome.after.merged.0,
             ksm_frames: outcome.after.frames.0,
-            zero_pages: since(outcome.before.zero, outcome.after.zero),
+            zero_pages: increase(outcome.before.zero, outcome.after.zero),
             differences: outcome
                 .differences(page_size)
                 .into_iter()
@@ -497,16 +497,16 @@ impl OutcomeReport {
             failed_changes: outcome
                 .failed_changes
                 .iter()
-                .map(|missed| FailedChangeReport {
-                    change: match missed.change {
+                .map(|failed| FailedChangeReport {
+                    change: match failed.change {
                         EnrollChange::Enroll => FailedChangeKind::Enroll,
                         EnrollChange::Unenroll => FailedChangeKind::Unenroll,
                     },
-                    pid: missed.pid.0,
-                    comm: missed.comm.clone(),
-                    start: missed.range.map(|range| range.start),
-                    end: missed.range.map(|range| range.end),
-                    why: missed.why.clone(),
+                    pid: failed.pid.0,
+                    comm: failed.comm.clone(),
+                    start: failed.range.map(|range| range.start),
+                    end: failed.range.map(|range| range.end),
+                    why: failed.why.clone(),
                 })
                 .collect(),
             other_enrolled_processes: outcome.bystanders.clone().ok(),

@@ -41,8 +41,8 @@ impl RecoverReport {
             text.push_str(&format!("Restored: {previous_state}\n"));
         }
         for FailedUndoReport { previous_state, why, will_retry } in &self.failed_undos {
-            let again = if *will_retry { "; the next command tries again" } else { "" };
-            text.push_str(&format!("Not restored: {previous_state}: {why}{again}\n"));
+            let retry_note = if *will_retry { "; the next command tries again" } else { "" };
+            text.push_str(&format!("Not restored: {previous_state}: {why}{retry_note}\n"));
         }
         text
     }

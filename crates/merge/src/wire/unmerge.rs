@@ -268,7 +268,7 @@ impl GuardReport {
             needed: needed.0,
             fits: *needed <= limit.headroom || needed.0 == 0,
         });
-        let unknown = check.unreadable.iter();
+        let unreadable = check.unreadable.iter();
         Self {
             verdict: match check.verdict {
                 MemoryVerdict::Fits => GuardVerdict::Fits,
@@ -277,8 +277,8 @@ impl GuardReport {
                 MemoryVerdict::Unknown => GuardVerdict::Unknown,
             },
             limits: limits.collect(),
-            unreadable: unknown
-                .map(|(place, why)| UnreadableLimitReport { scope: place.to_string(), reason: why.to_string() })
+            unreadable: unreadable
+                .map(|(scope, why)| UnreadableLimitReport { scope: scope.to_string(), reason: why.to_string() })
                 .collect(),
         }
     }

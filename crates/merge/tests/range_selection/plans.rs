@@ -59,18 +59,18 @@ fn plan_recounts_savings_without_excluded() {
         plan.predict(&contents, &ksmd());
         plan
     };
-    let all = plan(&constraints, &|_| false);
-    assert_eq!(all.targets.len(), 2, "nothing of the third gains");
-    assert_eq!(all.predicted.effect, census.savings.guided);
-    assert_eq!((all.predicted.effect.freed_frames, all.predicted.merging), (Pages(5), Pages(7)));
-    assert_eq!(all.predicted.wall_time, all.predicted.ksmd_time * 2);
-    assert_eq!(all.temporary_unenrolls.len(), 1, "the third has enrolled volatile pages");
-    assert_eq!(all.predicted.regions_added, 1, "the ranges are whole regions, but for the third's");
+    let all_planned = plan(&constraints, &|_| false);
+    assert_eq!(all_planned.targets.len(), 2, "nothing of the third gains");
+    assert_eq!(all_planned.predicted.effect, census.savings.guided);
+    assert_eq!((all_planned.predicted.effect.freed_frames, all_planned.predicted.merging), (Pages(5), Pages(7)));
+    assert_eq!(all_planned.predicted.wall_time, all_planned.predicted.ksmd_time * 2);
+    assert_eq!(all_planned.temporary_unenrolls.len(), 1, "the third has enrolled volatile pages");
+    assert_eq!(all_planned.predicted.regions_added, 1, "the ranges are whole regions, but for the third's");
 
-    let without = plan(&constraints, &|pid| pid == 1);
-    assert_eq!(without.skipped.len(), 1);
-    assert_eq!(without.skipped[0].why, "it holds keys");
-    assert_eq!(without.predicted.effect.freed_frames, Pages(1), "a copy in a skipped process does not count");
+    let without_first = plan(&constraints, &|pid| pid == 1);
+    assert_eq!(without_first.skipped.len(), 1);
+    assert_eq!(without_first.skipped[0].why, "it holds keys");
+    assert_eq!(without_first.predicted.effect.freed_frames, Pages(1), "a copy in a skipped process does not count");
 
     constraints.min_profit = Bytes(3 * PAGE_BYTES);
     assert_eq!(plan(&constraints, &|_| false).skipped[0].pid, Pid(1), "three of four pages, less metadata");
@@ -117,9 +117,10 @@ fn frames_of_excluded_processes_are_not_freed() {
 /// Two ranges with equal pages in one huge page, between pages that are unique.
 #[test]
 fn each_range_that_splits_a_huge_page_is_dropped() {
-    let own = |number: u64| Stable(1000 + number);
+    let unique = |number: u64| Stable(1000 + number);
     let pages = |huge: bool, first: u64| {
-        let pages = [own(first), Stable(1), own(first + 1), Stable(2), Stable(3), Stable(4), Stable(5), Stable(6)];
+        let pages =
+            [unique(first), Stable(1), unique(first + 1), Stable(2), Stable(3), Stable(4), Stable(5), Stable(6)];
         SyntheticProcess { huge, ..process_with_pages(1, &pages) }
     };
     let (census, index, _) =
@@ -139,35 +140,35 @@ fn each_range_that_splits_a_huge_page_is_dropped() {
     let mut unsplit = make_plan(&census, &constraints(), &|_| None);
     count_contents(&mut unsplit, &census, &index);
     unsplit.drop_huge_page_splits();
-    let left: Vec<Pid> = unsplit.targets.iter().map(|target| target.process.id.pid).collect();
-    assert_eq!(left, [Pid(2)], "no range in the huge pages is left");
+    let remaining: Vec<Pid> = unsplit.targets.iter().map(|target| target.process.id.pid).collect();
+    assert_eq!(remaining, [Pid(2)], "no range in the huge pages is left");
 }
 
 #[test]
 fn third_copies_are_late_if_that_saves_a_scan() {
     let processes = [(); 4].map(|()| process_with_pages(1, &[Stable(7), Stable(8), Stable(9)]));
     let (census, index, _) = take_synthetic_census(&processes, &census_options(false, CHEAP_COSTS));
-    for first_look in [true, false] {
+    for at_first_scan in [true, false] {
         let mut plan = make_plan(&census, &constraints(), &|_| None);
         let contents = count_contents(&mut plan, &census, &index);
-        plan.predict(&contents, &KsmdModel { merges_at_first_scan: first_look, ..ksmd() });
+        plan.predict(&contents, &KsmdModel { merges_at_first_scan: at_first_scan, ..ksmd() });
         let late: Vec<bool> = plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.late).collect();
-        assert_eq!(late, [false, false, first_look, first_look]);
-        assert_eq!(plan.merging_early(), first_look.then_some(Pages(6)));
+        assert_eq!(late, [false, false, at_first_scan, at_first_scan]);
+        assert_eq!(plan.merging_early(), at_first_scan.then_some(Pages(6)));
     }
 }
 
 #[test]
 fn unstable_pages_wait_for_a_later_census() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
-    let mut sift = |pages: &[SyntheticPage], seconds: u64| {
+    let start = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let mut plan_stable = |pages: &[SyntheticPage], seconds: u64| {
         let (census, index, _) = take_synthetic_census(
             &[process_with_pages(1, pages), process_with_pages(1, pages)],
             &census_options(false, CHEAP_COSTS),
         );
         let plan = filtered_plan(&census, &index, |plan| {
-            ages.drop_unstable_ranges(plan, &census, &index, began + Duration::from_secs(seconds));
+            ages.drop_unstable_ranges(plan, &census, &index, start + Duration::from_secs(seconds));
         });
         let ranges = plan.targets.iter().flat_map(|target| &target.ranges);
         let pages = |address: u64| (address - BASE_ADDRESS) / PAGE_BYTES;
@@ -177,43 +178,51 @@ fn unstable_pages_wait_for_a_later_census() {
     // Two chunks of 1024 pages; the first one is zero.
     let contents = |second: u64| [vec![Stable(0); 1024], (0..1024).map(|i| Stable(second + i)).collect()].concat();
     let none = (Vec::new(), Pages(0));
-    assert_eq!(sift(&contents(5000), 0), none, "seen for the first time");
-    assert_eq!(sift(&contents(5000), 4), none);
-    assert_eq!(sift(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "changed pages are not stable yet");
-    assert_eq!(sift(&contents(9000), 12).1, Pages(2048));
-    assert_eq!(sift(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
-    assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
+    assert_eq!(plan_stable(&contents(5000), 0), none, "seen for the first time");
+    assert_eq!(plan_stable(&contents(5000), 4), none);
+    assert_eq!(plan_stable(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "changed pages are not stable yet");
+    assert_eq!(plan_stable(&contents(9000), 12).1, Pages(2048));
+    assert_eq!(plan_stable(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
+    assert_eq!(plan_stable(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
 }
 
 /// A page whose former partner is gone cannot merge while its new partner is not stable yet.
 #[test]
 fn stable_pages_need_a_stable_partner() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
+    let start = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).chain([Stable(0); 10]).collect();
-    let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
+    let mut plan_stable = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
-        let mut left_out = BTreeMap::new();
+        let mut dropped = BTreeMap::new();
         let plan = filtered_plan(&census, &index, |plan| {
-            left_out = ages.drop_unstable_ranges(plan, &census, &index, began + Duration::from_secs(seconds));
+            dropped = ages.drop_unstable_ranges(plan, &census, &index, start + Duration::from_secs(seconds));
         });
-        (plan.predicted.merging, left_out.into_values().map(|bytes| bytes.0 / PAGE_BYTES).collect::<Vec<_>>())
+        (plan.predicted.merging, dropped.into_values().map(|bytes| bytes.0 / PAGE_BYTES).collect::<Vec<_>>())
     };
     let full = || process_with_pages(1, &contents);
     let other = || process_with_pages(1, &[Stable(1); 3]);
-    assert_eq!(sift(&[full(), full(), other()], 0), (Pages(0), vec![50, 50, 3]));
-    assert_eq!(sift(&[full(), other(), full()], 6), (Pages(0), vec![50, 3, 50]), "the third got the same content");
-    assert_eq!(sift(&[full(), full(), full()], 12), (Pages(100), vec![0, 50, 0]), "the second is no partner any more");
+    assert_eq!(plan_stable(&[full(), full(), other()], 0), (Pages(0), vec![50, 50, 3]));
+    assert_eq!(
+        plan_stable(&[full(), other(), full()], 6),
+        (Pages(0), vec![50, 3, 50]),
+        "the third got the same content"
+    );
+    assert_eq!(
+        plan_stable(&[full(), full(), full()], 12),
+        (Pages(100), vec![0, 50, 0]),
+        "the second is no partner any more"
+    );
     // Pages that are merged already count as partners.
     let merged = process_with_pages(1, &(0..40).map(|i| Merged(5000 + i)).collect::<Vec<_>>());
-    assert_eq!(sift(&[full(), other(), merged], 13).0, Pages(50));
+    assert_eq!(plan_stable(&[full(), other(), merged], 13).0, Pages(50));
     // Pages that lost their partner earlier do not count.
-    let half = |own: u64| {
-        process_with_pages(1, &(0..40).map(|i| Stable(if i < 20 { 7000 + i } else { own + i })).collect::<Vec<_>>())
+    let half = |first: u64| {
+        process_with_pages(1, &(0..40).map(|i| Stable(if i < 20 { 7000 + i } else { first + i })).collect::<Vec<_>>())
     };
-    assert_eq!(sift(&[half(8000), other(), half(8000)], 20), (Pages(3), vec![40, 0, 40]));
+    assert_eq!(plan_stable(&[half(8000), other(), half(8000)], 20), (Pages(3), vec![40, 0, 40]));
     assert_eq!(
-        sift(&[half(8000), half(9000), other()], 26).0,
+        plan_stable(&[half(8000), half(9000), other()], 26).0,
         Pages(0),
         "half has no partner, the rest has one that is not stable yet"
     );
@@ -222,32 +231,36 @@ fn stable_pages_need_a_stable_partner() {
 /// With little CPU time a census has few processes, and may lack the partner of a page.
 #[test]
 fn pages_keep_stable_age_when_partner_is_missing() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
+    let start = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).collect();
-    let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
+    let mut plan_stable = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
         let plan = filtered_plan(&census, &index, |plan| {
-            ages.drop_unstable_ranges(plan, &census, &index, began + Duration::from_secs(seconds));
+            ages.drop_unstable_ranges(plan, &census, &index, start + Duration::from_secs(seconds));
         });
         plan.predicted.merging
     };
     let both = [process_with_pages(1, &contents), process_with_pages(1, &contents)];
-    assert_eq!(sift(&both, 0), Pages(0));
-    assert_eq!(sift(&both[..1], 6), Pages(0), "there is no other process");
-    assert_eq!(sift(&both, 7), Pages(80));
+    assert_eq!(plan_stable(&both, 0), Pages(0));
+    assert_eq!(plan_stable(&both[..1], 6), Pages(0), "there is no other process");
+    assert_eq!(plan_stable(&both, 7), Pages(80));
     let changing = [SyntheticPage::Volatile; 40];
-    assert_eq!(sift(&[process_with_pages(1, &changing), process_with_pages(1, &changing)], 8), Pages(0));
-    assert_eq!(sift(&both, 9), Pages(0), "rewritten pages are not stable yet");
+    assert_eq!(plan_stable(&[process_with_pages(1, &changing), process_with_pages(1, &changing)], 8), Pages(0));
+    assert_eq!(plan_stable(&both, 9), Pages(0), "rewritten pages are not stable yet");
 }
 
 /// Runs of common contents between unique contents, in another order in the second process.
 #[test]
 fn metadata_limit_keeps_ranges_with_their_partners() {
     let run = |number: u64| (number * 40..(number + 1) * 40).map(|content| Stable(1 + content));
-    let own = |number: u64| (0..100).map(move |content| Stable(1_000_000 + number * 100 + content));
-    let runs = |order: &[u64], from: u64| -> Vec<SyntheticPage> {
-        order.iter().zip(from..).flat_map(|(&number, at)| run(number).chain(own(at))).collect()
+    let unique = |number: u64| (0..100).map(move |content| Stable(1_000_000 + number * 100 + content));
+    let runs = |order: &[u64], first_unique: u64| -> Vec<SyntheticPage> {
+        order
+            .iter()
+            .zip(first_unique..)
+            .flat_map(|(&number, unique_run)| run(number).chain(unique(unique_run)))
+            .collect()
     };
     let processes =
         [process_with_pages(1, &runs(&[0, 1, 2, 3, 4, 5], 0)), process_with_pages(1, &runs(&[3, 5, 1, 0, 4, 2], 100))];
@@ -256,16 +269,18 @@ fn metadata_limit_keeps_ranges_with_their_partners() {
     let contents = count_contents(&mut whole, &census, &index);
     whole.predict(&contents, &ksmd());
     assert_eq!((whole.range_count(), whole.predicted.effect.scanned_pages), (12, Pages(480)));
-    for (most, ranges) in [(1000, 12), (480, 12), (479, 10), (250, 6), (160, 4), (159, 2), (80, 2), (79, 0), (0, 0)] {
+    for (max_items, ranges) in
+        [(1000, 12), (480, 12), (479, 10), (250, 6), (160, 4), (159, 2), (80, 2), (79, 0), (0, 0)]
+    {
         let mut plan = whole.clone();
-        plan.limit_to_metadata(&contents, Bytes(most * RMAP_ITEM_BYTES));
+        plan.limit_to_metadata(&contents, Bytes(max_items * RMAP_ITEM_BYTES));
         plan.predict(&contents, &ksmd());
-        assert_eq!((plan.range_count(), plan.predicted.merging), (ranges, Pages(ranges as u64 * 40)), "{most}");
-        let mut held: Vec<BTreeSet<u64>> = Vec::new();
+        assert_eq!((plan.range_count(), plan.predicted.merging), (ranges, Pages(ranges as u64 * 40)), "{max_items}");
+        let mut kept_contents: Vec<BTreeSet<u64>> = Vec::new();
         for target in &plan.targets {
             let pages = &processes[target.process.id.pid.0 as usize - 1].pages;
             let page = |range: AddressRange| pages[((range.start - BASE_ADDRESS) / PAGE_BYTES) as usize];
-            held.push(
+            kept_contents.push(
                 target
                     .ranges
                     .iter()
@@ -276,7 +291,10 @@ fn metadata_limit_keeps_ranges_with_their_partners() {
                     .collect(),
             );
         }
-        assert!(held.windows(2).all(|two| two[0] == two[1]), "each range with its partner: {held:?}");
+        assert!(
+            kept_contents.windows(2).all(|pair| pair[0] == pair[1]),
+            "each range with its partner: {kept_contents:?}"
+        );
     }
 }
 
@@ -285,24 +303,24 @@ fn stable_ages_need_the_same_fingerprint_key() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
     let processes = [process_with_pages(1, &[FilledWith(7); 40]), process_with_pages(1, &[FilledWith(7); 40])];
     let host = SyntheticHost::new(&processes);
-    let began = Instant::now();
-    let mut ages = StableAges::new(page_size, began).unwrap();
-    let mut sift = |seconds: u64, own_key: bool| {
+    let start = Instant::now();
+    let mut ages = StableAges::new(page_size, start).unwrap();
+    let mut plan_stable = |seconds: u64, new_key: bool| {
         let options = census_options(false, CHEAP_COSTS);
         let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
-        let (census, index) = if own_key {
+        let (census, index) = if new_key {
             take_census(&host, &options, &progress, &stop).unwrap()
         } else {
             take_census_with_hasher(ages.hasher(), &host, &options, &progress, &stop).unwrap()
         };
         let plan = filtered_plan(&census, &index, |plan| {
-            ages.drop_unstable_ranges(plan, &census, &index, began + Duration::from_secs(seconds));
+            ages.drop_unstable_ranges(plan, &census, &index, start + Duration::from_secs(seconds));
         });
         plan.predicted.merging
     };
-    assert_eq!(sift(0, false), Pages(0));
-    assert_eq!(sift(6, false), Pages(80));
-    assert_eq!(sift(7, true), Pages(0), "another key starts an empty record");
+    assert_eq!(plan_stable(0, false), Pages(0));
+    assert_eq!(plan_stable(6, false), Pages(80));
+    assert_eq!(plan_stable(7, true), Pages(0), "another key starts an empty record");
 }
 
 #[test]
@@ -316,33 +334,33 @@ fn probes_tell_written_pages_from_lost_partners() {
         take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();
     let mut plan = filtered_plan(&census, &index, |_| {});
     let mut probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
-    let look = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
+    let missing_frames = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
         let host = SyntheticHost::new(&[process_with_pages(1, first), process_with_pages(1, second)]);
         let fates = probes.determine_fates(&host, |_| given_up.to_vec()).unwrap();
         assert_eq!(fates.predicted_frames, 20.0, "a small plan is followed completely");
         fates.missing_frames.into_iter().collect::<Vec<_>>()
     };
     let merged: Vec<SyntheticPage> = (10..30).map(Merged).collect();
-    assert!(look(&merged, &merged, &[]).is_empty());
+    assert!(missing_frames(&merged, &merged, &[]).is_empty());
     // Three are written and one is unmapped, so that their partners stay unmerged; two more were not changed.
     let first = [&[Stable(99), Stable(98), Stable(97), Hole], &contents[4..6], &merged[6..]].concat();
     let second = [&contents[..6], &merged[6..]].concat();
-    assert_eq!(look(&first, &second, &[]), [(PageFate::Written, 4.0), (PageFate::UnchangedUnmerged, 2.0)]);
+    assert_eq!(missing_frames(&first, &second, &[]), [(PageFate::Written, 4.0), (PageFate::UnchangedUnmerged, 2.0)]);
     let four = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 4 * PAGE_BYTES };
     assert_eq!(
-        look(&first, &second, &[(four, PageFate::NotEnrolled)]),
+        missing_frames(&first, &second, &[(four, PageFate::NotEnrolled)]),
         [(PageFate::NotEnrolled, 4.0), (PageFate::UnchangedUnmerged, 2.0)]
     );
     // If no page of a range merged in the end, that does not explain the written pages.
     let six = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 6 * PAGE_BYTES };
     assert_eq!(
-        look(&first, &second, &[(six, PageFate::UnenrolledUnmerged)]),
+        missing_frames(&first, &second, &[(six, PageFate::UnenrolledUnmerged)]),
         [(PageFate::Written, 4.0), (PageFate::UnenrolledUnmerged, 2.0)]
     );
-    assert_eq!(look(&contents, &merged, &[]), [(PageFate::UnchangedUnmerged, 20.0)]);
+    assert_eq!(missing_frames(&contents, &merged, &[]), [(PageFate::UnchangedUnmerged, 20.0)]);
     let other = [&[Merged(99)], &merged[1..]].concat();
-    assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
-    assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
+    assert_eq!(missing_frames(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
+    assert_eq!(missing_frames(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
     // Contents whose partner cannot be enrolled are not followed any more.
     plan.targets[1].enroll_method = EnrollMethod::Unreachable("busy".to_owned());
     probes.retain_reachable(&plan);
@@ -356,23 +374,23 @@ fn page_number(address: u64) -> usize {
 }
 
 /// What merging the pages of a plan frees, and how many of them merge, counted page by page.
-fn count_by_pages(plan: &MergePlan, processes: &[SyntheticProcess], across: bool) -> (u64, u64) {
-    let keeps_apart = plan.whole_processes && !across;
-    let class = |made: &SyntheticProcess| if keeps_apart { made.uid } else { 0 };
+fn count_by_pages(plan: &MergePlan, processes: &[SyntheticProcess], across_domains: bool) -> (u64, u64) {
+    let keeps_apart = plan.whole_processes && !across_domains;
+    let class = |process: &SyntheticProcess| if keeps_apart { process.uid } else { 0 };
     let mut copies: BTreeMap<(u32, u64), u64> = BTreeMap::new();
     for target in &plan.targets {
-        let made = &processes[target.process.id.pid.0 as usize - 1];
+        let process = &processes[target.process.id.pid.0 as usize - 1];
         for range in &target.ranges {
-            for page in &made.pages[page_number(range.range.start)..page_number(range.range.end)] {
+            for page in &process.pages[page_number(range.range.start)..page_number(range.range.end)] {
                 if let Stable(content) = page {
-                    *copies.entry((class(made), *content)).or_default() += 1;
+                    *copies.entry((class(process), *content)).or_default() += 1;
                 }
             }
         }
     }
     let is_merged = |(number, content): (u32, u64)| {
-        let mut of_class = processes.iter().filter(|made| class(made) == number);
-        of_class.any(|made| made.pages.contains(&Merged(content)))
+        let mut class_members = processes.iter().filter(|process| class(process) == number);
+        class_members.any(|process| process.pages.contains(&Merged(content)))
     };
     let (mut freed, mut merging) = (0, 0);
     for (content, copies) in copies {
@@ -388,12 +406,12 @@ proptest! {
     #[test]
     fn prediction_is_exact_for_the_remaining_plan(
         processes in any_processes(),
-        (across, whole) in any::<(bool, bool)>(),
+        (across_domains, whole) in any::<(bool, bool)>(),
         holes in prop::collection::vec((1u32..5, 0u64..60, 0u64..20), 0..6),
         (max_items, kept) in (0u64..200, any::<[bool; 4]>()),
     ) {
         let costs = EnrollCostBytes { per_scanned_page: 500, per_range: 900, per_hole_page: 64, per_split_huge_page: 0 };
-        let (census, index, _) = take_synthetic_census(&processes, &census_options(across, costs));
+        let (census, index, _) = take_synthetic_census(&processes, &census_options(across_domains, costs));
         let mut plan = make_plan(&census, &PlanConstraints { whole_processes: whole, ..constraints() }, &|_| None);
         let census_ranges = plan.clone();
         count_contents(&mut plan, &census, &index);
@@ -410,7 +428,7 @@ proptest! {
         let contents = count_contents(&mut plan, &census, &index);
         let check = |plan: &mut MergePlan| {
             plan.predict(&contents, &ksmd());
-            let (freed, merging) = count_by_pages(plan, &processes, across);
+            let (freed, merging) = count_by_pages(plan, &processes, across_domains);
             let effect = plan.predicted.effect;
             prop_assert_eq!((effect.freed_frames, plan.predicted.merging), (Pages(freed), Pages(merging)));
             let ranges = || plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
@@ -418,7 +436,9 @@ proptest! {
             for (target, range) in ranges() {
                 let pages = &processes[target.process.id.pid.0 as usize - 1].pages;
                 let pages = &pages[page_number(range.range.start)..page_number(range.range.end)];
-                let count = |of: &dyn Fn(&SyntheticPage) -> bool| Pages(pages.iter().filter(|page| of(page)).count() as u64);
+                let count = |is_counted: &dyn Fn(&SyntheticPage) -> bool| {
+                    Pages(pages.iter().filter(|page| is_counted(page)).count() as u64)
+                };
                 prop_assert_eq!((range.pages, range.zero), (count(&is_scanned), count(&|page| *page == Stable(0))));
             }
             prop_assert_eq!(effect.scanned_pages, ranges().map(|(_, range)| range.pages).sum());
@@ -427,10 +447,10 @@ proptest! {
                 prop_assert!(shares <= freed * PAGE_BYTES && freed * PAGE_BYTES - shares < merging, "{} {}", shares, freed);
             }
             // From the census again.
-            let mut fresh = plan.clone();
-            let contents = count_contents(&mut fresh, &census, &index);
-            fresh.predict(&contents, &ksmd());
-            prop_assert_eq!(&fresh.predicted, &plan.predicted);
+            let mut recounted = plan.clone();
+            let contents = count_contents(&mut recounted, &census, &index);
+            recounted.predict(&contents, &ksmd());
+            prop_assert_eq!(&recounted.predicted, &plan.predicted);
             Ok(())
         };
         check(&mut plan)?;

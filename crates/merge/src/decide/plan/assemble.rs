@@ -38,12 +38,12 @@ pub fn make_plan(
     let mut plan = MergePlan { whole_processes: constraints.whole_processes, ..MergePlan::default() };
     for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.is_foreign) {
         let process = &subject.process;
-        let (ranges, gives) = if constraints.whole_processes {
+        let (ranges, freed_bytes) = if constraints.whole_processes {
             plan_whole_process(census, constraints, subject)
         } else {
             plan_guided_ranges(census, constraints, position, subject)
         };
-        let anything = !ranges.is_empty();
+        let has_ranges = !ranges.is_empty();
         if let Some(why) = excluded(process) {
             plan.skipped.push(SkippedProcess { pid: process.id.pid, comm: process.comm.clone(), why });
             continue;
@@ -51,12 +51,12 @@ pub fn make_plan(
         if !constraints.whole_processes {
             plan.add_temporary_unenroll(subject, &idle_ranges(census, position));
         }
-        if !anything {
+        if !has_ranges {
             continue;
         }
         let scanned: Pages = ranges.iter().map(|range| range.pages).sum();
         let net = MergeEffect { scanned_pages: scanned, ..MergeEffect::default() }.net(constraints.page_size).0
-            + gives.0 as i64;
+            + freed_bytes.0 as i64;
         if net < constraints.min_profit.0 as i64 {
             plan.skipped.push(SkippedProcess::unprofitable(process, NetBytes(net)));
             continue;
@@ -79,16 +79,16 @@ fn plan_whole_process(
     constraints: &PlanConstraints,
     subject: &SubjectCensus,
 ) -> (Vec<PlannedRange>, Bytes) {
-    let mut gives = Pages::ZERO;
+    let mut freed_pages = Pages::ZERO;
     let mut ranges = Vec::new();
-    let eligible = |region: &&RegionCensus| region.ineligible.is_none() && region.counts.resident().0 > 0;
-    for RegionCensus { region, counts, .. } in subject.regions.iter().filter(eligible) {
+    let is_eligible = |region: &&RegionCensus| region.ineligible.is_none() && region.counts.resident().0 > 0;
+    for RegionCensus { region, counts, .. } in subject.regions.iter().filter(is_eligible) {
         let foreign = if census.across_domains { counts.across_domains } else { Pages::ZERO };
         let duplicate = counts.within_process + counts.within_domain + foreign;
         // Which of two copies is redundant depends on their order. Each therefore counts for at least half a frame;
         // otherwise the first of two equal processes would seem to save nothing.
         let freed = counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
-        gives += freed;
+        freed_pages += freed;
         ranges.push(PlannedRange {
             range: region.range,
             region: region.range,
@@ -104,13 +104,13 @@ fn plan_whole_process(
     if ranges.iter().all(|range| range.merging == Pages::ZERO) {
         ranges.clear();
     }
-    (ranges, constraints.page_size.bytes_of(gives))
+    (ranges, constraints.page_size.bytes_of(freed_pages))
 }
 
 /// The profitable ranges of a process, and the bytes that they free. They may add regions only up to half of the
 /// process's remaining regions, which the census checked against the count at its time. Beyond that, the ranges with
-/// the lowest net savings, by the census's costs, are dropped. Of these ranges the rest is the best choice of that
-/// size, except for a huge page that two of them split. Fewer and longer ranges across the gaps are not tried again.
+/// the lowest net savings, by the census's costs, are dropped. The remaining ranges are the best choice of that number,
+/// unless two of them split the same huge page. Longer ranges across the gaps are not tried again.
 fn plan_guided_ranges(
     census: &Census,
     constraints: &PlanConstraints,
@@ -118,21 +118,22 @@ fn plan_guided_ranges(
     subject: &SubjectCensus,
 ) -> (Vec<PlannedRange>, Bytes) {
     let mut ranges: Vec<&GuidedRange> = subject_items(&census.ranges, position, |range| range.subject).iter().collect();
-    let has = constraints.region_counts.get(&subject.process.id).copied().unwrap_or(subject.regions.len() as u64);
-    let room = (constraints.max_map_count.saturating_sub(has) / 4) as usize;
-    let fresh = ranges.iter().filter(|range| !range.enrolled).count();
-    if fresh > room {
+    let region_count =
+        constraints.region_counts.get(&subject.process.id).copied().unwrap_or(subject.regions.len() as u64);
+    let max_new_ranges = (constraints.max_map_count.saturating_sub(region_count) / 4) as usize;
+    let new_ranges = ranges.iter().filter(|range| !range.enrolled).count();
+    if new_ranges > max_new_ranges {
         let costs = EnrollCostBytes::for_page_size(constraints.page_size);
-        let worth = |range: &GuidedRange| {
+        let net_savings = |range: &GuidedRange| {
             let cost = costs.per_scanned_page * range.pages.0 as i64
                 + costs.per_split_huge_page * range.split_huge_pages.0 as i64;
             range.freed_bytes.0 as i64 - cost
         };
-        ranges.sort_by_key(|range| (!range.enrolled, Reverse(worth(range))));
-        ranges.truncate(ranges.len() - (fresh - room));
+        ranges.sort_by_key(|range| (!range.enrolled, Reverse(net_savings(range))));
+        ranges.truncate(ranges.len() - (new_ranges - max_new_ranges));
         ranges.sort_by_key(|range| range.range.start);
     }
-    let gives = ranges.iter().map(|range| range.freed_bytes).sum();
+    let freed_bytes = ranges.iter().map(|range| range.freed_bytes).sum();
     let planned = ranges.into_iter().map(|range| PlannedRange {
         range: range.range,
         region: containing_region(subject, range.range),
@@ -144,20 +145,20 @@ fn plan_guided_ranges(
         enrolled: range.enrolled,
         late: false,
     });
-    (planned.collect(), gives)
+    (planned.collect(), freed_bytes)
 }
 
 /// The items of one subject in a list that is sorted by subject.
-fn subject_items<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[T] {
-    let start = items.partition_point(|item| of(item) < subject);
-    let end = items.partition_point(|item| of(item) <= subject);
+fn subject_items<T>(items: &[T], subject: usize, subject_of: impl Fn(&T) -> usize) -> &[T] {
+    let start = items.partition_point(|item| subject_of(item) < subject);
+    let end = items.partition_point(|item| subject_of(item) <= subject);
     &items[start..end]
 }
 
 /// The region that contains a range.
 pub(super) fn containing_region(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
-    let after = subject.regions.partition_point(|known| known.region.range.start <= range.start);
-    after.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
+    let end = subject.regions.partition_point(|region| region.region.range.start <= range.start);
+    end.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
 }
 
 fn idle_ranges(census: &Census, position: usize) -> Vec<AddressRange> {

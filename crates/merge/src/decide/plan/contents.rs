@@ -57,9 +57,9 @@ pub(crate) struct ZeroPages {
 impl ZeroPages {
     /// Frames that only pages of kept ranges map: a page elsewhere keeps its frame.
     fn frames(&self, is_kept: &impl Fn(u32) -> bool) -> u64 {
-        let own = self.own_frames.iter().filter(|(range, _)| is_kept(**range)).map(|(_, frames)| frames);
-        let shared = self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&range| is_kept(range)));
-        own.sum::<u64>() + shared.map(|(_, frames)| frames).sum::<u64>()
+        let own_frames = self.own_frames.iter().filter(|(range, _)| is_kept(**range)).map(|(_, frames)| frames);
+        let shared_frames = self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&range| is_kept(range)));
+        own_frames.sum::<u64>() + shared_frames.map(|(_, frames)| frames).sum::<u64>()
     }
 
     /// Adds the bytes that each kept range frees: a shared frame is divided among its pages, if all are kept.
@@ -67,7 +67,9 @@ impl ZeroPages {
         for (&range, &frames) in self.own_frames.iter().filter(|(range, _)| is_kept(**range)) {
             counts[range as usize].freed_bytes.0 += frames * page_size.bytes();
         }
-        for (ranges, &frames) in self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&at| is_kept(at))) {
+        for (ranges, &frames) in
+            self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&range| is_kept(range)))
+        {
             let share = page_size.bytes() / (ranges.len() as u64).max(1);
             ranges.iter().for_each(|&range| counts[range as usize].freed_bytes.0 += frames * share);
         }
@@ -148,12 +150,12 @@ impl PlanContents {
             }
             let freed = self.sharing.freed_frames(kept.whole_frames, kept.pages.len() as u64, merged.into());
             freed_frames.0 += freed.0 * contents;
-            let whole = kept.pages.iter().filter(|(_, is_whole)| *is_whole).count() as u64;
-            let share = freed.0 * page_bytes / whole.max(1);
-            for (copy, &(range, is_whole)) in kept.pages.iter().enumerate() {
+            let pages_of_whole_frames = kept.pages.iter().filter(|(_, is_whole)| *is_whole).count() as u64;
+            let share = freed.0 * page_bytes / pages_of_whole_frames.max(1);
+            for (copy_number, &(range, is_whole)) in kept.pages.iter().enumerate() {
                 let counts = &mut counts[range as usize];
                 counts.merging.0 += contents;
-                counts.further_copies.0 += if copy < 2 { 0 } else { *contents };
+                counts.further_copies.0 += if copy_number < 2 { 0 } else { *contents };
                 counts.freed_bytes.0 += if is_whole { share * contents } else { 0 };
             }
         }
@@ -161,21 +163,21 @@ impl PlanContents {
             freed_frames += self.sharing.freed_zero(zeros.frames(&is_kept), 0);
             zeros.add_freed_bytes(self.page_size, &is_kept, &mut counts);
         }
-        let repeated = |(ranges, huge_pages): (&Vec<u32>, &u64)| {
+        let count_repeated = |(ranges, huge_pages): (&Vec<u32>, &u64)| {
             let splits = ranges.iter().filter(|range| is_kept(**range)).count() as u64;
             Pages(splits.saturating_sub(1) * huge_pages)
         };
-        let repeated_splits = self.shared_huge_pages.iter().map(repeated).sum();
+        let repeated_splits = self.shared_huge_pages.iter().map(count_repeated).sum();
         ContentCounts { freed_frames, repeated_splits, ranges: counts }
     }
 
     /// The position of each range of a plan, in its order; `None` for a range that was cut after its contents were
     /// counted.
     pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<Option<usize>> {
-        let known: BTreeMap<(ProcessId, AddressRange), usize> =
+        let position_by_range: BTreeMap<(ProcessId, AddressRange), usize> =
             self.ranges.iter().enumerate().map(|(position, range)| (*range, position)).collect();
         let ranges = plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
-        ranges.map(|(target, range)| known.get(&(target.process.id, range.range)).copied()).collect()
+        ranges.map(|(target, range)| position_by_range.get(&(target.process.id, range.range)).copied()).collect()
     }
 }
 
@@ -219,9 +221,10 @@ impl MergePlan {
                 dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
             }
         }
-        let mut kept = positions.into_iter().map(|position| position.is_some_and(|position| ranges[position].is_kept));
+        let mut kept_flags =
+            positions.into_iter().map(|position| position.is_some_and(|position| ranges[position].is_kept));
         for target in &mut self.targets {
-            target.ranges.retain(|_| kept.next().unwrap_or(false));
+            target.ranges.retain(|_| kept_flags.next().unwrap_or(false));
         }
         self.drop_empty_targets();
     }
@@ -233,17 +236,18 @@ fn least_profitable(contents: &PlanContents, ranges: &[LimitedRange], excess: Pa
     let freed = contents.count(|position| ranges[position as usize].is_kept).ranges;
     let freed = |position: usize| freed[position].freed_bytes.0;
     let items = |position: usize| ranges[position].new_rmap_items.0;
-    let per_item = |position: usize, other: usize| u128::from(freed(position)) * u128::from(items(other));
+    let cross_product = |position: usize, other: usize| u128::from(freed(position)) * u128::from(items(other));
     let takes_metadata = |position: &usize| ranges[*position].is_kept && items(*position) > 0;
-    // Among equals the last one first.
+    // Of equally profitable ranges the last one is dropped first.
     let mut order: Vec<usize> = (0..ranges.len()).filter(takes_metadata).collect();
-    order.sort_unstable_by(|&a, &b| per_item(a, b).cmp(&per_item(b, a)).then(b.cmp(&a)));
-    let wanted = excess.0.div_ceil(EXCESS_DIVISOR_PER_ROUND);
-    let mut gone = 0;
-    let goes = |position: &usize| {
-        let goes = gone < wanted || wanted == 0 && freed(*position) <= items(*position) * RMAP_ITEM_BYTES;
-        gone += items(*position);
-        goes
+    order.sort_unstable_by(|&a, &b| cross_product(a, b).cmp(&cross_product(b, a)).then(b.cmp(&a)));
+    let items_to_drop = excess.0.div_ceil(EXCESS_DIVISOR_PER_ROUND);
+    let mut dropped_items = 0;
+    let is_dropped = |position: &usize| {
+        let drops = dropped_items < items_to_drop
+            || items_to_drop == 0 && freed(*position) <= items(*position) * RMAP_ITEM_BYTES;
+        dropped_items += items(*position);
+        drops
     };
-    order.into_iter().take_while(goes).collect()
+    order.into_iter().take_while(is_dropped).collect()
 }

@@ -46,20 +46,20 @@ impl MergePlan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Remove the ranges `without`, in any order, from the plan's ranges. A range of which a part remains keeps its
+    /// Remove the `excluded` ranges, in any order, from the plan's ranges. A range of which a part remains keeps its
     /// counts until the pages of the plan are counted again.
-    pub fn exclude_ranges(&mut self, process: ProcessId, without: Vec<AddressRange>) {
-        let without = AddressRange::union(without);
+    pub fn exclude_ranges(&mut self, process: ProcessId, excluded: Vec<AddressRange>) {
+        let excluded = AddressRange::union(excluded);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
-            target.ranges = target.ranges.iter().flat_map(|range| range.subtract(&without)).collect();
+            target.ranges = target.ranges.iter().flat_map(|range| range.subtract(&excluded)).collect();
         }
         self.drop_empty_targets();
     }
 
     /// Keep only some processes.
-    pub fn retain_processes(&mut self, fits: impl Fn(ProcessId) -> bool) {
-        self.targets.retain(|target| fits(target.process.id));
-        self.temporary_unenrolls.retain(|narrowed| fits(narrowed.process));
+    pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.targets.retain(|target| is_kept(target.process.id));
+        self.temporary_unenrolls.retain(|unenroll| is_kept(unenroll.process));
         self.drop_empty_targets();
     }
 
@@ -74,16 +74,18 @@ impl MergePlan {
     /// Unenroll more of a process while ksmd works.
     pub fn add_temporary_unenroll(&mut self, subject: &SubjectCensus, ranges: &[AddressRange]) {
         let process = &subject.process;
-        let before = self.temporary_unenrolls.iter().position(|narrowed| narrowed.process == process.id);
-        let before = before.map(|position| self.temporary_unenrolls.remove(position).ranges).unwrap_or_default();
+        let position = self.temporary_unenrolls.iter().position(|unenroll| unenroll.process == process.id);
+        let before = position.map(|position| self.temporary_unenrolls.remove(position).ranges).unwrap_or_default();
         let ranges = AddressRange::union([&before[..], ranges].concat());
         if !ranges.is_empty() {
-            let cut = |range: &AddressRange| {
+            let inner_boundaries = |range: &AddressRange| {
                 let region = assemble::containing_region(subject, *range);
-                let inside = [range.start, range.end].into_iter().filter(|at| ![region.start, region.end].contains(at));
-                inside.collect::<Vec<u64>>()
+                let inner = [range.start, range.end]
+                    .into_iter()
+                    .filter(|address| ![region.start, region.end].contains(address));
+                inner.collect::<Vec<u64>>()
             };
-            let boundaries = ranges.iter().flat_map(cut).collect();
+            let boundaries = ranges.iter().flat_map(inner_boundaries).collect();
             self.temporary_unenrolls.push(TemporaryUnenroll {
                 process: process.id,
                 comm: process.comm.clone(),
@@ -109,14 +111,14 @@ impl MergePlan {
     /// Maximum number of regions that the boundaries add to all processes.
     fn added_regions(&self) -> u64 {
         let ranges = self.reachable_ranges();
-        let narrowed = self.temporary_unenrolls.iter().map(|narrowed| narrowed.boundaries.len() as u64);
-        ranges.map(PlannedRange::added_regions).sum::<u64>() + narrowed.sum::<u64>()
+        let unenrolls = self.temporary_unenrolls.iter().map(|unenroll| unenroll.boundaries.len() as u64);
+        ranges.map(PlannedRange::added_regions).sum::<u64>() + unenrolls.sum::<u64>()
     }
 
     /// The processes of the plan, each once.
     pub fn processes(&self) -> BTreeSet<ProcessId> {
         let targets = self.targets.iter().map(|target| target.process.id);
-        targets.chain(self.temporary_unenrolls.iter().map(|narrowed| narrowed.process)).collect()
+        targets.chain(self.temporary_unenrolls.iter().map(|unenroll| unenroll.process)).collect()
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
@@ -216,21 +218,21 @@ impl PlanTarget {
         ranges
     }
 
-    /// Whether KSM can merge one of its ranges, if it is enrolled as a `whole` or not: its method of enrollment reaches
-    /// the range, or the program has enrolled it already. The control socket of a guest that is enrolled as a whole
+    /// Whether KSM can merge one of its ranges, with the process enrolled whole or by ranges: its method of enrollment
+    /// reaches the range, or the program has enrolled it already. The control socket of a guest that is enrolled whole
     /// reaches the guest's memory only.
-    fn can_merge(&self, range: &PlannedRange, whole: bool) -> bool {
+    fn can_merge(&self, range: &PlannedRange, is_whole: bool) -> bool {
         let is_reached = match &self.enroll_method {
             EnrollMethod::Unreachable(_) => false,
-            EnrollMethod::GuestControl(guest) if whole => guest.memory.contains(&range.region),
+            EnrollMethod::GuestControl(guest) if is_whole => guest.memory.contains(&range.region),
             EnrollMethod::GuestControl(_) | EnrollMethod::InProcess => true,
         };
         is_reached || range.enrolled
     }
 
-    /// Its ranges that KSM can merge, if it is enrolled as a `whole` or not.
-    pub fn reachable_ranges(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
-        self.ranges.iter().filter(move |range| self.can_merge(range, whole))
+    /// Its ranges that KSM can merge, with the process enrolled whole or by ranges.
+    pub fn reachable_ranges(&self, is_whole: bool) -> impl Iterator<Item = &PlannedRange> {
+        self.ranges.iter().filter(move |range| self.can_merge(range, is_whole))
     }
 }
 

@@ -32,11 +32,12 @@ impl Default for KsmdPageTimes {
 impl KsmdPageTimes {
     /// CPU time for so many pages, of which `merging` merge and `zero` are zero pages.
     pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
-        let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
-        of(self.first, pages)
-            + of(self.unique, pages.saturating_sub(merging))
-            + of(self.merge, merging.saturating_sub(zero))
-            + of(self.zero, zero)
+        let time_for =
+            |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
+        time_for(self.first, pages)
+            + time_for(self.unique, pages.saturating_sub(merging))
+            + time_for(self.merge, merging.saturating_sub(zero))
+            + time_for(self.zero, zero)
     }
 }
 
@@ -65,7 +66,7 @@ pub struct Prediction {
     pub regions_added: u64,
     /// CPU time of ksmd.
     pub ksmd_time: Duration,
-    /// Wall time from enrolling until merged, at the bound on ksmd's CPU.
+    /// Wall time from enrolling until merged, at ksmd's CPU limit.
     pub wall_time: Duration,
 }
 
@@ -84,8 +85,8 @@ impl MergePlan {
             let mut positions = positions.into_iter();
             let mut skipped = Vec::new();
             self.targets.retain(|target| {
-                let own = positions.by_ref().take(target.ranges.len()).flatten();
-                let freed: Bytes = own.map(|position| counts.ranges[position].freed_bytes).sum();
+                let target_positions = positions.by_ref().take(target.ranges.len()).flatten();
+                let freed: Bytes = target_positions.map(|position| counts.ranges[position].freed_bytes).sum();
                 let scanned_pages = target.ranges.iter().map(|range| range.pages).sum();
                 let effect = MergeEffect { scanned_pages, ..MergeEffect::default() };
                 let net = NetBytes(effect.net(contents.page_size).0 + freed.0.cast_signed());
@@ -110,10 +111,10 @@ impl MergePlan {
     pub fn predict(&mut self, contents: &PlanContents, ksmd: &KsmdModel) {
         let positions = contents.positions(self);
         let mut is_kept = vec![false; contents.ranges.len()];
-        let whole = self.whole_processes;
+        let is_whole = self.whole_processes;
         let ranges = self.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
         for (position, (target, range)) in positions.iter().zip(ranges) {
-            position.iter().for_each(|&position| is_kept[position] = target.can_merge(range, whole));
+            position.iter().for_each(|&position| is_kept[position] = target.can_merge(range, is_whole));
         }
         let counts = contents.count(|position| is_kept[position as usize]);
         let ranges = self.targets.iter_mut().flat_map(|target| &mut target.ranges);

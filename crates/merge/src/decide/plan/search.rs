@@ -39,11 +39,11 @@ impl ComparisonCost {
         if sample.len() < 2 {
             return Self::default();
         }
-        let shared = |a: usize, b: usize| {
+        let shared_bytes = |a: usize, b: usize| {
             let equal = sample[a].iter().zip(&sample[b]).take_while(|(a, b)| a == b).count();
             equal.saturating_sub(INCLUDED_COMPARISON_BYTES) as f64
         };
-        let (mut levels, mut above, mut beside) = (0_u32, 0.0, 0.0);
+        let (mut levels, mut sampled_bytes, mut neighbor_bytes) = (0_u32, 0.0, 0.0);
         for page in 0..sample.len() {
             let (mut low, mut high) = (0_usize, sample.len());
             loop {
@@ -51,18 +51,19 @@ impl ComparisonCost {
                 if middle == page {
                     break;
                 }
-                above += shared(page, middle);
+                sampled_bytes += shared_bytes(page, middle);
                 levels += 1;
                 (low, high) = if page < middle { (low, middle) } else { (middle + 1, high) };
             }
             let neighbors = [page.checked_sub(1), Some(page + 1).filter(|&next| next < sample.len())];
-            beside += neighbors.into_iter().flatten().map(|neighbor| shared(page, neighbor)).fold(0.0, f64::max);
+            neighbor_bytes +=
+                neighbors.into_iter().flatten().map(|neighbor| shared_bytes(page, neighbor)).fold(0.0, f64::max);
         }
         let pages = sample.len() as f64;
         Self {
             sampled_levels: f64::from(levels) / pages,
-            bytes_in_sample: above / pages,
-            bytes_per_further_level: beside / pages,
+            bytes_in_sample: sampled_bytes / pages,
+            bytes_per_further_level: neighbor_bytes / pages,
         }
     }
 
@@ -105,11 +106,11 @@ mod tests {
     use super::*;
     use pagefold_base::savings::MergeEffect;
 
-    /// Pages that share `alike` leading bytes, followed by a number.
-    fn pages(alike: usize, count: u32) -> Vec<Vec<u8>> {
+    /// Pages that share `shared_bytes` leading bytes, followed by a number.
+    fn pages(shared_bytes: usize, count: u32) -> Vec<Vec<u8>> {
         let page = |number: u32| {
             let mut page = vec![7; 4096];
-            page[alike..alike + 4].copy_from_slice(&number.wrapping_mul(2_654_435_761).to_be_bytes());
+            page[shared_bytes..shared_bytes + 4].copy_from_slice(&number.wrapping_mul(2_654_435_761).to_be_bytes());
             page
         };
         (0..count).map(page).collect()
@@ -143,9 +144,9 @@ mod tests {
     #[test]
     fn searches_are_counted_by_copies() {
         let searches = |scanned: u64, merging: u64, zero: u64, freed: u64| {
-            let reach =
+            let effect =
                 MergeEffect { scanned_pages: Pages(scanned), freed_frames: Pages(freed), ..MergeEffect::default() };
-            Prediction { effect: reach, merging: Pages(merging), ..Prediction::default() }.searches(Pages(zero))
+            Prediction { effect, merging: Pages(merging), ..Prediction::default() }.searches(Pages(zero))
         };
         assert_eq!(searches(2, 2, 0, 1), 4, "two copies");
         assert_eq!(searches(4, 4, 0, 3), 6, "four copies");

@@ -120,19 +120,19 @@ fn skipped_processes_are_listed_with_reason() {
         &[(0, pages(0, 4)), (1, pages(0, 50)), (2, pages(0, 50))],
         &[&["a"], &guest, &["ssh-agent"]],
     );
-    let least = PlanConstraints { min_profit: Bytes(20 * PAGE), ..constraints() };
+    let min_profit_constraints = PlanConstraints { min_profit: Bytes(20 * PAGE), ..constraints() };
     let excluded = |process: &Process| {
         let arguments = process.arguments.as_ref().unwrap();
         let encrypted = arguments.iter().any(|argument| argument.starts_with("sev-guest"));
         let why = if encrypted { Some("encrypted") } else { (arguments[0] == "ssh-agent").then_some("holds keys") };
         why.map(str::to_owned)
     };
-    let of = |plan: &MergePlan| -> Vec<(u32, String)> {
-        plan.skipped.iter().map(|left| (left.pid.0, left.why.clone())).collect()
+    let skipped = |plan: &MergePlan| -> Vec<(u32, String)> {
+        plan.skipped.iter().map(|process| (process.pid.0, process.why.clone())).collect()
     };
-    let plan = make_plan(&census, &least, &excluded);
+    let plan = make_plan(&census, &min_profit_constraints, &excluded);
     let expected = [(1, "would save only 7.75 KiB net"), (2, "encrypted"), (3, "holds keys")];
-    assert_eq!(of(&plan), expected.map(|(pid, why)| (pid, why.to_owned())));
+    assert_eq!(skipped(&plan), expected.map(|(pid, why)| (pid, why.to_owned())));
     assert!(plan.targets.is_empty());
 }
 
@@ -157,32 +157,33 @@ fn unprofitable_processes_are_temporarily_unenrolled() {
     );
     let idle = |subject| IdleRange { subject, range: pages(60, 90) };
     census.idle_ranges = (0..4).map(idle).collect();
-    let least = PlanConstraints { min_profit: Bytes(20 * PAGE), ..constraints() };
-    let kept_out = |process: &Process| (process.id.pid == Pid(4)).then(|| "holds keys".to_owned());
-    let narrowed = |plan: &MergePlan| -> Vec<u32> {
-        plan.temporary_unenrolls.iter().map(|narrowed| narrowed.process.pid.0).collect()
+    let min_profit_constraints = PlanConstraints { min_profit: Bytes(20 * PAGE), ..constraints() };
+    let exclusion_reason = |process: &Process| (process.id.pid == Pid(4)).then(|| "holds keys".to_owned());
+    let unenrolled = |plan: &MergePlan| -> Vec<u32> {
+        plan.temporary_unenrolls.iter().map(|unenrolled| unenrolled.process.pid.0).collect()
     };
     let targets =
         |plan: &MergePlan| -> Vec<u32> { plan.targets.iter().map(|target| target.process.id.pid.0).collect() };
-    let mut some = make_plan(&census, &least, &kept_out);
-    assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "all but the excluded process");
-    assert_eq!(some.added_regions(), 1 + 3 * 2);
-    some.add_temporary_unenroll(&census.subjects[0], &[pages(90, 95), pages(10, 20)]);
-    let first = some.temporary_unenrolls.iter().find(|narrowed| narrowed.process.pid == Pid(1)).unwrap();
+    let mut plan = make_plan(&census, &min_profit_constraints, &exclusion_reason);
+    assert_eq!((targets(&plan), unenrolled(&plan)), (vec![1], vec![1, 2, 3]), "all but the excluded process");
+    assert_eq!(plan.added_regions(), 1 + 3 * 2);
+    plan.add_temporary_unenroll(&census.subjects[0], &[pages(90, 95), pages(10, 20)]);
+    let first = plan.temporary_unenrolls.iter().find(|unenrolled| unenrolled.process.pid == Pid(1)).unwrap();
     assert_eq!(first.ranges, [pages(10, 20), pages(60, 95)]);
-    some.add_temporary_unenroll(&census.subjects[1], &[pages(0, 100)]);
-    let second = some.temporary_unenrolls.iter().find(|narrowed| narrowed.process.pid == Pid(2)).unwrap();
+    plan.add_temporary_unenroll(&census.subjects[1], &[pages(0, 100)]);
+    let second = plan.temporary_unenrolls.iter().find(|unenrolled| unenrolled.process.pid == Pid(2)).unwrap();
     assert_eq!((&second.ranges[..], &second.boundaries[..]), (&[pages(0, 100)][..], &[][..]), "all of its region");
     // Without targets ksmd has nothing to do, so no process is temporarily unenrolled.
-    some.exclude_ranges(some.targets[0].process.id, vec![pages(0, 100)]);
-    assert_eq!((targets(&some), narrowed(&some), some.added_regions()), (vec![], vec![], 0));
-    let nobody = make_plan(&census, &least, &|_| Some("excluded".to_owned()));
-    assert_eq!((targets(&nobody), narrowed(&nobody)), (vec![], vec![]));
-    let mut chosen = make_plan(&census, &least, &kept_out);
+    plan.exclude_ranges(plan.targets[0].process.id, vec![pages(0, 100)]);
+    assert_eq!((targets(&plan), unenrolled(&plan), plan.added_regions()), (vec![], vec![], 0));
+    let all_excluded = make_plan(&census, &min_profit_constraints, &|_| Some("excluded".to_owned()));
+    assert_eq!((targets(&all_excluded), unenrolled(&all_excluded)), (vec![], vec![]));
+    let mut chosen = make_plan(&census, &min_profit_constraints, &exclusion_reason);
     chosen.retain_processes(|process| process.pid == Pid(1));
-    assert_eq!(narrowed(&chosen), [1]);
-    let whole = make_plan(&census, &PlanConstraints { whole_processes: true, ..least }, &kept_out);
-    assert!(whole.temporary_unenrolls.is_empty());
+    assert_eq!(unenrolled(&chosen), [1]);
+    let whole_plan =
+        make_plan(&census, &PlanConstraints { whole_processes: true, ..min_profit_constraints }, &exclusion_reason);
+    assert!(whole_plan.temporary_unenrolls.is_empty());
 }
 
 #[test]
@@ -248,37 +249,41 @@ proptest! {
     #[test]
     fn most_profitable_ranges_are_kept_within_the_limit(
         ranges in prop::collection::vec((1u64..8, 0u64..8, 0u64..2, any::<bool>()), 1..10),
-        room in 0u64..6,
+        max_new_ranges in 0u64..6,
     ) {
-        let places: Vec<_> = (0..ranges.len() as u64).map(|i| (0, pages(10 * i, 10 * i + 8))).collect();
-        let mut census = census_with_ranges(&places, &[&[]]);
-        for (range, (freed, more, huge, enrolled)) in census.ranges.iter_mut().zip(&ranges) {
+        let positions: Vec<_> = (0..ranges.len() as u64).map(|i| (0, pages(10 * i, 10 * i + 8))).collect();
+        let mut census = census_with_ranges(&positions, &[&[]]);
+        for (range, (freed, extra, huge, enrolled)) in census.ranges.iter_mut().zip(&ranges) {
             range.freed_bytes = Bytes(freed * PAGE);
-            range.pages = Pages(freed + more * 8);
+            range.pages = Pages(freed + extra * 8);
             range.split_huge_pages = Pages(*huge);
             range.enrolled = *enrolled;
         }
-        let has = BTreeMap::from([(census.subjects[0].process.id, 0)]);
-        let constraints = PlanConstraints { max_map_count: 4 * room, region_counts: has, ..constraints() };
+        let region_counts = BTreeMap::from([(census.subjects[0].process.id, 0)]);
+        let constraints = PlanConstraints { max_map_count: 4 * max_new_ranges, region_counts, ..constraints() };
         let planned = make_plan(&census, &constraints, &|_| None);
         let kept: Vec<u64> =
             planned.targets.iter().flat_map(|target| &target.ranges).map(|range| range.range.start).collect();
         let costs = EnrollCostBytes::for_page_size(page_size());
-        let worth = |range: &GuidedRange| {
-            range.freed_bytes.0 as i64 - costs.per_scanned_page * range.pages.0 as i64 - costs.per_split_huge_page * range.split_huge_pages.0 as i64
+        let net_savings = |range: &GuidedRange| {
+            let cost = costs.per_scanned_page * range.pages.0 as i64
+                + costs.per_split_huge_page * range.split_huge_pages.0 as i64;
+            range.freed_bytes.0 as i64 - cost
         };
-        let fresh: Vec<&GuidedRange> = census.ranges.iter().filter(|range| !range.enrolled).collect();
-        let of = |chosen: u32| {
-            let some = fresh.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1);
-            some.map(|(_, range)| worth(range)).sum::<i64>()
+        let new_ranges: Vec<&GuidedRange> = census.ranges.iter().filter(|range| !range.enrolled).collect();
+        let chosen_savings = |chosen: u32| {
+            let chosen_ranges = new_ranges.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1);
+            chosen_ranges.map(|(_, range)| net_savings(range)).sum::<i64>()
         };
         // The census chose all of them, so as many stay as fit.
-        let most = fresh.len().min(room as usize) as u32;
-        let best = (0u32..1 << fresh.len()).filter(|chosen| chosen.count_ones() == most).map(of).max();
+        let expected_count = new_ranges.len().min(max_new_ranges as usize) as u32;
+        let choices = (0u32..1 << new_ranges.len()).filter(|chosen| chosen.count_ones() == expected_count);
+        let best = choices.map(chosen_savings).max();
         let is_kept = |range: &&&GuidedRange| kept.contains(&range.range.start);
-        prop_assert_eq!(fresh.iter().filter(is_kept).count() as u32, most);
-        prop_assert_eq!(Some(fresh.iter().filter(is_kept).map(|range| worth(range)).sum()), best);
-        prop_assert_eq!(kept.len() - most as usize, census.ranges.len() - fresh.len(), "enrolled ranges stay");
+        prop_assert_eq!(new_ranges.iter().filter(is_kept).count() as u32, expected_count);
+        prop_assert_eq!(Some(new_ranges.iter().filter(is_kept).map(|range| net_savings(range)).sum()), best);
+        let enrolled_count = census.ranges.len() - new_ranges.len();
+        prop_assert_eq!(kept.len() - expected_count as usize, enrolled_count, "enrolled ranges stay");
     }
 }
 
@@ -367,17 +372,17 @@ fn targets_that_lose_their_partners_are_skipped() {
     let census = census_with_ranges(&ranges, &[&["a"], &["b"], &["c"], &["d"], &["e"]]);
     let plan = make_plan(&census, &constraints(), &|_| None);
     let contents = contents_of(&plan, &[(&[0, 1], 24), (&[1, 2], 10), (&[3, 4], 50)]);
-    let left = |min_pages: u64| {
+    let skipped_and_freed = |min_pages: u64| {
         let mut plan = plan.clone();
         plan.skip_unprofitable_targets(&contents, Bytes(min_pages * PAGE));
         plan.predict(&contents, &ksmd());
         let skipped: Vec<u32> = plan.skipped.iter().map(|skipped| skipped.pid.0).collect();
         (skipped, plan.predicted.effect.freed_frames.0)
     };
-    assert_eq!(left(0), (vec![], 84));
-    assert_eq!(left(10), (vec![3], 74), "of twelve pages each, less metadata");
-    assert_eq!(left(12), (vec![1, 3, 2], 50), "the second has its savings from both");
-    assert_eq!(left(24), (vec![1, 2, 3, 4, 5], 0));
+    assert_eq!(skipped_and_freed(0), (vec![], 84));
+    assert_eq!(skipped_and_freed(10), (vec![3], 74), "of twelve pages each, less metadata");
+    assert_eq!(skipped_and_freed(12), (vec![1, 3, 2], 50), "the second has its savings from both");
+    assert_eq!(skipped_and_freed(24), (vec![1, 2, 3, 4, 5], 0));
     let mut scarce = plan.clone();
     scarce.skip_unprofitable_targets(&contents, Bytes(12 * PAGE));
     assert_eq!(scarce.skipped[2].why, "would save only -2.50 KiB net", "both of its partners are gone");

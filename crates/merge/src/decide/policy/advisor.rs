@@ -77,18 +77,18 @@ impl AdvisorContext {
     #[must_use]
     pub fn step(self, rule: &Advisor, scan: Duration, cpu_time: Duration) -> Self {
         let scan_time = scan.as_secs().max(1);
-        let used = cpu_time.saturating_sub(self.cpu_time).as_millis() as u64;
-        let cpu_percent = (used * 100 / (scan_time * 1000)).max(1);
-        let before = if self.scan_time == 0 { scan_time } else { self.scan_time };
+        let used_ms = cpu_time.saturating_sub(self.cpu_time).as_millis() as u64;
+        let cpu_percent = (used_ms * 100 / (scan_time * 1000)).max(1);
+        let previous_scan_time = if self.scan_time == 0 { scan_time } else { self.scan_time };
 
         let factor = (rule.target_scan_time.saturating_mul(100) / scan_time).max(1);
-        let change = (scan_time * 100 / before).max(1);
+        let change = (scan_time * 100 / previous_scan_time).max(1);
         let change = ((100 - EWMA_WEIGHT_PERCENT) * self.change + EWMA_WEIGHT_PERCENT * change) / 100;
-        let wanted = (self.pages_to_scan * 100 / factor).saturating_mul(change) / 100;
+        let unbounded_pages = (self.pages_to_scan * 100 / factor).saturating_mul(change) / 100;
 
         let page_cost = (self.pages_to_scan / cpu_percent).max(1);
         let pages_to_scan =
-            wanted.min(page_cost * rule.max_cpu).max(page_cost * MIN_CPU_PERCENT).min(rule.max_pages_to_scan);
+            unbounded_pages.min(page_cost * rule.max_cpu).max(page_cost * MIN_CPU_PERCENT).min(rule.max_pages_to_scan);
         Self { pages_to_scan, scan_time, change, cpu_time }
     }
 }

@@ -90,13 +90,14 @@ impl Policy {
             "guided" => Self::Guided,
             _ => {
                 let target = name.strip_prefix("advisor:")?;
-                let wrong = || format!("advisor:{target}: the target must be whole seconds, 1 or more: advisor:20");
+                let invalid_target =
+                    || format!("advisor:{target}: the target must be whole seconds, 1 or more: advisor:20");
                 return Some(
                     target
                         .parse()
                         .ok()
                         .filter(|&target| target > 0)
-                        .ok_or_else(wrong)
+                        .ok_or_else(invalid_target)
                         .map(|target| Self::Advisor(Advisor { target_scan_time: target, ..Advisor::default() })),
                 );
             }

@@ -85,11 +85,11 @@ fn unknown_policy_names_are_rejected() {
 
 #[test]
 fn advisor_mode_is_not_written_without_kernel_support() {
-    let old = HostObservation { ksm: Ok(ksm(false)), ..host(1000, 500, 0) };
-    let settings = Policy::Default.start(&old).unwrap().1;
+    let without_advisor = HostObservation { ksm: Ok(ksm(false)), ..host(1000, 500, 0) };
+    let settings = Policy::Default.start(&without_advisor).unwrap().1;
     assert_eq!(shown(&settings), "pages_to_scan=100 sleep_millisecs=20 run=1");
-    let none = HostObservation { ksm: Err(Absent::NotOnThisKernel), ..old };
-    assert_eq!(Policy::Default.start(&none), Err(Absent::NotOnThisKernel));
+    let without_ksm = HostObservation { ksm: Err(Absent::NotOnThisKernel), ..without_advisor };
+    assert_eq!(Policy::Default.start(&without_ksm), Err(Absent::NotOnThisKernel));
 }
 
 #[test]
@@ -205,10 +205,10 @@ fn the_advisor_takes_the_steps_of_the_kernel() {
 
 #[test]
 fn setting_checks_match_the_kernel() {
-    let check = |file: &str, value: &str, taken: bool| {
-        let answer = pagefold_base::setting::check_setting_value(Setting::from_file_name(file).unwrap(), value);
-        assert_eq!(answer.is_ok(), taken, "{file} {value}: {answer:?}");
-        assert!(answer.err().is_none_or(|why| why.starts_with(file)));
+    let check = |file: &str, value: &str, is_valid: bool| {
+        let result = pagefold_base::setting::check_setting_value(Setting::from_file_name(file).unwrap(), value);
+        assert_eq!(result.is_ok(), is_valid, "{file} {value}: {result:?}");
+        assert!(result.err().is_none_or(|why| why.starts_with(file)));
     };
     for file in ["pages_to_scan", "sleep_millisecs", "advisor_max_cpu"] {
         check(file, "0", true);

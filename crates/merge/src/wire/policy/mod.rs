@@ -91,13 +91,13 @@ pub struct PolicyFacts {
 impl PolicyReport {
     /// Create the report.
     pub fn from_facts(facts: &PolicyFacts) -> Self {
-        let advised = facts.current.get(&Setting::AdvisorMode) == Some(&Ok("scan-time".to_owned()));
-        let settings = facts.current.iter().map(|(&setting, now)| {
-            let written = facts.recorded.get(&setting);
-            let writer = match (now, written) {
-                _ if advised && setting == Setting::PagesToScan => SettingSource::Advisor,
-                (Ok(now), Some(written)) if written.written_values.contains(now) => SettingSource::Policy,
-                (Ok(now), Some(written)) if written.value_before == *now => SettingSource::Unknown,
+        let advisor_is_on = facts.current.get(&Setting::AdvisorMode) == Some(&Ok("scan-time".to_owned()));
+        let settings = facts.current.iter().map(|(&setting, current)| {
+            let recorded = facts.recorded.get(&setting);
+            let source = match (current, recorded) {
+                _ if advisor_is_on && setting == Setting::PagesToScan => SettingSource::Advisor,
+                (Ok(current), Some(recorded)) if recorded.written_values.contains(current) => SettingSource::Policy,
+                (Ok(current), Some(recorded)) if recorded.value_before == *current => SettingSource::Unknown,
                 (Ok(_), Some(_)) => SettingSource::OtherProgram,
                 _ => SettingSource::Unknown,
             };
@@ -106,14 +106,14 @@ impl PolicyReport {
             };
             SettingReport {
                 name: setting.file_name(),
-                value: now.clone().ok(),
-                absent: now.as_ref().err().map(ToString::to_string),
-                source: writer,
-                value_before_policy: written.map(|written| written.value_before.clone()),
+                value: current.clone().ok(),
+                absent: current.as_ref().err().map(ToString::to_string),
+                source,
+                value_before_policy: recorded.map(|recorded| recorded.value_before.clone()),
                 policies: facts.policies.iter().filter_map(value).collect(),
             }
         });
-        let unknown =
+        let unknown_policy =
             |(name, settings): &(String, Reading<Settings>)| Some((name.clone(), settings.as_ref().err()?.to_string()));
         Self {
             schema: "pagefold.policy/1",
@@ -122,7 +122,7 @@ impl PolicyReport {
             tuners: facts.tuners.clone(),
             ksmd_cpu_seconds: facts.ksmd_cpu_seconds,
             settings: settings.collect(),
-            unknown_policies: facts.policies.iter().filter_map(unknown).collect(),
+            unknown_policies: facts.policies.iter().filter_map(unknown_policy).collect(),
         }
     }
 }

@@ -2,8 +2,8 @@ use super::*;
 use pagefold_base::Absent;
 use pagefold_output::text::TextStyle;
 
-fn settings(of: &[(Setting, &str)]) -> Settings {
-    of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
+fn settings(values: &[(Setting, &str)]) -> Settings {
+    values.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
 }
 
 fn sample_facts() -> PolicyFacts {
