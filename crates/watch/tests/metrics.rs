@@ -198,8 +198,9 @@ fn promtool(arguments: &[&str], input: &str) -> Option<Output> {
 
 fn assert_promtool_accepts(text: &str) {
     if let Some(output) = promtool(&["check", "metrics"], text) {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.trim().is_empty(), "{said}");
+        let output_text =
+            String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && output_text.trim().is_empty(), "{output_text}");
     }
 }
 
@@ -245,8 +246,8 @@ fn alert_rules_pass_their_tests() {
     for (verb, file) in [("check", "pagefold.rules.yml"), ("test", "pagefold.rules.test.yml")] {
         let file = repository_path("deploy/prometheus").join(file);
         if let Some(output) = promtool(&[verb, "rules", utf8_path(&file)], "") {
-            let said = [output.stdout, output.stderr].concat();
-            assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&said));
+            let output_text = [output.stdout, output.stderr].concat();
+            assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output_text));
         }
     }
 }
@@ -285,9 +286,9 @@ fn rules_and_dashboard_use_existing_metrics() {
     let rules = fs::read_to_string(repository_path("deploy/prometheus/pagefold.rules.yml")).expect("the rules");
     found.extend(rules.lines().filter(|line| line.trim_start().starts_with("expr:")).map(ToOwned::to_owned));
     for expression in found {
-        let asked = metric_names_in(&expression);
-        assert!(!asked.is_empty() || expression.contains("up{"), "{expression} has no metric of Pagefold");
-        for metric in asked {
+        let metric_names = metric_names_in(&expression);
+        assert!(!metric_names.is_empty() || expression.contains("up{"), "{expression} has no metric of Pagefold");
+        for metric in metric_names {
             assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
         }
     }

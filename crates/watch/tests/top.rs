@@ -231,11 +231,11 @@ impl Tmux {
     }
 
     /// Wait until the screen fulfills a condition.
-    fn wait_until(&self, what: &str, fits: impl Fn(&str) -> bool) -> String {
+    fn wait_until(&self, what: &str, is_match: impl Fn(&str) -> bool) -> String {
         let end = Instant::now() + SCREEN_TIMEOUT;
         loop {
             let screen = self.run(&["capture-pane", "-p"]);
-            if fits(&screen) {
+            if is_match(&screen) {
                 return screen;
             }
             assert!(Instant::now() < end, "no {what} in:\n{screen}");
@@ -261,9 +261,9 @@ fn example_path() -> PathBuf {
 fn top_works_in_a_terminal() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("top-status.json");
     let write = |status: &StatusReport| {
-        let whole = file.with_extension("new");
-        fs::write(&whole, serde_json::to_string(status).unwrap()).unwrap();
-        fs::rename(&whole, &file).unwrap();
+        let new_file = file.with_extension("new");
+        fs::write(&new_file, serde_json::to_string(status).unwrap()).unwrap();
+        fs::rename(&new_file, &file).unwrap();
     };
     write(&fixture_status());
     let command = format!("{} {}; echo ended with $?; exec cat", example_path().display(), file.display());

@@ -137,8 +137,9 @@ fn page_says_what_is_unknown() {
     let text = text.as_str().expect("text");
     assert_eq!(text.matches("No census yet.").count(), 2, "{text}");
     assert_eq!(text.matches("No data.").count(), 3, "{text}");
-    for said in ["None yet.", "No findings.", "This kernel has no KSM.", "goal: all profitable merges", "no pass yet"] {
-        assert!(text.contains(said), "{said:?} is not in {text}");
+    for labels in ["None yet.", "No findings.", "This kernel has no KSM.", "goal: all profitable merges", "no pass yet"]
+    {
+        assert!(text.contains(labels), "{labels:?} is not in {text}");
     }
     for never in ["NaN", "undefined", "null", "[object"] {
         assert!(!text.contains(never), "{never} is in {text}");
@@ -180,9 +181,12 @@ fn bound_and_goal_lines_are_drawn() {
         assert_ne!(browser.evaluate(&stroke), "none");
     }
     assert_eq!(limit(&mut browser, "saved"), [0.0; 0]);
-    let said = "[...document.querySelectorAll('#charts svg')].map(chart => chart.getAttribute('aria-label')).join()";
-    let said = browser.evaluate(said);
-    assert!(said.as_str().is_some_and(|said| said.contains("bound 10 %") && said.contains("goal 16.0 GiB")), "{said}");
+    let labels = "[...document.querySelectorAll('#charts svg')].map(chart => chart.getAttribute('aria-label')).join()";
+    let labels = browser.evaluate(labels);
+    assert!(
+        labels.as_str().is_some_and(|labels| labels.contains("bound 10 %") && labels.contains("goal 16.0 GiB")),
+        "{labels}"
+    );
 
     // Without a goal that line ends, and the limit's line continues.
     let mut later = status;
