@@ -272,8 +272,8 @@ mod tests {
         assert_eq!((at(&soon, 1), at(&soon, 2)), (vec![10_060], vec![10_000]));
         run_walks(&mut schedule, (10_100, 20_000), 2, Duration::ZERO, false);
         // The process that shared with it has exited.
-        let alone = run_walks(&mut schedule, (30_100, 200), 1, Duration::ZERO, false);
-        assert_eq!(at(&alone, 1), [30_160]);
+        let single_process = run_walks(&mut schedule, (30_100, 200), 1, Duration::ZERO, false);
+        assert_eq!(at(&single_process, 1), [30_160]);
         let fair = |mib: u64| FairShareReading {
             measured_at: SystemTime::UNIX_EPOCH,
             pss: Bytes(mib << 20),

@@ -405,9 +405,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
             }
             self.apply_event(event);
         }
-        let own = self.host.own_cpu_time();
+        let own_cpu_time = self.host.own_cpu_time();
         let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu_time().ok());
-        self.own_meter.record(now, own);
+        self.own_meter.record(now, own_cpu_time);
         if let Some(ksmd) = ksmd {
             self.ksmd_meter.record(now, ksmd);
         }
@@ -418,7 +418,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let cgroup_shortages =
             self.cgroup_shortages.read_shortages(self.host, now, self.process_table.tracked_processes());
         self.apply_event(Event::Tick(TickReadings {
-            cpu_spent: own + ksmd.unwrap_or_default(),
+            cpu_spent: own_cpu_time + ksmd.unwrap_or_default(),
             available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
             total: memory.and_then(|memory| memory.total.ok()),
             cgroup_shortages,

@@ -133,30 +133,30 @@ impl ProcessTable {
 
     /// The tracked processes.
     pub fn tracked_processes(&self) -> impl Iterator<Item = &Process> {
-        self.entries.values().filter_map(|known| Some(&known.tracked.as_ref()?.0))
+        self.entries.values().filter_map(|entry| Some(&entry.tracked.as_ref()?.0))
     }
 
     /// A program that rewrites KSM's settings periodically.
     pub fn tuner(&self) -> Option<Tuner> {
-        self.entries.values().find_map(|known| known.tuner)
+        self.entries.values().find_map(|entry| entry.tuner)
     }
 
     /// Whether an untracked process is so new that it may still fill its memory.
     pub fn has_new_untracked(&self) -> bool {
-        self.entries.values().any(|known| known.tracked.is_none() && known.check_interval < FIRST_CHECK_INTERVAL * 16)
+        self.entries.values().any(|entry| entry.tracked.is_none() && entry.check_interval < FIRST_CHECK_INTERVAL * 16)
     }
 
     /// Whether a tracked process has grown so lately that it may still fill its memory.
     pub fn has_growing_tracked(&self) -> bool {
-        self.entries.values().any(|known| known.tracked.is_some() && known.check_interval < MAX_TUNER_CHECK_INTERVAL)
+        self.entries.values().any(|entry| entry.tracked.is_some() && entry.check_interval < MAX_TUNER_CHECK_INTERVAL)
     }
 
     /// Check the identity of all processes again.
     pub fn recheck_all(&mut self) {
-        for known in self.entries.values_mut() {
-            (known.check_interval, known.next_check_at, known.untracked_until) =
+        for entry in self.entries.values_mut() {
+            (entry.check_interval, entry.next_check_at, entry.untracked_until) =
                 (FIRST_CHECK_INTERVAL, Duration::ZERO, Duration::ZERO);
-            if let Some((_, next_check)) = &mut known.tracked {
+            if let Some((_, next_check)) = &mut entry.tracked {
                 *next_check = Duration::ZERO;
             }
         }
@@ -186,8 +186,8 @@ impl ProcessTable {
             self.list_processes(host, now, &mut polled)?;
         }
         let pause = self.first_check_interval(now);
-        let due = self.entries.iter().filter(|(_, known)| known.next_check_at <= now);
-        let mut due: Vec<(Duration, Pid)> = due.map(|(pid, known)| (known.next_check_at, *pid)).collect();
+        let due = self.entries.iter().filter(|(_, entry)| entry.next_check_at <= now);
+        let mut due: Vec<(Duration, Pid)> = due.map(|(pid, entry)| (entry.next_check_at, *pid)).collect();
         due.sort_unstable();
         for (_, pid) in due {
             if !update_budget(self) && !is_first {
@@ -201,7 +201,7 @@ impl ProcessTable {
 
     /// The first check interval, by the number of new processes.
     fn first_check_interval(&self, now: Duration) -> Duration {
-        let new_count = self.entries.values().filter(|known| known.is_new(now)).count();
+        let new_count = self.entries.values().filter(|entry| entry.is_new(now)).count();
         FIRST_CHECK_INTERVAL * u32::try_from(new_count.div_ceil(MAX_NEW_AT_FIRST_INTERVAL).max(1)).unwrap_or(u32::MAX)
     }
 
@@ -215,10 +215,10 @@ impl ProcessTable {
         self.events_overflowed |= overflowed;
         pids.remove(&self.own_pid);
         for pid in pids {
-            let known = self.entries.entry(pid).or_insert_with(|| KnownProcess::new(now));
-            (known.seen_at, known.check_interval, known.next_check_at) = (now, FIRST_CHECK_INTERVAL, now);
-            (known.untracked_until, known.program_checked) = (Duration::ZERO, false);
-            if let Some((_, next_check)) = &mut known.tracked {
+            let entry = self.entries.entry(pid).or_insert_with(|| KnownProcess::new(now));
+            (entry.seen_at, entry.check_interval, entry.next_check_at) = (now, FIRST_CHECK_INTERVAL, now);
+            (entry.untracked_until, entry.program_checked) = (Duration::ZERO, false);
+            if let Some((_, next_check)) = &mut entry.tracked {
                 *next_check = now;
             }
         }
@@ -227,10 +227,10 @@ impl ProcessTable {
     /// List all processes.
     fn list_processes(&mut self, host: &dyn Host, now: Duration, polled: &mut PollResult) -> Reading<()> {
         let pids = host.pids()?;
-        self.entries.retain(|pid, known| {
+        self.entries.retain(|pid, entry| {
             let exists = pids.binary_search(pid).is_ok();
             if !exists {
-                polled.untrack(known);
+                polled.untrack(entry);
             }
             exists
         });
@@ -254,30 +254,30 @@ impl ProcessTable {
         settings: &DaemonSettings,
         polled: &mut PollResult,
     ) {
-        let Some(known) = self.entries.get_mut(&pid) else { return };
-        if known.tracked.is_none()
-            && known.tuner.is_none()
+        let Some(entry) = self.entries.get_mut(&pid) else { return };
+        if entry.tracked.is_none()
+            && entry.tuner.is_none()
             && let Ok(resident) = resident_from_statm(host, host.read(&format!("proc/{pid}/statm")))
-            && (resident < settings.min_resident || now < known.untracked_until)
-            && (known.program_checked || known.check_interval < PROGRAM_CHECK_DELAY)
+            && (resident < settings.min_resident || now < entry.untracked_until)
+            && (entry.program_checked || entry.check_interval < PROGRAM_CHECK_DELAY)
         {
             // Kernel threads and zombies have no memory.
-            let pause = (known.check_interval * 2).max(first_pause);
-            known.check_interval = if resident == Bytes::ZERO {
+            let pause = (entry.check_interval * 2).max(first_pause);
+            entry.check_interval = if resident == Bytes::ZERO {
                 MAX_UNTRACKED_CHECK_INTERVAL
             } else {
                 pause.min(MAX_UNTRACKED_CHECK_INTERVAL)
             };
-            known.next_check_at = now + known.check_interval;
+            entry.next_check_at = now + entry.check_interval;
             return;
         }
         match host.open(pid) {
-            Ok(handle) => known.check(host, &*handle, now, first_pause, settings, polled),
+            Ok(handle) => entry.check(host, &*handle, now, first_pause, settings, polled),
             Err(Absent::Vanished) => {
-                polled.untrack(known);
+                polled.untrack(entry);
                 self.entries.remove(&pid);
             }
-            Err(_) => known.next_check_at = now + known.check_interval,
+            Err(_) => entry.next_check_at = now + entry.check_interval,
         }
     }
 }
@@ -299,7 +299,7 @@ impl KnownProcess {
         polled: &mut PollResult,
     ) {
         let id = handle.id();
-        if self.id.is_some_and(|known| known != id) {
+        if self.id.is_some_and(|previous| previous != id) {
             polled.untrack(self);
             *self = Self::new(now);
         }
@@ -374,8 +374,8 @@ impl KnownProcess {
 
 impl PollResult {
     /// Report the exit of a tracked process.
-    fn untrack(&mut self, known: &mut KnownProcess) {
-        self.events.extend(known.tracked.take().map(|(who, _)| Event::ProcessExited(who.id)));
+    fn untrack(&mut self, entry: &mut KnownProcess) {
+        self.events.extend(entry.tracked.take().map(|(process, _)| Event::ProcessExited(process.id)));
     }
 }
 
@@ -388,14 +388,14 @@ fn detect_tuner(host: &dyn Host, handle: &dyn Handle) -> Option<Tuner> {
     observe::identify_tuner(host, &observe::process(host, handle).ok()?)
 }
 
-fn build_arrival(who: &Process, resident: Bytes, settings: &DaemonSettings) -> ProcessArrival {
-    let memory = who.identity.vm.as_ref().and_then(|vm| vm.memory_bytes);
+fn build_arrival(process: &Process, resident: Bytes, settings: &DaemonSettings) -> ProcessArrival {
+    let memory = process.identity.vm.as_ref().and_then(|vm| vm.memory_bytes);
     let size = memory.map(|bytes| format!(" {bytes}")).unwrap_or_default();
     ProcessArrival {
-        process: who.id,
-        domain: settings.domains.domain(who),
-        similarity_key: format!("{}{size}", who.comm),
-        exclusion_reason: settings.exclusions.reason(who),
+        process: process.id,
+        domain: settings.domains.domain(process),
+        similarity_key: format!("{}{size}", process.comm),
+        exclusion_reason: settings.exclusions.reason(process),
         resident,
     }
 }
