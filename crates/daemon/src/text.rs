@@ -73,8 +73,8 @@ fn render_tracked_processes(status: &StatusReport, max_rows: usize, style: TextS
     let mut text = style.format_heading("Tracked processes");
     let mut table =
         style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
-    for member in status.tracked_processes.iter().take(max_rows) {
-        table.add_row(process_row(member));
+    for process in status.tracked_processes.iter().take(max_rows) {
+        table.add_row(process_row(process));
     }
     text.push_str(&style.render_table(&table));
     let omitted = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
@@ -109,17 +109,19 @@ const FOOTPRINT_NOTE: &str = "Footprints are fair shares: each page divided by t
                           estimates before the first reading: resident memory less what merging saves, by the host's \
                           mean per merged page.";
 
-fn process_row(member: &TrackedProcessReport) -> [String; 8] {
+fn process_row(process: &TrackedProcessReport) -> [String; 8] {
     let or_unknown = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), format_bytes);
     [
-        member.pid.to_string(),
-        cut_end(&member.label, 30),
-        cut_end(&member.domain, 24),
-        or_unknown(member.resident),
-        or_unknown(member.merged),
-        member.footprint.map_or_else(|| "?".to_owned(), |value| format_footprint(value, member.footprint_age_seconds)),
-        state_label(member.state).to_owned(),
-        escape_unprintable(&member.why).into_owned(),
+        process.pid.to_string(),
+        cut_end(&process.label, 30),
+        cut_end(&process.domain, 24),
+        or_unknown(process.resident),
+        or_unknown(process.merged),
+        process
+            .footprint
+            .map_or_else(|| "?".to_owned(), |value| format_footprint(value, process.footprint_age_seconds)),
+        state_label(process.state).to_owned(),
+        escape_unprintable(&process.why).into_owned(),
     ]
 }
 

@@ -52,7 +52,7 @@ impl DaemonState {
                 if self
                     .tracked
                     .remove(&process)
-                    .is_some_and(|member| in_merge || member.maybe_merged || member.enrolled)
+                    .is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled)
                 {
                     self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
                 }
@@ -95,7 +95,7 @@ impl DaemonState {
                 if self.rules.across_domains && !rules.across_domains {
                     self.domains_changed = true;
                     let now = self.now;
-                    self.tracked.values_mut().for_each(|member| member.unenroll_if_shared(now));
+                    self.tracked.values_mut().for_each(|tracked| tracked.unenroll_if_shared(now));
                 }
                 (self.rules, self.settings_overwritten, self.reported_pause) = (rules, None, None);
             }
@@ -105,12 +105,12 @@ impl DaemonState {
             }
             Event::Enroll(process) => {
                 self.unenroll_on_arrival.remove(&process);
-                if let Some(member) = self.tracked.get_mut(&process) {
-                    member.enroll_by_operator(self.now, &self.rules);
+                if let Some(tracked) = self.tracked.get_mut(&process) {
+                    tracked.enroll_by_operator(self.now, &self.rules);
                 }
             }
             Event::Unenroll(process) => match self.tracked.get_mut(&process) {
-                Some(member) => member.unenroll_by_operator(self.now),
+                Some(tracked) => tracked.unenroll_by_operator(self.now),
                 None => {
                     self.unenroll_on_arrival.insert(process);
                 }
@@ -127,23 +127,23 @@ impl DaemonState {
         (self.available, self.time_of_day) = (readings.available, Some(readings.time_of_day));
         self.shortage = Shortage::for_host(readings.pressure_percent, readings.available, readings.total);
         for (process, shortage) in readings.cgroup_shortages {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.shortage = shortage;
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.shortage = shortage;
             }
         }
         for (process, cpu_time) in readings.cpu_times {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.update_cpu_time(cpu_time, self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.update_cpu_time(cpu_time, self.now, &self.rules);
             }
         }
         for (process, resident) in readings.resident {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.update_resident(resident, self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.update_resident(resident, self.now, &self.rules);
             }
         }
         let max_interval = self.max_scan_interval();
-        for member in self.tracked.values_mut() {
-            member.defer_if_idle(self.now, max_interval);
+        for tracked in self.tracked.values_mut() {
+            tracked.defer_if_idle(self.now, max_interval);
         }
         if let Some(waits) = readings.wait_times {
             self.back_off_on_slowdown(&waits, effects);
@@ -177,38 +177,38 @@ impl DaemonState {
 
     fn handle_arrival(&mut self, arrival: ProcessArrival, effects: &mut Vec<Effect>) {
         let (process, exclusion_reason) = (arrival.process, arrival.exclusion_reason.clone());
-        let previous_reason = self.tracked.get(&process).map(|member| member.exclusion_reason.clone());
+        let previous_reason = self.tracked.get(&process).map(|tracked| tracked.exclusion_reason.clone());
         match self.tracked.get_mut(&process) {
-            Some(member) => {
-                if member.similarity_key != arrival.similarity_key {
-                    member.sketches = None;
+            Some(tracked) => {
+                if tracked.similarity_key != arrival.similarity_key {
+                    tracked.sketches = None;
                 }
-                (member.similarity_key, member.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
+                (tracked.similarity_key, tracked.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
                 // Pages merged before the exclusion are unenrolled.
-                if member.exclusion_reason.is_some() && member.maybe_merged {
-                    member.request_unenroll(DecisionReason::Excluded, self.now);
-                } else if member
+                if tracked.exclusion_reason.is_some() && tracked.maybe_merged {
+                    tracked.request_unenroll(DecisionReason::Excluded, self.now);
+                } else if tracked
                     .pending_unenroll
                     .as_ref()
                     .is_some_and(|pending| pending.reason == DecisionReason::Excluded)
                 {
-                    member.cancel_unenroll_if_allowed();
+                    tracked.cancel_unenroll_if_allowed();
                 }
-                let old_domain = std::mem::replace(&mut member.domain, arrival.domain);
-                if old_domain != member.domain && !old_domain.is_single_process() && !self.rules.across_domains {
+                let old_domain = std::mem::replace(&mut tracked.domain, arrival.domain);
+                if old_domain != tracked.domain && !old_domain.is_single_process() && !self.rules.across_domains {
                     self.domains_changed |= self.task.as_ref().is_some_and(|task| task.involves(process));
-                    member.unenroll_if_shared(self.now);
+                    tracked.unenroll_if_shared(self.now);
                 }
-                if old_domain != member.domain {
-                    member.record_domain_change(self.now, &self.rules);
+                if old_domain != tracked.domain {
+                    tracked.record_domain_change(self.now, &self.rules);
                 }
             }
             None => {
-                let mut member = TrackedProcess::new(arrival, self.now, &self.rules);
+                let mut tracked = TrackedProcess::new(arrival, self.now, &self.rules);
                 if self.unenroll_on_arrival.remove(&process) {
-                    member.unenroll_by_operator(self.now);
+                    tracked.unenroll_by_operator(self.now);
                 }
-                self.tracked.insert(process, member);
+                self.tracked.insert(process, tracked);
             }
         }
         if let Some(why) = exclusion_reason.filter(|why| previous_reason != Some(Some(why.clone()))) {
@@ -221,8 +221,8 @@ impl DaemonState {
         let overran = self.account_census(&summary);
         for process in &processes {
             match self.tracked.get_mut(process) {
-                Some(member) if overran => member.record_overrun(),
-                Some(member) if !summary.partial => member.record_within_budget(),
+                Some(tracked) if overran => tracked.record_overrun(),
+                Some(tracked) if !summary.partial => tracked.record_within_budget(),
                 _ => {}
             }
         }
@@ -234,13 +234,13 @@ impl DaemonState {
         }
         self.census_count += 1;
         for (process, sketches) in std::mem::take(&mut summary.sketches) {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.set_sketches(sketches);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.set_sketches(sketches);
             }
         }
         for process in &due {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.reserved_merge_seconds = 0.0;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.reserved_merge_seconds = 0.0;
             }
         }
         let is_new = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::is_unscanned);
@@ -277,8 +277,8 @@ impl DaemonState {
     /// and again, and no other process would be scanned.
     fn postpone_scans(&mut self, due: &[ProcessId]) {
         for process in due {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.next_scan = self.now + member.scan_interval;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.next_scan = self.now + tracked.scan_interval;
             }
         }
     }
@@ -316,13 +316,13 @@ impl DaemonState {
             let spread = self.random_fraction(process);
             let is_profitable = profitable.iter().any(|(candidate, _)| *candidate == process);
             let is_unstable = summary.not_yet_stable.contains(&process);
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
             }
         }
         for process in self.find_missed_partners(due, &scanned.iter().copied().collect()) {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.record_missed_partner(&self.rules);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.record_missed_partner(&self.rules);
             }
         }
     }
@@ -364,8 +364,8 @@ impl DaemonState {
         };
         let cpu_share = (share * self.slowdown.pace_factor()).max(0.001);
         for (process, seconds) in processes.iter().zip(reservations) {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.reserved_merge_seconds = seconds;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.reserved_merge_seconds = seconds;
             }
         }
         self.start_task(DaemonTask::Merge(processes.clone()), Effect::Merge { processes, cpu_share }, effects);
@@ -415,14 +415,14 @@ impl DaemonState {
             self.record_merge(&processes, overran);
         }
         for process in &summary.enrolled {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.enrolled = true;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.enrolled = true;
             }
         }
         for (process, why) in &summary.refused {
             effects.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Refused, why.clone()));
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.record_refusal(self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.record_refusal(self.now, &self.rules);
             }
         }
         if summary.unenrolled_bytes > Bytes::ZERO {
@@ -447,18 +447,18 @@ impl DaemonState {
         // Earlier merged pages are not given up because of new ones; checks of merged pages find those with COW breaks.
         let mut to_unenroll = Vec::new();
         for (process, net) in &summary.nets {
-            if let Some(member) = self.tracked.get_mut(process).filter(|member| !member.net_known) {
-                member.net_savings.0 += net.0;
-                member.net_known = is_complete;
-                if is_complete && member.enrolled && member.net_savings.0 < 0 {
+            if let Some(tracked) = self.tracked.get_mut(process).filter(|tracked| !tracked.net_known) {
+                tracked.net_savings.0 += net.0;
+                tracked.net_known = is_complete;
+                if is_complete && tracked.enrolled && tracked.net_savings.0 < 0 {
                     to_unenroll.push(*process);
                 }
             }
         }
         self.request_unenroll(&to_unenroll, DecisionReason::NetLoss);
         for process in &losing.into_iter().chain(to_unenroll).collect::<BTreeSet<ProcessId>>() {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.record_refusal(self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.record_refusal(self.now, &self.rules);
             }
         }
         let mib = summary.net.0 as f64 / 1048576.0;
@@ -472,10 +472,10 @@ impl DaemonState {
         let is_unprofitable = fell_short
             || summary.cpu_time.as_secs_f64() > self.rules.max_cpu_seconds_per_mib * mib && !self.task_halted;
         for process in &not_losing {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.last_merge_unprofitable = is_unprofitable;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.last_merge_unprofitable = is_unprofitable;
                 if overran || is_unprofitable {
-                    member.double_scan_interval(&self.rules);
+                    tracked.double_scan_interval(&self.rules);
                 }
             }
         }
@@ -485,17 +485,17 @@ impl DaemonState {
     /// their trust domain during the merge are to be unenrolled.
     fn record_merge(&mut self, processes: &[ProcessId], overran: bool) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.maybe_merged = true;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.maybe_merged = true;
                 match overran {
-                    true => member.merge_halted_at = self.now,
-                    false => member.reserved_merge_seconds = 0.0,
+                    true => tracked.merge_halted_at = self.now,
+                    false => tracked.reserved_merge_seconds = 0.0,
                 }
-                if member.exclusion_reason.is_some() {
-                    member.request_unenroll(DecisionReason::Excluded, self.now);
+                if tracked.exclusion_reason.is_some() {
+                    tracked.request_unenroll(DecisionReason::Excluded, self.now);
                 }
                 if self.domains_changed {
-                    member.unenroll_if_shared(self.now);
+                    tracked.unenroll_if_shared(self.now);
                 }
             }
         }
@@ -506,13 +506,13 @@ impl DaemonState {
         let Some(DaemonTask::Unenroll(scopes)) = self.task.take() else { return };
         // If a wider scope was requested meanwhile, that request stays pending.
         let scope_of = |process: &ProcessId| scopes.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
-        let covers_request = |member: &TrackedProcess, scope| {
-            member.pending_unenroll.as_ref().is_none_or(|pending| pending.scope() <= scope)
+        let covers_request = |tracked: &TrackedProcess, scope| {
+            tracked.pending_unenroll.as_ref().is_none_or(|pending| pending.scope() <= scope)
         };
         for process in summary.unenrolled {
             let scope = scope_of(&process);
-            let member = self.tracked.get_mut(&process).filter(|member| covers_request(member, scope));
-            if let Some(reason) = member.and_then(|member| member.record_unenrolled(scope)) {
+            let tracked = self.tracked.get_mut(&process).filter(|tracked| covers_request(tracked, scope));
+            if let Some(reason) = tracked.and_then(|tracked| tracked.record_unenrolled(scope)) {
                 let why = match scope {
                     UnenrollScope::AllMerged => "it has no merged pages any more",
                     UnenrollScope::DaemonEnrolled => "the ranges that the daemon enrolled are unenrolled",
@@ -522,8 +522,8 @@ impl DaemonState {
         }
         for (process, why) in summary.failed_unenrolls {
             let (explanation, scope) = (format!("not unenrolled: {why}"), scope_of(&process));
-            let member = self.tracked.get_mut(&process).filter(|member| covers_request(member, scope));
-            if member.is_some_and(|member| member.record_unenroll_failure(why, summary.cpu_time, self.now)) {
+            let tracked = self.tracked.get_mut(&process).filter(|tracked| covers_request(tracked, scope));
+            if tracked.is_some_and(|tracked| tracked.record_unenroll_failure(why, summary.cpu_time, self.now)) {
                 effects.push(self.report_decision(
                     DecisionKind::Refuse,
                     &[process],
@@ -554,12 +554,12 @@ impl DaemonState {
                 self.back_off(&processes);
                 self.record_merge(&processes, false);
                 // Some of their ranges may be enrolled.
-                let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|member| member.enrolled);
+                let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|tracked| tracked.enrolled);
                 let newly_enrolled: Vec<ProcessId> =
                     processes.into_iter().filter(|process| !enrolled(process)).collect();
                 for process in &newly_enrolled {
-                    if let Some(member) = self.tracked.get_mut(process) {
-                        member.enrolled = true;
+                    if let Some(tracked) = self.tracked.get_mut(process) {
+                        tracked.enrolled = true;
                     }
                 }
                 self.request_unenroll(&newly_enrolled, DecisionReason::Failed);

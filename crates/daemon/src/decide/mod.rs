@@ -290,8 +290,8 @@ impl DaemonState {
     /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
     /// however much memory there is.
     fn max_scan_interval(&self) -> Duration {
-        let scannable = self.tracked.values().filter(|member| member.may_be_scanned());
-        let mib = scannable.map(|member| member.resident.0).sum::<u64>() as f64 / 1048576.0;
+        let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
+        let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
         self.rules
             .max_scan_interval
             .max(Duration::from_secs_f64(mib * self.census_seconds_per_mib * SCAN_INTERVAL_COST_FACTOR))
@@ -305,7 +305,9 @@ impl DaemonState {
     /// Whether memory is short on the host, or in the cgroup of any of these processes.
     fn is_memory_short_for(&self, processes: &[ProcessId]) -> bool {
         let is_cgroup_short = |process| {
-            self.tracked.get(process).is_some_and(|member: &TrackedProcess| member.is_cgroup_memory_short(&self.rules))
+            self.tracked
+                .get(process)
+                .is_some_and(|tracked: &TrackedProcess| tracked.is_cgroup_memory_short(&self.rules))
         };
         self.is_host_memory_short() || processes.iter().any(is_cgroup_short)
     }
@@ -350,8 +352,8 @@ impl DaemonState {
 
     fn back_off(&mut self, processes: &[ProcessId]) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.back_off(self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.back_off(self.now, &self.rules);
             }
         }
     }
@@ -359,8 +361,8 @@ impl DaemonState {
     /// Mark these processes to be unenrolled.
     fn request_unenroll(&mut self, processes: &[ProcessId], reason: DecisionReason) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.request_unenroll(reason, self.now);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.request_unenroll(reason, self.now);
             }
         }
     }

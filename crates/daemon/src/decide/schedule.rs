@@ -80,14 +80,16 @@ impl DaemonState {
                 pending.next_try <= self.now
                     && (pending.last_failure.is_none() || self.cpu_budget.available_seconds() > 0.0)
             };
-            let to_unenroll = self.processes_where(|member| {
-                member.pending_unenroll.as_ref().is_some_and(may_retry) && !member.is_cgroup_memory_short(&self.rules)
+            let to_unenroll = self.processes_where(|tracked| {
+                tracked.pending_unenroll.as_ref().is_some_and(may_retry) && !tracked.is_cgroup_memory_short(&self.rules)
             });
             if !to_unenroll.is_empty() {
                 return self.report_and_unenroll(to_unenroll, effects);
             }
         }
-        if self.host_acquired && self.now >= self.merged_check.0 && self.tracked.values().any(|member| member.enrolled)
+        if self.host_acquired
+            && self.now >= self.merged_check.0
+            && self.tracked.values().any(|tracked| tracked.enrolled)
         {
             return self.start_task(
                 DaemonTask::CheckMerged,
@@ -125,7 +127,7 @@ impl DaemonState {
 
     /// Shut down: unenroll what is enrolled, where requested and allowed, and restore KSM's settings.
     fn shut_down(&mut self, stage: ShutdownStage, effects: &mut Vec<Effect>) {
-        let merged = self.processes_where(|member| member.enrolled || member.pending_unenroll.is_some());
+        let merged = self.processes_where(|tracked| tracked.enrolled || tracked.pending_unenroll.is_some());
         if stage == ShutdownStage::UnmergePending && !merged.is_empty() {
             if self.host_acquired {
                 self.shutdown_stage = Some(ShutdownStage::UnmergeTried);
@@ -147,7 +149,7 @@ impl DaemonState {
             return self.start_task(DaemonTask::RestoreSettings, Effect::RestoreSettings, effects);
         }
         // Merged pages may stay merged, except those of processes that were to be unenrolled before.
-        let is_unenroll_pending = |member: &TrackedProcess| member.pending_unenroll.is_some();
+        let is_unenroll_pending = |tracked: &TrackedProcess| tracked.pending_unenroll.is_some();
         let still_merged =
             if stage == ShutdownStage::KeepMerged { self.processes_where(is_unenroll_pending) } else { merged };
         let default_reason = self
@@ -166,7 +168,7 @@ impl DaemonState {
 
     /// The tracked processes that satisfy `predicate`.
     pub(super) fn processes_where(&self, predicate: impl Fn(&TrackedProcess) -> bool) -> Vec<ProcessId> {
-        self.tracked.iter().filter(|(_, member)| predicate(member)).map(|(process, _)| *process).collect()
+        self.tracked.iter().filter(|(_, tracked)| predicate(tracked)).map(|(process, _)| *process).collect()
     }
 
     fn report_and_unenroll(&mut self, processes: Vec<ProcessId>, effects: &mut Vec<Effect>) {
@@ -206,18 +208,18 @@ impl DaemonState {
     }
 
     /// Predicted CPU seconds of scanning a process.
-    fn scan_cpu_seconds(&self, member: &TrackedProcess) -> f64 {
-        member.resident.0 as f64 / 1048576.0 * self.census_seconds_per_mib * member.scan_cost_factor()
+    fn scan_cpu_seconds(&self, tracked: &TrackedProcess) -> f64 {
+        tracked.resident.0 as f64 / 1048576.0 * self.census_seconds_per_mib * tracked.scan_cost_factor()
     }
 
     /// CPU seconds reserved for the halted merge of a process. None if memory is short, or if other processes have used
     /// them up for longer than [`MERGE_RESERVATION_TIMEOUT`].
     fn reserved_merge_seconds(&self, process: ProcessId) -> f64 {
-        let member = &self.tracked[&process];
+        let tracked = &self.tracked[&process];
         let timeout = (self.cpu_budget.burst_seconds() / self.rules.cpu_rate * MERGE_RESERVATION_TIMEOUT.0)
             .max(MERGE_RESERVATION_TIMEOUT.1);
-        let elapsed = self.now.saturating_sub(member.next_scan.max(member.merge_halted_at)).as_secs_f64();
-        if elapsed < timeout && !self.is_memory_short_for(&[process]) { member.reserved_merge_seconds } else { 0.0 }
+        let elapsed = self.now.saturating_sub(tracked.next_scan.max(tracked.merge_halted_at)).as_secs_f64();
+        if elapsed < timeout && !self.is_memory_short_for(&[process]) { tracked.reserved_merge_seconds } else { 0.0 }
     }
 
     /// CPU seconds that must be available before a scan. They include the reserves for halted merges, because the scan
@@ -265,8 +267,8 @@ impl DaemonState {
             effects.push(self.report_decision(DecisionKind::Refuse, &due_chosen, DecisionReason::Budget, why));
         }
         for process in &due_chosen {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.begin_scan(self.now);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.begin_scan(self.now);
             }
         }
         let processes: Vec<ProcessId> = chosen.into_iter().collect();
@@ -277,17 +279,17 @@ impl DaemonState {
     /// cgroup.
     fn due_processes(&self, only_short: bool) -> Vec<ProcessId> {
         let due_within = |early_share: f64| -> Vec<(ScanCause, Duration, u64, ProcessId)> {
-            let is_due = |(_, member): &(&ProcessId, &TrackedProcess)| {
+            let is_due = |(_, tracked): &(&ProcessId, &TrackedProcess)| {
                 // A process with a long backoff may hold the duplicates that are needed when memory is short.
-                let is_short = member.is_cgroup_memory_short(&self.rules);
+                let is_short = tracked.is_cgroup_memory_short(&self.rules);
                 let early_share = if is_short || self.is_host_memory_short() { 0.75 } else { early_share };
                 (is_short || !only_short)
-                    && member.may_be_scanned()
-                    && member.next_scan.saturating_sub(member.scan_interval.mul_f64(early_share)) <= self.now
+                    && tracked.may_be_scanned()
+                    && tracked.next_scan.saturating_sub(tracked.scan_interval.mul_f64(early_share)) <= self.now
             };
             let due = self.tracked.iter().filter(is_due);
             // Of processes that arrived together, the first one differs from scan to scan.
-            due.map(|(process, member)| (member.scan_cause, member.next_scan, self.random_u64(*process), *process))
+            due.map(|(process, tracked)| (tracked.scan_cause, tracked.next_scan, self.random_u64(*process), *process))
                 .collect()
         };
         if due_within(0.0).is_empty() {
@@ -297,13 +299,13 @@ impl DaemonState {
         let mut due = due_within(EARLY_SCAN_INTERVAL_SHARE);
         due.sort_unstable();
         let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
-        let member = |process: &ProcessId| &self.tracked[process];
+        let tracked = |process: &ProcessId| &self.tracked[process];
         if self.is_cpu_time_scarce(&due) {
             // Where CPU time is scarce, first scans of ever more new processes would leave none for merging. Known
             // processes wait for both.
-            due.sort_by_key(|process| member(process).scan_order(&self.rules));
+            due.sort_by_key(|process| tracked(process).scan_order(&self.rules));
         } else {
-            due.sort_by_key(|process| !member(process).is_unscanned());
+            due.sort_by_key(|process| !tracked(process).is_unscanned());
         }
         // If the census cannot take all, similar processes are scanned together: different ones have little in common.
         let mut positions: BTreeMap<_, usize> = BTreeMap::new();
@@ -311,15 +313,15 @@ impl DaemonState {
             positions.entry(self.similarity_class(process)).or_insert(position);
         }
         due.sort_by_key(|process| positions[&self.similarity_class(process)]);
-        due.sort_by_key(|process| !member(process).is_cgroup_memory_short(&self.rules));
-        due.sort_by_key(|process| member(process).overruns);
-        if member(&due[0]).overruns == 0 {
-            due.retain(|process| member(process).overruns == 0);
+        due.sort_by_key(|process| !tracked(process).is_cgroup_memory_short(&self.rules));
+        due.sort_by_key(|process| tracked(process).overruns);
+        if tracked(&due[0]).overruns == 0 {
+            due.retain(|process| tracked(process).overruns == 0);
         }
         // First scans of new processes only record their pages. Known processes do not wait for them and are not mixed
         // with them.
-        let is_first_scan = member(&due[0]).is_unscanned();
-        due.retain(|process| member(process).is_unscanned() == is_first_scan);
+        let is_first_scan = tracked(&due[0]).is_unscanned();
+        due.retain(|process| tracked(process).is_unscanned() == is_first_scan);
         due
     }
 
@@ -338,14 +340,14 @@ impl DaemonState {
         // expensive.
         let one_partner_only = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
         let max_processes = if one_partner_only { 1 } else { usize::MAX };
-        let tracked_bytes: u64 = self.tracked.values().map(|member| member.resident.0).sum();
+        let tracked_bytes: u64 = self.tracked.values().map(|tracked| tracked.resident.0).sum();
         let max_scan_bytes = (INDEX_BYTES_LIMIT.0 + tracked_bytes / INDEX_BYTES_LIMIT.1) * MEMORY_BYTES_PER_INDEX_BYTE;
         let (mut due_chosen, mut chosen, mut scan_seconds, mut merge_seconds, mut scan_bytes) =
             (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
         let mut companion_count = 0;
         let mut try_add = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, max_processes: usize| {
-            let member = &self.tracked[&process];
-            let (added_scan_seconds, bytes) = (scan_seconds + self.scan_cpu_seconds(member), member.resident.0);
+            let tracked = &self.tracked[&process];
+            let (added_scan_seconds, bytes) = (scan_seconds + self.scan_cpu_seconds(tracked), tracked.resident.0);
             let added_merge_seconds = merge_seconds + self.reserved_merge_seconds(process);
             // A big host is scanned in portions of at least two processes.
             let has_room = chosen.len() < max_processes.min(2)
@@ -404,8 +406,8 @@ impl DaemonState {
 
     /// Processes of one class are likely to share pages: they have the same trust domain and the same similarity key.
     fn similarity_class(&self, process: &ProcessId) -> (&TrustDomain, &str) {
-        let member = &self.tracked[process];
-        (&member.domain, &member.similarity_key)
+        let tracked = &self.tracked[process];
+        (&tracked.domain, &tracked.similarity_key)
     }
 
     /// Orders the processes of one class. The first stays first; the others are sorted by urgency, then by how much
@@ -415,11 +417,11 @@ impl DaemonState {
         if let [first, others @ ..] = &mut ordered[..] {
             let sought = self.unmatched_contents(&[*first], &BTreeSet::new());
             others.sort_by_cached_key(|process| {
-                let member = &self.tracked[process];
-                let urgency = if is_scarce { member.scan_order(&self.rules) } else { 0 };
+                let tracked = &self.tracked[process];
+                let urgency = if is_scarce { tracked.scan_order(&self.rules) } else { 0 };
                 (
-                    !member.is_cgroup_memory_short(&self.rules),
-                    member.overruns,
+                    !tracked.is_cgroup_memory_short(&self.rules),
+                    tracked.overruns,
                     urgency,
                     Reverse(self.overlap_level(&sought, process)),
                 )
@@ -442,7 +444,7 @@ impl DaemonState {
     /// The unmerged contents of one process, without the contents of partners in the same scan.
     fn unmatched_content(&self, process: &ProcessId, scanned: &BTreeSet<ProcessId>) -> Sketch {
         let Some((domain, sketches)) =
-            self.tracked.get(process).and_then(|member| Some((&member.domain, member.sketches.as_ref()?)))
+            self.tracked.get(process).and_then(|tracked| Some((&tracked.domain, tracked.sketches.as_ref()?)))
         else {
             return Sketch::default();
         };
@@ -465,13 +467,15 @@ impl DaemonState {
         let candidates: Vec<&TrackedProcess> = self
             .tracked
             .iter()
-            .filter(|(other, member)| !scanned.contains(other) && member.may_be_scanned())
-            .map(|(_, member)| member)
+            .filter(|(other, tracked)| !scanned.contains(other) && tracked.may_be_scanned())
+            .map(|(_, tracked)| tracked)
             .collect();
         let has_missed_partner = |process: &&ProcessId| {
-            let Some(member) = self.tracked.get(process).filter(|_| !candidates.is_empty()) else { return false };
+            let Some(tracked) = self.tracked.get(process).filter(|_| !candidates.is_empty()) else { return false };
             let unmatched = self.unmatched_content(process, scanned);
-            candidates.iter().any(|other| other.domain == member.domain && has_large_overlap(member, &unmatched, other))
+            candidates
+                .iter()
+                .any(|other| other.domain == tracked.domain && has_large_overlap(tracked, &unmatched, other))
         };
         due.iter().take(MAX_MISSED_PARTNER_CHECKS).filter(has_missed_partner).copied().collect()
     }
@@ -496,7 +500,8 @@ impl DaemonState {
         let is_same_class = |other: &ProcessId| {
             !chosen.contains(other) && self.similarity_class(other) == self.similarity_class(&process)
         };
-        let candidates = self.tracked.iter().filter(|(other, member)| is_same_class(other) && member.may_be_scanned());
+        let candidates =
+            self.tracked.iter().filter(|(other, tracked)| is_same_class(other) && tracked.may_be_scanned());
         let unmatched = self.unmatched_content(&process, chosen);
         let rank = |other: &ProcessId| self.partner_rank(std::slice::from_ref(&unmatched), other);
         let best = take_best(&mut candidates.map(|(other, _)| *other).collect(), rank)?;
@@ -558,8 +563,8 @@ impl DaemonState {
     /// Rank of a partner, the best last: most sought contents for its scan cost, then a low cost, then merged ranges,
     /// then its size.
     fn partner_rank(&self, sought: &[Sketch], process: &ProcessId) -> impl Ord + use<> {
-        let member = &self.tracked[process];
-        (self.overlap_per_cost(sought, process), member.enrolled, member.resident, *process)
+        let tracked = &self.tracked[process];
+        (self.overlap_per_cost(sought, process), tracked.enrolled, tracked.resident, *process)
     }
 
     /// How many of the sought pages a process holds, halved for each doubling of its scan cost; then the number of

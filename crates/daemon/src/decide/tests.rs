@@ -207,7 +207,7 @@ impl SimulatedHost {
                         .filter(|(costly, _)| *costly == process)
                         .map_or(1.0, |_| seconds / self.census_seconds)
                 };
-                let pages = |process| self.state.tracked().get(&process).map_or(0, |member| member.resident.0 >> 12);
+                let pages = |process| self.state.tracked().get(&process).map_or(0, |tracked| tracked.resident.0 >> 12);
                 let costs = processes
                     .iter()
                     .map(|&process| (process, (pages(process) as f64 * cost_factor(process)) as u64))
@@ -268,7 +268,7 @@ impl SimulatedHost {
                     self.state
                         .tracked()
                         .get(process)
-                        .is_some_and(|member| member.is_cgroup_memory_short(self.state.rules()))
+                        .is_some_and(|tracked| tracked.is_cgroup_memory_short(self.state.rules()))
                 };
                 let is_short = self.state.is_host_memory_short() || processes.iter().any(is_cgroup_short);
                 assert!(!is_short || self.state.shutdown_stage.is_some(), "unmerging takes memory");
@@ -395,11 +395,11 @@ fn observe_mode_does_nothing_and_advise_mode_changes_nothing() {
         host.run(100);
         host.deliver(Event::Stop { unmerge: true });
         assert_eq!(host.count_effects(is_census) > 0, censuses);
-        let changes = |effect: &Effect| {
-            !matches!(effect, Effect::Census(_) | Effect::Report(_) | Effect::Halt | Effect::End { .. })
-                || matches!(effect, Effect::Report(decision) if decision.kind == DecisionKind::Merge && decision.carried_out)
+        let changes_host = |effect: &Effect| match effect {
+            Effect::Report(decision) => decision.kind == DecisionKind::Merge && decision.carried_out,
+            effect => !matches!(effect, Effect::Census(_) | Effect::Halt | Effect::End { .. }),
         };
-        assert_eq!(host.count_effects(changes), 0, "{:?}", host.trace);
+        assert_eq!(host.count_effects(changes_host), 0, "{:?}", host.trace);
         assert_eq!(host.count_decisions(DecisionKind::Merge, DecisionReason::Profitable) > 0, censuses);
         assert_eq!(host.ended(), Some(true), "nothing is merged");
     }
@@ -621,8 +621,8 @@ fn process_over_the_cost_limit_is_not_merged() {
     host.deliver(arrival(1));
     host.run(12);
     assert_eq!(host.merge_cpu_shares(), [1.0]);
-    let member = &host.state.tracked()[&id(1)];
-    assert!(member.scan_interval >= host.state.rules().min_scan_interval * 2, "{member:?}");
+    let tracked = &host.state.tracked()[&id(1)];
+    assert!(tracked.scan_interval >= host.state.rules().min_scan_interval * 2, "{tracked:?}");
 }
 
 #[test]

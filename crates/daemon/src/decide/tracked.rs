@@ -311,9 +311,9 @@ impl TrackedProcess {
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
     }
 
-    /// A scan has ended. `is_profitable` is whether it found anything to merge, `has_unstable` whether it found contents
-    /// that are not stable yet. The interval shrinks after a successful scan and grows up to `max_interval` after a
-    /// fruitless one. `spread`, between 0 and 1, separates scans of processes that arrived together, and avoids
+    /// A scan has ended. `is_profitable` is whether it found anything to merge, `has_unstable` whether it found
+    /// contents that are not stable yet. The interval shrinks after a successful scan and grows up to `max_interval`
+    /// after a fruitless one. `spread`, between 0 and 1, separates scans of processes that arrived together, and avoids
     /// resonance with periodic programs. The next scan reads pages in the same order, so the interval counts from the
     /// start of this one.
     pub fn finish_scan(

@@ -39,12 +39,12 @@ impl CgroupShortageReader {
         self.last_read_at = Some(now);
         let mut processes_by_cgroup: BTreeMap<String, Vec<ProcessId>> = BTreeMap::new();
         let mut shortages = Vec::new();
-        for member in tracked {
-            match member.cgroup.as_ref().ok().filter(|path| *path != "/") {
-                Some(cgroup) => processes_by_cgroup.entry(cgroup.clone()).or_default().push(member.id),
+        for process in tracked {
+            match process.cgroup.as_ref().ok().filter(|path| *path != "/") {
+                Some(cgroup) => processes_by_cgroup.entry(cgroup.clone()).or_default().push(process.id),
                 // The root cgroup is covered by the host's readings. A process that moved there loses the shortage of
                 // its old cgroup.
-                None => shortages.push((member.id, Shortage::default())),
+                None => shortages.push((process.id, Shortage::default())),
             }
         }
         let (before, after): (Vec<&String>, Vec<&String>) =

@@ -361,7 +361,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let now = elapsed_since(self.host, self.started_at);
         // Overdue scans do not count: they wait for something else.
         let soon = now.saturating_sub(IDLE_POLL_INTERVALS[1])..=now + IDLE_POLL_INTERVALS[1];
-        self.state().tracked().values().any(|member| member.may_be_scanned() && soon.contains(&member.next_scan))
+        self.state().tracked().values().any(|tracked| tracked.may_be_scanned() && soon.contains(&tracked.next_scan))
     }
 
     fn handle_message(&mut self, message: Message) {
@@ -412,8 +412,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             self.ksmd_meter.record(now, ksmd);
         }
         let is_working = self.state().status().0 == DaemonStatus::Working;
-        let members = self.process_table.tracked_processes().map(|member| member.id);
-        let wait_times = self.wait_reader.read_wait_times(self.host, now, is_working, members);
+        let tracked_ids = self.process_table.tracked_processes().map(|process| process.id);
+        let wait_times = self.wait_reader.read_wait_times(self.host, now, is_working, tracked_ids);
         let memory = observe::memory(self.host).ok();
         let cgroup_shortages =
             self.cgroup_shortages.read_shortages(self.host, now, self.process_table.tracked_processes());
@@ -436,17 +436,18 @@ impl<'h, 'a> Daemon<'h, 'a> {
     /// Request the next walk of page tables, if one is due.
     fn request_walk(&mut self) {
         let split_zeros = &self.snapshot.split_zero_pages;
-        let tracked = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
-        let walk_request = |(process, member): (&ProcessId, &TrackedProcess)| WalkRequest {
+        let tracked_processes = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
+        let walk_request = |(process, tracked): (&ProcessId, &TrackedProcess)| WalkRequest {
             process: *process,
-            wants_fair_share: member.resident <= fair_share::LARGEST,
+            wants_fair_share: tracked.resident <= fair_share::LARGEST,
             wants_zero_pages: split_zeros.contains_key(process),
         };
-        let requests = tracked().map(walk_request).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
+        let requests =
+            tracked_processes().map(walk_request).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
         let Some(next) = self.walk_schedule.next_walk(self.event_time, requests.map(|walk| walk.process)) else {
             return;
         };
-        if let Some(walk) = tracked().map(walk_request).find(|walk| walk.process == next) {
+        if let Some(walk) = tracked_processes().map(walk_request).find(|walk| walk.process == next) {
             let _ = self.walk_requests.send(walk);
         }
     }

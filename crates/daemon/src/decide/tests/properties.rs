@@ -147,9 +147,9 @@ proptest! {
         host.cannot_unenroll.clear();
         (host.net_per_process, host.unenroll_failed) = (16 * MIB as i64, BTreeSet::new());
         host.run(301);
-        let pending = host.state.tracked().values().filter(|member| member.pending_unenroll.is_some());
+        let pending = host.state.tracked().values().filter(|tracked| tracked.pending_unenroll.is_some());
         prop_assert_eq!(pending.count(), 0);
-        let unenrolled = host.state.tracked().iter().filter(|(_, member)| member.unenrolled_by_operator);
+        let unenrolled = host.state.tracked().iter().filter(|(_, tracked)| tracked.unenrolled_by_operator);
         prop_assert!(unenrolled.clone().all(|(process, _)| !host.enrolled.contains(process)));
     }
 

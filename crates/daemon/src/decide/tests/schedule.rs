@@ -147,7 +147,10 @@ fn halted_merge_restarts_once_its_cpu_time_is_available() {
     assert!((4.0..5.0).contains(&available), "twice the prediction for each: {available}");
     host.merge_seconds = 2.0;
     host.run(10);
-    assert!(host.state.tracked().values().all(|member| member.reserved_merge_seconds == 0.0), "the merge is complete");
+    assert!(
+        host.state.tracked().values().all(|tracked| tracked.reserved_merge_seconds == 0.0),
+        "the merge is complete"
+    );
 }
 
 #[test]
@@ -212,13 +215,13 @@ fn process_that_refuses_enrollment_is_in_no_plan() {
 fn unstable_content_is_rescanned_early_twice() {
     let rules = rules(DaemonMode::Act);
     let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
-    let mut member = TrackedProcess::new(arrival, Duration::ZERO, &rules);
+    let mut tracked = TrackedProcess::new(arrival, Duration::ZERO, &rules);
     let mut pauses = Vec::new();
     for _ in 0..4 {
-        let now = member.next_scan;
-        member.begin_scan(now);
-        member.finish_scan(now, (false, true), 0.5, &rules, rules.max_scan_interval);
-        pauses.push(member.next_scan.saturating_sub(now) > rules.min_scan_interval);
+        let now = tracked.next_scan;
+        tracked.begin_scan(now);
+        tracked.finish_scan(now, (false, true), 0.5, &rules, rules.max_scan_interval);
+        pauses.push(tracked.next_scan.saturating_sub(now) > rules.min_scan_interval);
     }
     assert_eq!(pauses, [false, false, true, true]);
 }
@@ -233,7 +236,7 @@ fn scanned_processes_come_before_unscanned_ones() {
     scanned.finish_scan(Duration::from_secs(1), (false, true), 0.0, &rules, rules.max_scan_interval);
     let mut merged = scanned.clone();
     merged.enrolled = true;
-    let urgency = |member: &TrackedProcess| member.scan_order(&rules);
+    let urgency = |tracked: &TrackedProcess| tracked.scan_order(&rules);
     assert!(urgency(&scanned) < urgency(&new) && urgency(&new) < urgency(&merged));
 }
 
@@ -280,9 +283,9 @@ fn big_host_is_scanned_in_portions() {
 }
 
 /// The censuses of a host over some seconds. Each member has a size in GiB and a similarity key.
-fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
+fn run_censuses(rules: DaemonRules, processes: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
     let mut host = SimulatedHost::new(rules);
-    for (pid, (gib, kind)) in (1..).zip(members) {
+    for (pid, (gib, kind)) in (1..).zip(processes) {
         let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
         let similarity_key = (*kind).to_owned();
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(gib << 30), similarity_key, ..arrival }));
@@ -297,9 +300,9 @@ fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Ve
 
 #[test]
 fn portion_contains_similar_processes() {
-    let members: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
+    let processes: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
     let long_burst = DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) };
-    for census in run_censuses(long_burst, &members, 2000) {
+    for census in run_censuses(long_burst, &processes, 2000) {
         let kinds: BTreeSet<u32> = census.iter().map(|process| process.pid.0 / 2 % 2).collect();
         assert_eq!((census.len(), kinds.len()), (2, 1), "{census:?}");
     }

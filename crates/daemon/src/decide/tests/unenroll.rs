@@ -351,8 +351,8 @@ fn wider_request_during_unenroll_is_carried_out() {
 fn self_enrolled_pages_are_unenrolled_when_excluded() {
     // It was in a merge in which none of its ranges had to be enrolled.
     let mut host = host_with_merged(&[1, 3]);
-    let member = host.state.tracked.get_mut(&id(1)).unwrap();
-    assert!(std::mem::take(&mut member.enrolled) && member.maybe_merged);
+    let tracked = host.state.tracked.get_mut(&id(1)).unwrap();
+    assert!(std::mem::take(&mut tracked.enrolled) && tracked.maybe_merged);
     let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
     host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived }));
     host.run(1);
@@ -383,11 +383,11 @@ fn leaving_act_mode_restores_settings() {
 #[test]
 fn unenroll_retry_interval_grows_with_its_cost() {
     let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
-    let mut member = TrackedProcess::new(arrival, Duration::ZERO, &rules(DaemonMode::Act));
-    member.request_unenroll(DecisionReason::Operator, Duration::ZERO);
+    let mut tracked = TrackedProcess::new(arrival, Duration::ZERO, &rules(DaemonMode::Act));
+    tracked.request_unenroll(DecisionReason::Operator, Duration::ZERO);
     let long = Duration::from_secs(10);
-    assert!(member.record_unenroll_failure("no".into(), long, Duration::ZERO));
-    assert!(member.pending_unenroll.unwrap().next_try >= long * 200);
+    assert!(tracked.record_unenroll_failure("no".into(), long, Duration::ZERO));
+    assert!(tracked.pending_unenroll.unwrap().next_try >= long * 200);
 }
 
 #[test]
