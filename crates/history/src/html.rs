@@ -285,19 +285,19 @@ fn render_processes(side: &SideReport) -> String {
         ">saved, mean",
         "last seen, UTC",
     ];
-    let row = |member: &ProcessRow| {
+    let cells = |row: &ProcessRow| {
         vec![
-            escape_markup(&member.label),
-            escape_markup(&member.domain),
-            FigureUnit::Count.format_value(Some(member.processes as f64)),
-            FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
-            FigureUnit::Bytes.format_value(member.resident_mean),
-            FigureUnit::Bytes.format_value(member.saved_mean),
-            format_utc(member.last_time),
+            escape_markup(&row.label),
+            escape_markup(&row.domain),
+            FigureUnit::Count.format_value(Some(row.processes as f64)),
+            FigureUnit::Bytes.format_value(row.footprint_mean),
+            FigureUnit::Bytes.format_value(row.footprint_max.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(row.resident_mean),
+            FigureUnit::Bytes.format_value(row.saved_mean),
+            format_utc(row.last_time),
         ]
     };
-    render_html_table("Processes", &headings, side.processes.iter().map(row))
+    render_html_table("Processes", &headings, side.processes.iter().map(cells))
         + &render_omitted(side.processes_omitted, "smaller processes")
 }
 

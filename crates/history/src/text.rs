@@ -67,14 +67,14 @@ fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
 fn render_processes(side: &SideReport, max_rows: usize, style: TextStyle) -> String {
     let mut table =
         style.new_table(&["name", "trust domain", ">processes", ">footprint, mean", ">maximum", ">saved, mean"]);
-    for member in side.processes.iter().take(max_rows) {
+    for row in side.processes.iter().take(max_rows) {
         table.add_row([
-            cut_end(&member.label, 30),
-            cut_end(&member.domain, 24),
-            FigureUnit::Count.format_value(Some(member.processes as f64)),
-            FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
-            FigureUnit::Bytes.format_value(member.saved_mean),
+            cut_end(&row.label, 30),
+            cut_end(&row.domain, 24),
+            FigureUnit::Count.format_value(Some(row.processes as f64)),
+            FigureUnit::Bytes.format_value(row.footprint_mean),
+            FigureUnit::Bytes.format_value(row.footprint_max.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(row.saved_mean),
         ]);
     }
     let omitted = side.processes.len().saturating_sub(max_rows) as u64 + side.processes_omitted;

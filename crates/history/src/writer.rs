@@ -170,11 +170,11 @@ impl HistoryWriter {
 
     /// Record the footprints of the largest tracked processes at a time (seconds since 1970).
     pub fn note_footprints(&mut self, time: f64, processes: &[TrackedProcessReport]) {
-        let mut members = processes.to_vec();
-        members.sort_by_key(|member| std::cmp::Reverse(member.footprint.or(member.resident)));
-        members.truncate(MAX_FOOTPRINTS_PER_NOTE);
+        let mut largest = processes.to_vec();
+        largest.sort_by_key(|process| std::cmp::Reverse(process.footprint.or(process.resident)));
+        largest.truncate(MAX_FOOTPRINTS_PER_NOTE);
         if self.footprints.len() < COMMITS_PER_THINNING as usize {
-            self.footprints.push((time, members));
+            self.footprints.push((time, largest));
         }
     }
 
@@ -200,8 +200,8 @@ impl HistoryWriter {
         let arriving: BTreeMap<(u32, u64), f64> = status
             .tracked_processes
             .iter()
-            .filter(|member| member.state == TrackingState::Arriving)
-            .map(|member| (member.pid, member.start_time))
+            .filter(|process| process.state == TrackingState::Arriving)
+            .map(|process| (process.pid, process.start_time))
             .map(|id| (id, self.arrival_times.get(&id).copied().unwrap_or(status.time)))
             .collect();
         let scanned =
@@ -304,8 +304,8 @@ impl HistoryWriter {
         insert_samples(&transaction, &self.samples)?;
         insert_passes(&transaction, self.passes.values())?;
         insert_decisions(&transaction, &self.decisions)?;
-        for (time, members) in &self.footprints {
-            insert_footprints(&transaction, seconds_to_millis(*time), members)?;
+        for (time, processes) in &self.footprints {
+            insert_footprints(&transaction, seconds_to_millis(*time), processes)?;
         }
         transaction.commit()
     }
@@ -417,20 +417,20 @@ fn insert_decisions(transaction: &Transaction<'_>, decisions: &[DecisionReport])
 fn insert_footprints(
     transaction: &Transaction<'_>,
     time_ms: i64,
-    members: &[TrackedProcessReport],
+    processes: &[TrackedProcessReport],
 ) -> rusqlite::Result<()> {
     let mut insert = transaction.prepare("INSERT INTO footprint VALUES (NULL, ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?;
-    for member in members {
-        let kind = serde_json::to_value(member.kind).unwrap_or_default();
+    for process in processes {
+        let kind = serde_json::to_value(process.kind).unwrap_or_default();
         insert.execute(params![
             time_ms,
-            truncate_text(&member.label),
+            truncate_text(&process.label),
             kind.as_str().unwrap_or("process"),
-            truncate_text(&member.domain),
-            member.pid,
-            to_optional_signed(member.resident),
-            to_optional_signed(member.footprint),
-            to_optional_signed(member.saved),
+            truncate_text(&process.domain),
+            process.pid,
+            to_optional_signed(process.resident),
+            to_optional_signed(process.footprint),
+            to_optional_signed(process.saved),
         ])?;
     }
     Ok(())

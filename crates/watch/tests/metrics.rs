@@ -28,14 +28,14 @@ fn sample_values(text: &str, sample: &str) -> Vec<f64> {
 /// A status with more items of each kind than there are named series.
 fn crowded_status() -> StatusReport {
     let mut status = fixture_status();
-    let member = status.tracked_processes[0].clone();
+    let process = status.tracked_processes[0].clone();
     status.tracked_processes = (0..1000)
         .map(|n| TrackedProcessReport {
             label: format!("vm-{n}"),
             workload: format!("vm-{n}"),
             cgroup: Some(format!("/machine/{n}")),
             footprint: Some(1000 - n),
-            ..member.clone()
+            ..process.clone()
         })
         .collect();
     status.workloads = group_footprints::sum_by_workload(&status.tracked_processes);
@@ -107,7 +107,7 @@ fn parts_sum_to_their_total() {
     let sum = |samples: &str| sample_values(&text, samples).iter().sum::<f64>();
     assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
     assert_eq!(sum("pagefold_saved_class_net_bytes{"), sum("pagefold_saved_net_bytes"));
-    let metadata: u64 = fixture_status().tracked_processes.iter().filter_map(|member| member.metadata).sum();
+    let metadata: u64 = fixture_status().tracked_processes.iter().filter_map(|process| process.metadata).sum();
     assert_eq!(sum("pagefold_domain_saved_net_bytes{"), sum("pagefold_domain_saved_bytes{") - metadata as f64);
     assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_tracked_process_merged_bytes{"));
     for kind in ["vm", "container", "job"] {
@@ -168,12 +168,12 @@ fn single_process_domains_have_no_pid() {
     status.domains = ["process 7", "vm of process 8", "process 9", "vm web", "group process 1"].map(named).into();
     status.tracked_processes[0].domain = "process 7".to_owned();
     let text = render_metrics(&status, MetricsFormat::Prometheus);
-    for (domain, members) in
+    for (domain, processes) in
         [("processes", 4.0), ("vms without a name", 2.0), ("vm web", 2.0), ("group process 1", 2.0)]
     {
         assert_eq!(
             sample_values(&text, &format!("pagefold_domain_tracked_processes{{domain=\"{domain}\"}}")),
-            [members]
+            [processes]
         );
     }
     assert!(text.contains("domain=\"processes\"}") && !text.contains("\"process 7\""));

@@ -44,7 +44,7 @@ fn press_keys(app: &mut App, keys: &str) -> bool {
 
 /// The names of the processes in display order.
 fn shown_names(app: &mut App) -> Vec<String> {
-    let labels: Vec<String> = fixture_status().tracked_processes.into_iter().map(|member| member.label).collect();
+    let labels: Vec<String> = fixture_status().tracked_processes.into_iter().map(|process| process.label).collect();
     let text = frame_text(app);
     let rows = text.lines().skip(7).map(|line| line.get(..18).unwrap_or(line).trim());
     rows.filter(|row| labels.iter().any(|label| label == row)).map(ToOwned::to_owned).collect()
@@ -52,9 +52,9 @@ fn shown_names(app: &mut App) -> Vec<String> {
 
 /// The names in descending order of a figure.
 fn sorted(figure: fn(&pagefold_daemon::wire::TrackedProcessReport) -> Option<u64>) -> Vec<String> {
-    let mut members = fixture_status().tracked_processes;
-    members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
-    members.into_iter().map(|member| member.label).collect()
+    let mut processes = fixture_status().tracked_processes;
+    processes.sort_by_key(|process| std::cmp::Reverse(figure(process)));
+    processes.into_iter().map(|process| process.label).collect()
 }
 
 #[test]
@@ -100,16 +100,16 @@ fn any_terminal_size_is_drawn() {
 #[test]
 fn processes_are_sorted() {
     let mut app = app(false);
-    assert_eq!(shown_names(&mut app), sorted(|member| member.footprint));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.footprint));
     press_keys(&mut app, "r");
     let mut upwards = shown_names(&mut app);
     upwards.reverse();
     // Equal values keep their order.
-    assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
+    assert_eq!(upwards.first(), sorted(|process| process.footprint).first());
     press_keys(&mut app, "s");
-    assert_eq!(shown_names(&mut app), sorted(|member| member.saved));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.saved));
     press_keys(&mut app, "s");
-    assert_eq!(shown_names(&mut app), sorted(|member| member.resident));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.resident));
     press_keys(&mut app, "sss");
     let mut labels = sorted(|_| None);
     labels.sort();

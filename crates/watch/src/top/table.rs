@@ -133,9 +133,9 @@ impl SortOrder {
             "Process" => directed(a.label.cmp(&b.label)),
             "Kind" => directed(a.kind.cmp(&b.kind)),
             "Domain" => directed(a.domain.cmp(&b.domain)),
-            "Footprint" => figure(|member| member.footprint),
-            "Saved" => figure(|member| member.saved),
-            _ => figure(|member| member.resident),
+            "Footprint" => figure(|process| process.footprint),
+            "Saved" => figure(|process| process.saved),
+            _ => figure(|process| process.resident),
         }
     }
 }
@@ -162,31 +162,31 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
         ],
         "no process is tracked yet",
     );
-    let mut members: Vec<&TrackedProcessReport> = status.tracked_processes.iter().collect();
-    members.sort_by(|a, b| sort_order.compare(a, b));
-    let max_footprint = members.iter().filter_map(|member| member.footprint).max();
-    for member in members {
-        let (state, mark) = state_label(member.state);
+    let mut processes: Vec<&TrackedProcessReport> = status.tracked_processes.iter().collect();
+    processes.sort_by(|a, b| sort_order.compare(a, b));
+    let max_footprint = processes.iter().filter_map(|process| process.footprint).max();
+    for process in processes {
+        let (state, mark) = state_label(process.state);
         let cells = [
-            escape_unprintable(&member.label).into(),
-            format_optional(member.footprint, |value| format_footprint(value, member.footprint_age_seconds)).into(),
-            format_optional(member.saved, format_bytes).into(),
+            escape_unprintable(&process.label).into(),
+            format_optional(process.footprint, |value| format_footprint(value, process.footprint_age_seconds)).into(),
+            format_optional(process.saved, format_bytes).into(),
             state.into(),
-            format_optional(member.resident, format_bytes).into(),
-            share_bar(member.footprint, max_footprint).into(),
-            kind_name(member.kind).into(),
-            escape_unprintable(&member.domain).into(),
-            format_number(member.enrolled_ranges).into(),
+            format_optional(process.resident, format_bytes).into(),
+            share_bar(process.footprint, max_footprint).into(),
+            kind_name(process.kind).into(),
+            escape_unprintable(&process.domain).into(),
+            format_number(process.enrolled_ranges).into(),
         ];
-        let cgroup = member.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
+        let cgroup = process.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
         let detail = format!(
             "{}: {state}, {}. pid {}{cgroup}, {}; {} merged in {} ranges.",
-            member.label,
-            member.why,
-            member.pid,
-            member.domain,
-            format_optional_amount(member.merged),
-            format_number(member.enrolled_ranges)
+            process.label,
+            process.why,
+            process.pid,
+            process.domain,
+            format_optional_amount(process.merged),
+            format_number(process.enrolled_ranges)
         );
         table.add_row(cells, mark, detail);
     }
