@@ -16,29 +16,29 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
         ),
         2,
     );
-    let known = |value: Option<u64>| value.map_or_else(|| "unknown".to_owned(), |value| Bytes(value).to_string());
+    let or_unknown = |value: Option<u64>| value.map_or_else(|| "unknown".to_owned(), |value| Bytes(value).to_string());
     let saved = &status.saved;
     text.push_str(&style.format_paragraph(
         &format!(
             "Saved on this host: {} gross, {} of metadata, {} net{}. Available: {} of {}.",
-            known(saved.gross),
-            known(saved.metadata),
+            or_unknown(saved.gross),
+            or_unknown(saved.metadata),
             saved.net.map_or_else(|| "unknown".to_owned(), format_net),
             format_split_zeros(saved.split_zero.unwrap_or(0)),
-            known(status.memory.available),
-            known(status.memory.total)
+            or_unknown(status.memory.available),
+            or_unknown(status.memory.total)
         ),
         2,
     ));
-    let used = |who: &str, used: Option<crate::wire::CpuUsageReport>| match used {
-        Some(used) => format!("{who} {:.1} s, {:.1} % of the last minute", used.seconds, used.percent),
-        None => format!("{who} unknown"),
+    let cpu_usage = |name: &str, usage: Option<crate::wire::CpuUsageReport>| match usage {
+        Some(usage) => format!("{name} {:.1} s, {:.1} % of the last minute", usage.seconds, usage.percent),
+        None => format!("{name} unknown"),
     };
     text.push_str(&style.format_paragraph(
         &format!(
             "CPU: {}; {}; limit {:.0} % on average, {:.1} of {:.0} s left for a burst.",
-            used("ksmd", status.cpu.ksmd),
-            used("pagefold", status.cpu.pagefold),
+            cpu_usage("ksmd", status.cpu.ksmd),
+            cpu_usage("pagefold", status.cpu.pagefold),
             status.bounds.cpu_percent,
             status.bounds.burst_available_seconds,
             status.bounds.burst_seconds
@@ -73,13 +73,13 @@ fn render_tracked_processes(status: &StatusReport, max_rows: usize, style: TextS
     let mut text = style.format_heading("Tracked processes");
     let mut table =
         style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
-    for member in status.tracked_processes.iter().take(max_rows) {
-        table.add_row(process_row(member));
+    for process in status.tracked_processes.iter().take(max_rows) {
+        table.add_row(process_row(process));
     }
     text.push_str(&style.render_table(&table));
-    let left = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
-    if left > 0 {
-        text.push_str(&format!("and {left} more\n"));
+    let omitted = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
+    if omitted > 0 {
+        text.push_str(&format!("and {omitted} more\n"));
     }
     text.push_str(&style.format_paragraph(FOOTPRINT_NOTE, 2));
     text
@@ -94,11 +94,11 @@ fn render_decisions(status: &StatusReport, max_rows: usize, style: TextStyle) ->
     let mut table = style.new_table(&[">ago", "what", "process", "why"]);
     for decision in status.decisions.iter().take(max_rows) {
         let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
-        let acted = if decision.carried_out { "" } else { "not carried out: " };
-        let what = decision.kind.clone();
-        let plain = matches!(what.as_str(), "skip" | "refuse" | "idle" | "yield");
-        let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.explanation));
-        table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.subject, 40), why]);
+        let prefix = if decision.carried_out { "" } else { "not carried out: " };
+        let kind = decision.kind.clone();
+        let takes_no_action = matches!(kind.as_str(), "skip" | "refuse" | "idle" | "yield");
+        let why = format!("{}{}", if takes_no_action { "" } else { prefix }, escape_unprintable(&decision.explanation));
+        table.add_row([format!("{ago:.0} s"), kind, cut_end(&decision.subject, 40), why]);
     }
     text.push_str(&style.render_table(&table));
     text
@@ -109,17 +109,19 @@ const FOOTPRINT_NOTE: &str = "Footprints are fair shares: each page divided by t
                           estimates before the first reading: resident memory less what merging saves, by the host's \
                           mean per merged page.";
 
-fn process_row(member: &TrackedProcessReport) -> [String; 8] {
-    let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), format_bytes);
+fn process_row(process: &TrackedProcessReport) -> [String; 8] {
+    let or_unknown = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), format_bytes);
     [
-        member.pid.to_string(),
-        cut_end(&member.label, 30),
-        cut_end(&member.domain, 24),
-        known(member.resident),
-        known(member.merged),
-        member.footprint.map_or_else(|| "?".to_owned(), |value| format_footprint(value, member.footprint_age_seconds)),
-        state_label(member.state).to_owned(),
-        escape_unprintable(&member.why).into_owned(),
+        process.pid.to_string(),
+        cut_end(&process.label, 30),
+        cut_end(&process.domain, 24),
+        or_unknown(process.resident),
+        or_unknown(process.merged),
+        process
+            .footprint
+            .map_or_else(|| "?".to_owned(), |value| format_footprint(value, process.footprint_age_seconds)),
+        state_label(process.state).to_owned(),
+        escape_unprintable(&process.why).into_owned(),
     ]
 }
 

@@ -41,12 +41,12 @@ pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPo
     let mut pids: Vec<Pid> = listed.iter().flatten().chain(required_pids).copied().collect();
     pids.sort();
     pids.dedup();
-    let mut seen: Vec<ExaminedProcess> =
+    let mut examined: Vec<ExaminedProcess> =
         pids.into_par_iter().filter_map(|pid| examine_process(host, pid, trust)).collect();
-    set_parent_merge_any(&mut seen);
+    set_parent_merge_any(&mut examined);
 
-    let ksmd = read_ksmd_cpu_time(host, &seen);
-    let mut processes: Vec<ProcessFacts> = seen.into_iter().map(|seen| seen.facts).collect();
+    let ksmd = read_ksmd_cpu_time(host, &examined);
+    let mut processes: Vec<ProcessFacts> = examined.into_iter().map(|process| process.facts).collect();
     let hidden = match (&listed, &ksmd, &ksm) {
         // Otherwise the rules would treat the processes as exited, and ignore them.
         (Err(Absent::Vanished), _, _) => Some(Absent::Malformed("the list of processes vanished".to_owned())),
@@ -83,7 +83,7 @@ struct ExaminedProcess {
 
 /// Examine a process; `None` if the pid does not exist.
 fn examine_process(host: &dyn Host, pid: Pid, trust: &TrustPolicy) -> Option<ExaminedProcess> {
-    let look = |handle: &dyn Handle| -> Reading<ExaminedProcess> {
+    let read_facts = |handle: &dyn Handle| -> Reading<ExaminedProcess> {
         let process = observe::process(host, handle)?;
         let parent = parse::stat(&handle.read("stat")?)?.ppid;
         // Kernel threads and zombies have no memory of their own: their smaps would be empty.
@@ -97,12 +97,12 @@ fn examine_process(host: &dyn Host, pid: Pid, trust: &TrustPolicy) -> Option<Exa
         Err(Absent::Vanished | Absent::NotOnThisKernel) => return None,
         Err(why) => return Some(ExaminedProcess { facts: unreadable_process_facts(pid, &why, trust), parent: Pid(0) }),
     };
-    match look(&*handle) {
+    match read_facts(&*handle) {
         Err(Absent::Vanished) => None,
         Err(why) => Some(ExaminedProcess { facts: unreadable_process_facts(pid, &why, trust), parent: Pid(0) }),
         // It exited meanwhile: readings taken before that are of no use.
-        Ok(seen) if seen.facts.regions == Err(Absent::Vanished) => None,
-        Ok(seen) => Some(seen),
+        Ok(examined) if examined.facts.regions == Err(Absent::Vanished) => None,
+        Ok(examined) => Some(examined),
     }
 }
 
@@ -118,27 +118,29 @@ fn build_process_facts(
     parent_merge_any: Reading<bool>,
     trust: &TrustPolicy,
 ) -> ProcessFacts {
-    let (domain, excluded) = (trust.domains.domain(&process), trust.exclusions.reason(&process));
-    ProcessFacts { process, regions, domain, exclusion_reason: excluded, parent_merge_any }
+    let (domain, exclusion_reason) = (trust.domains.domain(&process), trust.exclusions.reason(&process));
+    ProcessFacts { process, regions, domain, exclusion_reason, parent_merge_any }
 }
 
 /// Set the merge flag of each process's parent. Without a parent, or if it exited meanwhile, the value stays
 /// `Vanished`.
-fn set_parent_merge_any(seen: &mut [ExaminedProcess]) {
-    let flags: BTreeMap<Pid, Reading<bool>> =
-        seen.iter().map(|seen| (seen.facts.process.id.pid, seen.facts.process.ksm.merge_any.clone())).collect();
-    for seen in seen {
-        if let Some(flag) = flags.get(&seen.parent) {
-            seen.facts.parent_merge_any.clone_from(flag);
+fn set_parent_merge_any(examined: &mut [ExaminedProcess]) {
+    let flags: BTreeMap<Pid, Reading<bool>> = examined
+        .iter()
+        .map(|process| (process.facts.process.id.pid, process.facts.process.ksm.merge_any.clone()))
+        .collect();
+    for process in examined {
+        if let Some(flag) = flags.get(&process.parent) {
+            process.facts.parent_merge_any.clone_from(flag);
         }
     }
 }
 
 /// CPU time of ksmd. `NotOnThisKernel` if it is not among the processes.
-fn read_ksmd_cpu_time(host: &dyn Host, seen: &[ExaminedProcess]) -> Reading<KsmdCpuTime> {
-    let thread = seen
+fn read_ksmd_cpu_time(host: &dyn Host, examined: &[ExaminedProcess]) -> Reading<KsmdCpuTime> {
+    let thread = examined
         .iter()
-        .map(|seen| &seen.facts.process)
+        .map(|examined| &examined.facts.process)
         .find(|process| process.kernel_thread && process.comm == "ksmd")
         .ok_or(Absent::NotOnThisKernel)?;
     let stat = parse::stat(&host.open(thread.id.pid)?.read("stat")?)?;
@@ -156,14 +158,14 @@ fn read_ksmd_cpu_time(host: &dyn Host, seen: &[ExaminedProcess]) -> Reading<Ksmd
 /// The tuners among the processes. An empty result is certain only if every command line could be read.
 fn find_tuners(host: &dyn Host, processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
     let mut found = Vec::new();
-    let mut unread = None;
+    let mut unreadable = None;
     for process in processes.iter().map(|facts| &facts.process).filter(|process| !process.kernel_thread) {
         found.extend(observe::identify_tuner(host, process));
         if let Err(why) = &process.arguments {
-            unread = unread.max(Some(why.clone()).filter(|why| *why != Absent::Vanished));
+            unreadable = unreadable.max(Some(why.clone()).filter(|why| *why != Absent::Vanished));
         }
     }
-    match unread {
+    match unreadable {
         Some(why) if found.is_empty() => Err(why),
         _ => Ok(found),
     }

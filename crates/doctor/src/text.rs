@@ -18,11 +18,13 @@ pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String 
     if report.processes.is_empty() {
         page.add_findings(report.findings.iter(), verbose);
     }
-    for (i, who) in report.processes.iter().enumerate() {
+    for (i, process) in report.processes.iter().enumerate() {
         page.text.push_str(if i > 0 { "\n" } else { "" });
-        page.add_line(&page.format_bold(&render_heading(who)));
-        let own = |finding: &&FindingReport| (finding.pid, finding.start_time) == (Some(who.pid), Some(who.start_time));
-        page.add_findings(report.findings.iter().filter(own), verbose);
+        page.add_line(&page.format_bold(&render_heading(process)));
+        let is_own = |finding: &&FindingReport| {
+            (finding.pid, finding.start_time) == (Some(process.pid), Some(process.start_time))
+        };
+        page.add_findings(report.findings.iter().filter(is_own), verbose);
     }
     page.text.push('\n');
     if !report.unscanned_processes.is_empty() {
@@ -41,27 +43,27 @@ fn is_refusal(finding: &FindingReport) -> bool {
 }
 
 /// The processes whose memory was not read: the first few by name.
-fn render_unscanned(unseen: &[UnscannedProcessReport]) -> String {
-    let name = |one: &UnscannedProcessReport| match (one.pid, &one.comm) {
-        (0, _) => format!("hidden processes ({})", one.detail),
-        (pid, Some(comm)) => format!("{comm} ({pid}, {})", one.detail),
-        (pid, None) => format!("{pid} ({})", one.detail),
+fn render_unscanned(unscanned: &[UnscannedProcessReport]) -> String {
+    let name = |process: &UnscannedProcessReport| match (process.pid, &process.comm) {
+        (0, _) => format!("hidden processes ({})", process.detail),
+        (pid, Some(comm)) => format!("{comm} ({pid}, {})", process.detail),
+        (pid, None) => format!("{pid} ({})", process.detail),
     };
-    let names: Vec<_> = unseen.iter().take(MAX_NAMED_PROCESSES).map(name).collect();
-    let more = if unseen.len() > MAX_NAMED_PROCESSES {
-        format!(" and {} more", unseen.len() - MAX_NAMED_PROCESSES)
+    let names: Vec<_> = unscanned.iter().take(MAX_NAMED_PROCESSES).map(name).collect();
+    let more = if unscanned.len() > MAX_NAMED_PROCESSES {
+        format!(" and {} more", unscanned.len() - MAX_NAMED_PROCESSES)
     } else {
         String::new()
     };
     format!("Memory that was not seen: {}{more}.", names.join(", "))
 }
 
-fn render_heading(who: &ProcessInfo) -> String {
-    let vm = who.vm.as_ref().and_then(|vm| vm.name.as_ref()).map(|name| format!(", machine {name}"));
-    let domain = who.domain.as_ref().map(|domain| format!(", {domain}"));
-    let cgroup = who.cgroup.as_ref().map(|path| format!(", cgroup {path}"));
+fn render_heading(process: &ProcessInfo) -> String {
+    let vm = process.vm.as_ref().and_then(|vm| vm.name.as_ref()).map(|name| format!(", machine {name}"));
+    let domain = process.domain.as_ref().map(|domain| format!(", {domain}"));
+    let cgroup = process.cgroup.as_ref().map(|path| format!(", cgroup {path}"));
     let parts = [vm, domain, cgroup].map(Option::unwrap_or_default).concat();
-    escape_unprintable(&format!("Process {} ({}){parts}", who.pid, who.comm)).into_owned()
+    escape_unprintable(&format!("Process {} ({}){parts}", process.pid, process.comm)).into_owned()
 }
 
 fn render_summary(counts: &VerdictCounts) -> String {

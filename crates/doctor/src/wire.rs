@@ -128,12 +128,12 @@ impl DoctorReport {
 
     /// Examine some of its processes.
     pub fn from_processes(host: String, facts: &HostFacts, processes: &[&ProcessFacts]) -> Self {
-        let who = processes
+        let infos = processes
             .iter()
             .map(|process| ProcessInfo::from_process(&process.process, Some(&process.domain)))
             .collect();
         let findings = processes.iter().flat_map(|process| examine_process(facts, process)).collect();
-        Self::new(host, who, findings, unscanned_processes(processes.iter().copied()))
+        Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()))
     }
 
     /// Replace `sudo` remedies by `remedy` where more privilege does not help.

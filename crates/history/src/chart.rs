@@ -120,13 +120,13 @@ pub fn build_charts(report: &HistoryReport) -> Vec<Chart> {
     let (memory, saved, cpu) = match &sides[..] {
         [side] => (memory_series(side), saved_series(side), cpu_series(side)),
         _ => {
-            let each = |of: PointValue, shape: SegmentBuilder| {
-                sides.iter().enumerate().map(|(i, side)| build_side_line(i, side, clock, of, shape)).collect()
+            let side_lines = |value: PointValue, build: SegmentBuilder| {
+                sides.iter().enumerate().map(|(i, side)| build_side_line(i, side, clock, value, build)).collect()
             };
             (
-                each(in_use, build_segments),
-                each(net_saved, build_segments),
-                each(total_cpu_percent, build_step_segments),
+                side_lines(in_use, build_segments),
+                side_lines(net_saved, build_segments),
+                side_lines(total_cpu_percent, build_step_segments),
             )
         }
     };
@@ -209,11 +209,11 @@ fn build_series(
     low: Option<PointValue>,
     high: PointValue,
 ) -> ChartSeries {
-    let spot = |point: &SeriesPoint| {
+    let to_point = |point: &SeriesPoint| {
         let low = low.map_or(Some(0.0), |low| low(point))?;
         Some(ChartPoint { time: point.time, low, high: high(point)? })
     };
-    ChartSeries { name: name.to_owned(), color, mark, segments: build_segments(&side.points, &spot) }
+    ChartSeries { name: name.to_owned(), color, mark, segments: build_segments(&side.points, &to_point) }
 }
 
 /// A band of values that are means since the previous point.
@@ -224,12 +224,12 @@ fn build_rate_band(
     low: PointValue,
     high: PointValue,
 ) -> ChartSeries {
-    let spot = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: low(point)?, high: high(point)? });
+    let to_point = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: low(point)?, high: high(point)? });
     ChartSeries {
         name: name.to_owned(),
         color,
         mark: SeriesStyle::Band,
-        segments: build_step_segments(&side.points, &spot),
+        segments: build_step_segments(&side.points, &to_point),
     }
 }
 
@@ -237,14 +237,14 @@ fn build_side_line(
     number: usize,
     side: &SideReport,
     clock: ChartClock,
-    of: PointValue,
-    shape: SegmentBuilder,
+    value: PointValue,
+    build: SegmentBuilder,
 ) -> ChartSeries {
     let offset = time_offset(side, clock);
-    let spot = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: 0.0, high: of(point)? });
-    let mut parts = shape(&side.points, &spot);
-    parts.iter_mut().flatten().for_each(|spot| spot.time -= offset);
-    ChartSeries { name: side.name.clone(), color: SeriesColor::Side(number), mark: SeriesStyle::Line, segments: parts }
+    let to_point = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: 0.0, high: value(point)? });
+    let mut segments = build(&side.points, &to_point);
+    segments.iter_mut().flatten().for_each(|point| point.time -= offset);
+    ChartSeries { name: side.name.clone(), color: SeriesColor::Side(number), mark: SeriesStyle::Line, segments }
 }
 
 fn time_offset(side: &SideReport, clock: ChartClock) -> f64 {
@@ -252,61 +252,66 @@ fn time_offset(side: &SideReport, clock: ChartClock) -> f64 {
 }
 
 /// Points in segments, cut where a value is unknown and where a run of the daemon ended.
-fn build_segments(points: &[SeriesPoint], spot: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>) -> Vec<Vec<ChartPoint>> {
-    let mut parts: Vec<Vec<ChartPoint>> = Vec::new();
-    let mut before: Option<i64> = None;
+fn build_segments(
+    points: &[SeriesPoint],
+    to_point: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>,
+) -> Vec<Vec<ChartPoint>> {
+    let mut segments: Vec<Vec<ChartPoint>> = Vec::new();
+    let mut previous_run: Option<i64> = None;
     for point in points {
-        match spot(point) {
-            Some(spot) => match parts.last_mut() {
-                Some(part) if before == Some(point.run_id) => part.push(spot),
-                _ => parts.push(vec![spot]),
+        match to_point(point) {
+            Some(chart_point) => match segments.last_mut() {
+                Some(segment) if previous_run == Some(point.run_id) => segment.push(chart_point),
+                _ => segments.push(vec![chart_point]),
             },
             None => {
-                before = None;
+                previous_run = None;
                 continue;
             }
         }
-        before = Some(point.run_id);
+        previous_run = Some(point.run_id);
     }
-    parts
+    segments
 }
 
 /// Points whose values are means since the previous point, each as a step over that time. Segments are cut where a
 /// value is unknown and where a run of the daemon ended.
 fn build_step_segments(
     points: &[SeriesPoint],
-    spot: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>,
+    to_point: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>,
 ) -> Vec<Vec<ChartPoint>> {
-    let mut parts: Vec<Vec<ChartPoint>> = Vec::new();
+    let mut segments: Vec<Vec<ChartPoint>> = Vec::new();
     for pair in points.windows(2) {
-        let (before, point) = (&pair[0], &pair[1]);
-        let Some(spot) = spot(point).filter(|_| before.run_id == point.run_id && before.time < point.time) else {
+        let (previous, point) = (&pair[0], &pair[1]);
+        let Some(chart_point) =
+            to_point(point).filter(|_| previous.run_id == point.run_id && previous.time < point.time)
+        else {
             continue;
         };
-        let step = [ChartPoint { time: before.time, ..spot }, spot];
-        match parts.last_mut() {
-            Some(part) if part.last().is_some_and(|last| last.time == before.time) => part.extend(step),
-            _ => parts.push(step.into()),
+        let step = [ChartPoint { time: previous.time, ..chart_point }, chart_point];
+        match segments.last_mut() {
+            Some(segment) if segment.last().is_some_and(|last| last.time == previous.time) => segment.extend(step),
+            _ => segments.push(step.into()),
         }
     }
-    parts
+    segments
 }
 
 /// A dot for each merge whose duration is known: from the arrival of a process if there was one, otherwise from the
 /// start of the pass.
 fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSeries> {
     let color = |i| if sides.len() == 1 { SeriesColor::Saved } else { SeriesColor::Side(i) };
-    let of = |(i, side): (usize, &SideReport)| {
-        let spot = |pass: &super::report::PassRow| {
+    let side_series = |(i, side): (usize, &SideReport)| {
+        let to_point = |pass: &super::report::PassRow| {
             let high = pass.seconds_to_90? + pass.arrival_wait_seconds.unwrap_or(0.0);
             Some(ChartPoint { time: pass.ended_at - time_offset(side, clock), low: 0.0, high })
         };
-        let dots: Vec<ChartPoint> = side.passes.iter().filter_map(spot).collect();
+        let dots: Vec<ChartPoint> = side.passes.iter().filter_map(to_point).collect();
         let name = if sides.len() == 1 { "one merge".to_owned() } else { side.name.clone() };
         ChartSeries { name, color: color(i), mark: SeriesStyle::Dots, segments: vec![dots] }
     };
-    let all = sides.iter().enumerate().map(of);
-    all.filter(|series| series.segments.iter().any(|part| !part.is_empty())).collect()
+    let series = sides.iter().enumerate().map(side_series);
+    series.filter(|series| series.segments.iter().any(|segment| !segment.is_empty())).collect()
 }
 
 #[cfg(test)]
@@ -323,9 +328,11 @@ mod tests {
             point(3.0, 1, Some(3)),
             point(4.0, 2, Some(4)),
         ];
-        let spot = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: 0.0, high: net_saved(point)? });
-        let times: Vec<Vec<f64>> =
-            build_segments(&points, &spot).iter().map(|part| part.iter().map(|spot| spot.time).collect()).collect();
+        let to_point = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: 0.0, high: net_saved(point)? });
+        let times: Vec<Vec<f64>> = build_segments(&points, &to_point)
+            .iter()
+            .map(|segment| segment.iter().map(|point| point.time).collect())
+            .collect();
         assert_eq!(times, [vec![0.0, 1.0], vec![3.0], vec![4.0]]);
     }
 
@@ -351,7 +358,7 @@ mod tests {
         let side = SideReport { points: points.to_vec(), ..serde_json::from_str(EMPTY_SIDE_JSON).unwrap() };
         let drawn = cpu_series(&side).remove(0);
         let shape = |parts: &[Vec<ChartPoint>]| -> Vec<Vec<(f64, f64)>> {
-            parts.iter().map(|part| part.iter().map(|spot| (spot.time, spot.high)).collect()).collect()
+            parts.iter().map(|segment| segment.iter().map(|point| (point.time, point.high)).collect()).collect()
         };
         let burst = vec![(0.0, 0.0), (10.0, 0.0), (10.0, 35.0), (11.0, 35.0), (11.0, 0.0), (20.0, 0.0)];
         let others = [vec![(21.0, 5.0), (22.0, 5.0)], vec![(30.0, 7.0), (31.0, 7.0)]];

@@ -19,26 +19,26 @@ pub const SECONDS_AFTER_PASS: f64 = 3.0;
 /// Seconds from the start of a pass to 90 % and to 99 % of its final savings. Samples are in ascending order; those of
 /// other runs of the daemon are ignored. `None` if there are too few samples or too small savings.
 pub fn convergence_times(pass: &HistoryPass, samples: &[HistorySample]) -> Option<(f64, f64)> {
-    let (began, until) = (pass.started_at(), pass.ended_at + SECONDS_AFTER_PASS);
+    let (start, end) = (pass.started_at(), pass.ended_at + SECONDS_AFTER_PASS);
     let saved = |sample: &HistorySample| Some((sample.time, sample.saved_gross? as f64));
-    let course: Vec<(f64, f64)> =
+    let curve: Vec<(f64, f64)> =
         samples.iter().filter(|sample| sample.run_id == pass.run_id).filter_map(saved).collect();
-    let before = course.iter().rev().find(|(time, _)| *time <= began)?;
-    let mut all: Vec<(f64, f64)> = vec![(began, before.1)];
-    all.extend(course.iter().filter(|(time, _)| *time > began && *time <= until));
-    let least = all.iter().map(|(_, saved)| *saved).fold(f64::INFINITY, f64::min);
-    let rise = &all[all.iter().rposition(|(_, saved)| *saved <= least)?..];
-    let height = rise.iter().map(|(_, saved)| *saved).fold(least, f64::max) - least;
+    let baseline = curve.iter().rev().find(|(time, _)| *time <= start)?;
+    let mut points: Vec<(f64, f64)> = vec![(start, baseline.1)];
+    points.extend(curve.iter().filter(|(time, _)| *time > start && *time <= end));
+    let lowest = points.iter().map(|(_, saved)| *saved).fold(f64::INFINITY, f64::min);
+    let rise = &points[points.iter().rposition(|(_, saved)| *saved <= lowest)?..];
+    let height = rise.iter().map(|(_, saved)| *saved).fold(lowest, f64::max) - lowest;
     if rise.len() < MIN_RISE_SAMPLES || height < MIN_RISE_BYTES {
         return None;
     }
-    let to = |share: f64| crossing_time(rise, least + share * height).map(|time| time - began);
-    Some((to(0.90)?, to(0.99)?))
+    let seconds_to = |share: f64| crossing_time(rise, lowest + share * height).map(|time| time - start);
+    Some((seconds_to(0.90)?, seconds_to(0.99)?))
 }
 
 /// When a curve first reaches a level.
-fn crossing_time(course: &[(f64, f64)], level: f64) -> Option<f64> {
-    course.windows(2).find_map(|pair| {
+fn crossing_time(curve: &[(f64, f64)], level: f64) -> Option<f64> {
+    curve.windows(2).find_map(|pair| {
         let [(from, low), (to, high)] = *pair else { return None };
         (low < level && high >= level).then(|| from + (to - from) * (level - low) / (high - low))
     })

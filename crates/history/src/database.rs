@@ -26,7 +26,7 @@ pub fn open_writable(path: &Path) -> Result<Connection, Error> {
     match read_format(&connection).map_err(database_error(path, "read"))? {
         // A new file, or its creator was killed before the first commit.
         FileFormat::Empty => create_schema(&connection).map_err(database_error(path, "make"))?,
-        form => form.check_supported(path)?,
+        format => format.check_supported(path)?,
     }
     check_integrity(&connection, path)?;
     Ok(connection)
@@ -127,7 +127,7 @@ fn is_denied(error: &rusqlite::Error) -> bool {
 
 /// A path as part of a URI.
 fn encode_path(path: &Path) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/-_.~".contains(&byte);
+    let is_unreserved = |byte: u8| byte.is_ascii_alphanumeric() || b"/-_.~".contains(&byte);
     let bytes = path.as_os_str().as_encoded_bytes().iter();
-    bytes.map(|&byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+    bytes.map(|&byte| if is_unreserved(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }

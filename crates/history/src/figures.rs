@@ -82,8 +82,8 @@ pub struct ConvergenceReport {
 
 impl ConvergenceReport {
     fn from_passes(passes: &[HistoryPass]) -> Option<Self> {
-        let sorted = |of: &dyn Fn(&HistoryPass) -> Option<f64>| {
-            let mut values: Vec<f64> = passes.iter().filter_map(of).collect();
+        let sorted = |seconds: &dyn Fn(&HistoryPass) -> Option<f64>| {
+            let mut values: Vec<f64> = passes.iter().filter_map(seconds).collect();
             values.sort_by(f64::total_cmp);
             values
         };
@@ -102,8 +102,8 @@ impl ConvergenceReport {
 }
 
 /// A quantile of sorted values: the smallest value that at least this share of the values does not exceed.
-fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
-    let rank = (part * sorted.len() as f64).ceil() as usize;
+fn quantile(sorted: &[f64], share: f64) -> Option<f64> {
+    let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
@@ -140,14 +140,14 @@ impl HistoryFigures {
     /// The figures of a span.
     pub fn from_span(span: &HistorySpan) -> Self {
         let samples = &span.samples;
-        let spent = |of: fn(&HistorySample) -> Option<f64>| counter_increase(samples, of);
-        let (ksmd, pagefold) = (spent(|sample| sample.ksmd_seconds), spent(|sample| sample.pagefold_seconds));
+        let increase = |counter: fn(&HistorySample) -> Option<f64>| counter_increase(samples, counter);
+        let (ksmd, pagefold) = (increase(|sample| sample.ksmd_seconds), increase(|sample| sample.pagefold_seconds));
         let cpu = ksmd.zip(pagefold).map(|(ksmd, pagefold)| ksmd + pagefold);
-        let covered: f64 = sample_pairs(samples).map(|(before, after)| after.time - before.time).sum();
+        let covered_seconds: f64 = sample_pairs(samples).map(|(before, after)| after.time - before.time).sum();
         let net = time_weighted_mean(samples, |sample| Some(sample.saved_net? as f64));
         let merges = || span.passes.iter().filter(|pass| pass.measured.is_some());
         Self {
-            covered_seconds: covered,
+            covered_seconds,
             saved_net_mean: net.map(|(mean, _)| mean),
             saved_net_max: samples.iter().filter_map(|sample| sample.saved_net).max(),
             saved_net_last: samples.iter().rev().find_map(|sample| sample.saved_net),
@@ -157,7 +157,7 @@ impl HistoryFigures {
             available_min: samples.iter().filter_map(|sample| sample.available).min(),
             ksmd_seconds: ksmd,
             pagefold_seconds: pagefold,
-            cpu_percent: cpu.filter(|_| covered > 0.0).map(|cpu| 100.0 * cpu / covered),
+            cpu_percent: cpu.filter(|_| covered_seconds > 0.0).map(|cpu| 100.0 * cpu / covered_seconds),
             cpu_seconds_per_gib_hour: cpu.zip(net).and_then(|(cpu, (mean, seconds))| {
                 let gib_hours = mean / (1_u64 << 30) as f64 * seconds / 3600.0;
                 (gib_hours > 1e-6).then(|| cpu / gib_hours)
@@ -173,18 +173,18 @@ impl HistoryFigures {
     /// Each figure with its label, in display order.
     pub fn named_values(&self) -> Vec<(&'static str, FigureUnit, Option<f64>)> {
         use FigureUnit::{Bytes, Count, Percent, Seconds};
-        let whole = |value: Option<u64>| value.map(|value| value as f64);
+        let unsigned = |value: Option<u64>| value.map(|value| value as f64);
         let signed = |value: Option<i64>| value.map(|value| value as f64);
-        let converge = |of: fn(&ConvergenceReport) -> Option<f64>| self.convergence.as_ref().and_then(of);
+        let duration = |field: fn(&ConvergenceReport) -> Option<f64>| self.convergence.as_ref().and_then(field);
         let share = (self.predicted > 0).then(|| 100.0 * self.measured as f64 / self.predicted as f64);
         vec![
             ("net savings, mean", Bytes, self.saved_net_mean),
             ("net savings, maximum", Bytes, signed(self.saved_net_max)),
             ("net savings, at the end", Bytes, signed(self.saved_net_last)),
             ("memory in use, mean", Bytes, self.in_use_mean),
-            ("memory in use, maximum", Bytes, whole(self.in_use_max)),
-            ("in use without merging, maximum", Bytes, whole(self.without_merging_max)),
-            ("memory available, minimum", Bytes, whole(self.available_min)),
+            ("memory in use, maximum", Bytes, unsigned(self.in_use_max)),
+            ("in use without merging, maximum", Bytes, unsigned(self.without_merging_max)),
+            ("memory available, minimum", Bytes, unsigned(self.available_min)),
             ("CPU time of ksmd", Seconds, self.ksmd_seconds),
             ("CPU time of pagefold", Seconds, self.pagefold_seconds),
             ("CPU use of both, of one CPU", Percent, self.cpu_percent),
@@ -194,13 +194,13 @@ impl HistoryFigures {
             ("predicted savings of merges", Bytes, Some(self.predicted as f64)),
             ("measured savings of merges", Bytes, Some(self.measured as f64)),
             ("measured of predicted savings", Percent, share),
-            ("merges with known duration", Count, converge(|of| Some(of.merges as f64))),
-            ("time to 90 %, median", Seconds, converge(|of| Some(of.to_90_median))),
-            ("time to 90 %, 90th percentile", Seconds, converge(|of| Some(of.to_90_high))),
-            ("time to 99 %, median", Seconds, converge(|of| Some(of.to_99_median))),
-            ("time to 99 %, 90th percentile", Seconds, converge(|of| Some(of.to_99_high))),
-            ("from arrival to 90 %, median", Seconds, converge(|of| of.arrival_to_90_median)),
-            ("from arrival to 90 %, 90th percentile", Seconds, converge(|of| of.arrival_to_90_high)),
+            ("merges with known duration", Count, duration(|report| Some(report.merges as f64))),
+            ("time to 90 %, median", Seconds, duration(|report| Some(report.to_90_median))),
+            ("time to 90 %, 90th percentile", Seconds, duration(|report| Some(report.to_90_high))),
+            ("time to 99 %, median", Seconds, duration(|report| Some(report.to_99_median))),
+            ("time to 99 %, 90th percentile", Seconds, duration(|report| Some(report.to_99_high))),
+            ("from arrival to 90 %, median", Seconds, duration(|report| report.arrival_to_90_median)),
+            ("from arrival to 90 %, 90th percentile", Seconds, duration(|report| report.arrival_to_90_high)),
             ("time covered by samples", Seconds, Some(self.covered_seconds)),
         ]
     }
@@ -213,17 +213,18 @@ fn sample_pairs(samples: &[HistorySample]) -> impl Iterator<Item = (&HistorySamp
 }
 
 /// The increase of a counter.
-fn counter_increase(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<f64> {
-    let rises: Vec<f64> =
-        sample_pairs(samples).filter_map(|(before, after)| Some((of(after)? - of(before)?).max(0.0))).collect();
+fn counter_increase(samples: &[HistorySample], counter: fn(&HistorySample) -> Option<f64>) -> Option<f64> {
+    let rises: Vec<f64> = sample_pairs(samples)
+        .filter_map(|(before, after)| Some((counter(after)? - counter(before)?).max(0.0)))
+        .collect();
     (!rises.is_empty()).then(|| rises.iter().sum())
 }
 
 /// The mean over time (trapezoidal rule), and the seconds that it covers.
-fn time_weighted_mean(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<(f64, f64)> {
+fn time_weighted_mean(samples: &[HistorySample], field: fn(&HistorySample) -> Option<f64>) -> Option<(f64, f64)> {
     let (mut sum, mut seconds) = (0.0, 0.0);
     for (before, after) in sample_pairs(samples) {
-        if let (Some(low), Some(high)) = (of(before), of(after)) {
+        if let (Some(low), Some(high)) = (field(before), field(after)) {
             let step = after.time - before.time;
             sum += (low + high) / 2.0 * step;
             seconds += step;

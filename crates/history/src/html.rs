@@ -43,9 +43,9 @@ pub fn render_document(report: &HistoryReport, created_at: f64) -> String {
     )
 }
 
-fn render_header(report: &HistoryReport, title: &str, made: f64) -> String {
+fn render_header(report: &HistoryReport, title: &str, created_at: f64) -> String {
     let mut text =
-        format!("<header>\n<h1>{title}</h1>\n<p class=\"note\">Made by pagefold on {} UTC.", format_utc(made));
+        format!("<header>\n<h1>{title}</h1>\n<p class=\"note\">Made by pagefold on {} UTC.", format_utc(created_at));
     for side in &report.sides {
         let host =
             if side.name == side.host { String::new() } else { format!(" (host {})", escape_markup(&side.host)) };
@@ -65,21 +65,21 @@ fn render_header(report: &HistoryReport, title: &str, made: f64) -> String {
 /// The summary sentence of a side; unknown figures are left out.
 fn render_headline(side: &SideReport) -> String {
     let figures = &side.figures;
-    let saved = figures.saved_net_mean.zip(figures.saved_net_max).map(|(mean, most)| {
-        let (mean, most) =
-            (FigureUnit::Bytes.format_value(Some(mean)), FigureUnit::Bytes.format_value(Some(most as f64)));
-        format!("net savings {mean} mean, {most} maximum")
+    let saved = figures.saved_net_mean.zip(figures.saved_net_max).map(|(mean, max)| {
+        let (mean, max) =
+            (FigureUnit::Bytes.format_value(Some(mean)), FigureUnit::Bytes.format_value(Some(max as f64)));
+        format!("net savings {mean} mean, {max} maximum")
     });
     let cpu = figures
         .cpu_percent
         .map(|percent| format!("CPU use {} of one CPU", FigureUnit::Percent.format_value(Some(percent))));
-    let converge = figures.convergence.map(|converge| {
-        let (merges, seconds) = (converge.merges, FigureUnit::Seconds.format_value(Some(converge.to_90_median)));
+    let convergence = figures.convergence.map(|convergence| {
+        let (merges, seconds) = (convergence.merges, FigureUnit::Seconds.format_value(Some(convergence.to_90_median)));
         format!("median time to 90 % of a merge's savings {seconds}, over {merges}")
     });
-    let parts: Vec<String> = [saved, cpu, converge].into_iter().flatten().collect();
-    let what = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
-    format!("{}: {what}.", side.name)
+    let parts: Vec<String> = [saved, cpu, convergence].into_iter().flatten().collect();
+    let summary = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
+    format!("{}: {summary}.", side.name)
 }
 
 fn render_section(id: &str, title: &str, body: &str) -> String {
@@ -125,10 +125,16 @@ fn render_figures(sides: &[SideReport]) -> String {
 
 fn render_differences(differences: &[SideDifference], names: &[String]) -> String {
     let (first, second) = (format!(">{}", names[0]), format!(">{}", names[1]));
-    let rows = differences.iter().map(|one| {
-        let by = one.change.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
-        let percent = one.change_percent.map_or_else(String::new, format_signed_percent);
-        vec![one.figure.clone(), one.unit.format_value(one.first), one.unit.format_value(one.second), by, percent]
+    let rows = differences.iter().map(|difference| {
+        let change = difference.change.map_or_else(|| "–".to_owned(), |change| format_signed(difference.unit, change));
+        let percent = difference.change_percent.map_or_else(String::new, format_signed_percent);
+        vec![
+            difference.figure.clone(),
+            difference.unit.format_value(difference.first),
+            difference.unit.format_value(difference.second),
+            change,
+            percent,
+        ]
     });
     render_html_table("Differences", &["figure", &first, &second, ">change", ">in percent"], rows)
 }
@@ -139,7 +145,7 @@ pub(super) fn format_signed(unit: FigureUnit, change: f64) -> String {
     match change {
         // A change that would print as zero has no sign.
         _ if text == unit.format_value(Some(0.0)) => text,
-        by if by > 0.0 => format!("+{text}"),
+        change if change > 0.0 => format!("+{text}"),
         _ => format!("-{text}"),
     }
 }
@@ -166,11 +172,11 @@ savings, sampled four times a second during a pass. The tables of passes below h
 
 /// Points of a side at equal intervals, as a table.
 fn render_point_table(side: &SideReport, chart: &Chart) -> String {
-    let every = side.points.len().div_ceil(MAX_TABLE_ROWS).max(1);
+    let step = side.points.len().div_ceil(MAX_TABLE_ROWS).max(1);
     let bytes = |value: Option<u64>| FigureUnit::Bytes.format_value(value.map(|value| value as f64));
     let row = |point: &SeriesPoint| {
-        let since = if chart.clock == chart::ChartClock::SinceBeginning { side.from } else { 0.0 };
-        let time = format_time(chart.clock, point.time - since);
+        let offset = if chart.clock == chart::ChartClock::SinceBeginning { side.from } else { 0.0 };
+        let time = format_time(chart.clock, point.time - offset);
         match chart.id {
             "memory" => {
                 let in_use = point.total.zip(point.available).map(|(total, available)| total.saturating_sub(available));
@@ -195,22 +201,22 @@ fn render_point_table(side: &SideReport, chart: &Chart) -> String {
         "saved" => &["time", ">net savings", ">gross savings"],
         _ => &["time", ">ksmd", ">pagefold"],
     };
-    render_html_table(&escape_markup(&side.name), headings, side.points.iter().rev().step_by(every).rev().map(row))
+    render_html_table(&escape_markup(&side.name), headings, side.points.iter().rev().step_by(step).rev().map(row))
 }
 
 fn render_side(side: &SideReport, several: bool) -> String {
-    let of = if several { format!(": {}", escape_markup(&side.name)) } else { String::new() };
-    let id = |what: &str| {
-        format!("{what}-{:x}", side.name.bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31) ^ u32::from(byte)))
+    let suffix = if several { format!(": {}", escape_markup(&side.name)) } else { String::new() };
+    let id = |prefix: &str| {
+        format!("{prefix}-{:x}", side.name.bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31) ^ u32::from(byte)))
     };
     let mut text =
-        render_section(&id("passes"), &format!("Passes, predicted and measured savings{of}"), &render_passes(side));
+        render_section(&id("passes"), &format!("Passes, predicted and measured savings{suffix}"), &render_passes(side));
     text.push_str(&render_section(
         &id("members"),
-        &format!("Largest processes by footprint{of}"),
+        &format!("Largest processes by footprint{suffix}"),
         &render_processes(side),
     ));
-    text.push_str(&render_section(&id("decisions"), &format!("Decisions{of}"), &render_decisions(side)));
+    text.push_str(&render_section(&id("decisions"), &format!("Decisions{suffix}"), &render_decisions(side)));
     text
 }
 
@@ -232,8 +238,8 @@ fn render_passes(side: &SideReport) -> String {
     ];
     let row = |pass: &PassRow| {
         let seconds = |value| FigureUnit::Seconds.format_value(value);
-        let reached = pass.measured.map(|reached| reached as f64);
-        let share = reached.filter(|_| pass.predicted > 0).map(|reached| 100.0 * reached / pass.predicted as f64);
+        let measured = pass.measured.map(|measured| measured as f64);
+        let share = measured.filter(|_| pass.predicted > 0).map(|measured| 100.0 * measured / pass.predicted as f64);
         // Only passes with a merge have a plan.
         let predicted = pass.measured.map(|_| pass.predicted as f64);
         vec![
@@ -242,26 +248,26 @@ fn render_passes(side: &SideReport) -> String {
             seconds(Some(pass.cpu_seconds)),
             FigureUnit::Count.format_value(Some(pass.processes as f64)),
             FigureUnit::Bytes.format_value(predicted),
-            FigureUnit::Bytes.format_value(reached),
+            FigureUnit::Bytes.format_value(measured),
             share.map_or_else(|| "–".to_owned(), |share| format!("{share:.1} %")),
             seconds(pass.arrival_wait_seconds),
             seconds(pass.seconds_to_90),
             seconds(pass.seconds_to_99),
         ]
     };
-    let (shown, more) = side.passes.split_at(side.passes.len().min(MAX_EXPANDED_PASSES));
-    let mut text = render_html_table("Latest passes", &headings, shown.iter().map(row));
-    if !more.is_empty() {
-        let more = render_html_table("Passes before", &headings, more.iter().map(row));
+    let (expanded, collapsed) = side.passes.split_at(side.passes.len().min(MAX_EXPANDED_PASSES));
+    let mut text = render_html_table("Latest passes", &headings, expanded.iter().map(row));
+    if !collapsed.is_empty() {
+        let more = render_html_table("Passes before", &headings, collapsed.iter().map(row));
         let _ = write!(text, "<details>\n<summary>Passes before</summary>\n{more}</details>\n");
     }
     text + &render_omitted(side.passes_omitted, "earlier passes")
 }
 
-fn render_omitted(count: u64, what: &str) -> String {
+fn render_omitted(count: u64, rows: &str) -> String {
     match count {
         0 => String::new(),
-        count => format!("<p class=\"note\">And {} {what}.</p>\n", FigureUnit::Count.format_value(Some(count as f64))),
+        count => format!("<p class=\"note\">And {} {rows}.</p>\n", FigureUnit::Count.format_value(Some(count as f64))),
     }
 }
 
@@ -279,19 +285,19 @@ fn render_processes(side: &SideReport) -> String {
         ">saved, mean",
         "last seen, UTC",
     ];
-    let row = |member: &ProcessRow| {
+    let cells = |row: &ProcessRow| {
         vec![
-            escape_markup(&member.label),
-            escape_markup(&member.domain),
-            FigureUnit::Count.format_value(Some(member.processes as f64)),
-            FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
-            FigureUnit::Bytes.format_value(member.resident_mean),
-            FigureUnit::Bytes.format_value(member.saved_mean),
-            format_utc(member.last_time),
+            escape_markup(&row.label),
+            escape_markup(&row.domain),
+            FigureUnit::Count.format_value(Some(row.processes as f64)),
+            FigureUnit::Bytes.format_value(row.footprint_mean),
+            FigureUnit::Bytes.format_value(row.footprint_max.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(row.resident_mean),
+            FigureUnit::Bytes.format_value(row.saved_mean),
+            format_utc(row.last_time),
         ]
     };
-    render_html_table("Processes", &headings, side.processes.iter().map(row))
+    render_html_table("Processes", &headings, side.processes.iter().map(cells))
         + &render_omitted(side.processes_omitted, "smaller processes")
 }
 
@@ -302,15 +308,23 @@ fn render_decisions(side: &SideReport) -> String {
     let reasons = side.decisions_by_reason.iter();
     let counts: Vec<String> =
         reasons.map(|(reason, count)| format!("{} {count}", escape_markup(&reason.replace('_', " ")))).collect();
-    let row = |one: &pagefold_daemon::wire::DecisionReport| {
-        let undone = if one.carried_out || matches!(one.kind.as_str(), "skip" | "refuse" | "idle" | "yield") {
+    let row = |decision: &pagefold_daemon::wire::DecisionReport| {
+        let suffix = if decision.carried_out || matches!(decision.kind.as_str(), "skip" | "refuse" | "idle" | "yield") {
             ""
         } else {
             " <i>not carried out</i>"
         };
-        let why =
-            format!("{} ({}){undone}", escape_markup(&one.explanation), escape_markup(&one.reason.replace('_', " ")));
-        vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.kind), escape_markup(&one.subject), why]
+        let why = format!(
+            "{} ({}){suffix}",
+            escape_markup(&decision.explanation),
+            escape_markup(&decision.reason.replace('_', " "))
+        );
+        vec![
+            format_utc(decision.time_ms as f64 / 1e3),
+            escape_markup(&decision.kind),
+            escape_markup(&decision.subject),
+            why,
+        ]
     };
     let latest = render_html_table(
         "Latest decisions",

@@ -38,15 +38,15 @@ pub fn write_samples(sides: &[(String, HistorySpan)], path: &Path) -> Result<()>
     let mut file = SerializedFileWriter::new(File::create(path)?, schema, properties)?;
     let rows: Vec<(&str, &str, SeriesPoint)> = sides
         .iter()
-        .flat_map(|(name, kept)| {
-            series::points_from_samples(&kept.samples)
+        .flat_map(|(name, span)| {
+            series::points_from_samples(&span.samples)
                 .into_iter()
-                .map(|point| (name.as_str(), kept.host.as_str(), point))
+                .map(|point| (name.as_str(), span.host.as_str(), point))
         })
         .collect();
     let mut group = file.next_row_group()?;
-    let text = |of: &dyn Fn(&(&str, &str, SeriesPoint)) -> String| {
-        rows.iter().map(|row| ByteArray::from(of(row).into_bytes())).collect::<Vec<_>>()
+    let text = |field: &dyn Fn(&(&str, &str, SeriesPoint)) -> String| {
+        rows.iter().map(|row| ByteArray::from(field(row).into_bytes())).collect::<Vec<_>>()
     };
     column::<ByteArrayType>(&mut group, &text(&|row| row.0.to_owned()))?;
     column::<ByteArrayType>(&mut group, &text(&|row| row.1.to_owned()))?;
@@ -72,9 +72,9 @@ fn write_optional_column<T: DataType>(
 ) -> Result<()> {
     let values: Vec<Option<T::T>> = values.collect();
     let levels: Vec<i16> = values.iter().map(|value| i16::from(value.is_some())).collect();
-    let known: Vec<T::T> = values.into_iter().flatten().collect();
+    let present: Vec<T::T> = values.into_iter().flatten().collect();
     let mut column = rows.next_column()?.expect("the schema has a column for each write");
-    column.typed::<T>().write_batch(&known, Some(&levels), None)?;
+    column.typed::<T>().write_batch(&present, Some(&levels), None)?;
     column.close()
 }
 
@@ -93,14 +93,14 @@ mod tests {
             total: Some(u64::from(u32::MAX)),
             ..HistorySample::default()
         };
-        let kept = HistorySpan {
+        let span = HistorySpan {
             host: "h".to_owned(),
             samples: vec![HistorySample::default(), known],
             ..HistorySpan::default()
         };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("history.parquet");
-        write_samples(&[("s".to_owned(), kept)], &path).unwrap();
+        write_samples(&[("s".to_owned(), span)], &path).unwrap();
         let rows: Vec<String> = SerializedFileReader::try_from(path.as_path())
             .unwrap()
             .into_iter()

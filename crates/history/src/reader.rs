@@ -55,12 +55,12 @@ impl HistoryReader {
 
 fn query_rows<T>(
     connection: &Connection,
-    what: &str,
+    select: &str,
     span: (i64, i64),
-    of: fn(&Row<'_>) -> rusqlite::Result<T>,
+    from_row: fn(&Row<'_>) -> rusqlite::Result<T>,
 ) -> rusqlite::Result<Vec<T>> {
-    let text = format!("{what} WHERE time_ms BETWEEN ?1 AND ?2 ORDER BY time_ms");
-    connection.prepare(&text)?.query_map([span.0, span.1], of)?.collect()
+    let query = format!("{select} WHERE time_ms BETWEEN ?1 AND ?2 ORDER BY time_ms");
+    connection.prepare(&query)?.query_map([span.0, span.1], from_row)?.collect()
 }
 
 const SELECT_SAMPLES: &str =

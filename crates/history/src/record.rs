@@ -41,8 +41,8 @@ impl HistorySample {
             total: status.memory.total,
             available: status.memory.available,
             keep_available: status.goal.keep_available,
-            ksmd_seconds: status.cpu.ksmd.map(|used| used.seconds),
-            pagefold_seconds: status.cpu.pagefold.map(|used| used.seconds),
+            ksmd_seconds: status.cpu.ksmd.map(|usage| usage.seconds),
+            pagefold_seconds: status.cpu.pagefold.map(|usage| usage.seconds),
             bound_percent: status.bounds.cpu_percent,
             tracked_processes: status.tracked_processes.len() as u64 + status.tracked_processes_omitted,
         }

@@ -165,7 +165,7 @@ pub struct SideDifference {
 impl HistoryReport {
     /// The report of these spans, each with a name. `compared` adds the differences of two sides.
     pub fn from_spans(sides: &[(String, HistorySpan)], compared: bool) -> Self {
-        let sides: Vec<SideReport> = sides.iter().map(|(name, kept)| SideReport::from_span(name, kept)).collect();
+        let sides: Vec<SideReport> = sides.iter().map(|(name, span)| SideReport::from_span(name, span)).collect();
         let differences = match &sides[..] {
             [first, second] if compared => Some(compare_figures(&first.figures, &second.figures)),
             _ => None,
@@ -175,26 +175,26 @@ impl HistoryReport {
 }
 
 impl SideReport {
-    fn from_span(name: &str, kept: &HistorySpan) -> Self {
+    fn from_span(name: &str, span: &HistorySpan) -> Self {
         let mut decisions_by_reason = BTreeMap::new();
-        for decision in &kept.decisions {
+        for decision in &span.decisions {
             *decisions_by_reason.entry(decision.reason.clone()).or_default() += 1;
         }
-        let mut processes = summarize_processes(&kept.footprints);
+        let mut processes = summarize_processes(&span.footprints);
         let processes_omitted = processes.len().saturating_sub(MAX_PROCESSES) as u64;
         processes.truncate(MAX_PROCESSES);
         Self {
             name: name.to_owned(),
-            host: kept.host.clone(),
-            from: kept.samples.first().map_or(0.0, |sample| sample.time),
-            to: kept.samples.last().map_or(0.0, |sample| sample.time),
-            samples: kept.samples.len() as u64,
-            figures: HistoryFigures::from_span(kept),
-            points: series::points_from_samples(&series::thin_samples(&kept.samples, MAX_POINTS)),
-            passes: kept.passes.iter().rev().take(MAX_PASSES).map(PassRow::from_pass).collect(),
-            passes_omitted: kept.passes.len().saturating_sub(MAX_PASSES) as u64,
+            host: span.host.clone(),
+            from: span.samples.first().map_or(0.0, |sample| sample.time),
+            to: span.samples.last().map_or(0.0, |sample| sample.time),
+            samples: span.samples.len() as u64,
+            figures: HistoryFigures::from_span(span),
+            points: series::points_from_samples(&series::thin_samples(&span.samples, MAX_POINTS)),
+            passes: span.passes.iter().rev().take(MAX_PASSES).map(PassRow::from_pass).collect(),
+            passes_omitted: span.passes.len().saturating_sub(MAX_PASSES) as u64,
             decisions_by_reason,
-            decisions: kept.decisions.iter().rev().take(MAX_DECISIONS).cloned().collect(),
+            decisions: span.decisions.iter().rev().take(MAX_DECISIONS).cloned().collect(),
             processes,
             processes_omitted,
         }
@@ -219,18 +219,18 @@ fn summarize_processes(footprints: &[FootprintSample]) -> Vec<ProcessRow> {
     for footprint in footprints {
         groups.entry((&footprint.label, &footprint.domain)).or_default().push(footprint);
     }
-    let mut members: Vec<ProcessRow> = groups.into_values().map(|group| summarize_process(&group)).collect();
-    members.sort_by(|a, b| {
-        let mean = |member: &ProcessRow| member.footprint_mean.or(member.resident_mean).unwrap_or(0.0);
+    let mut rows: Vec<ProcessRow> = groups.into_values().map(|group| summarize_process(&group)).collect();
+    rows.sort_by(|a, b| {
+        let mean = |row: &ProcessRow| row.footprint_mean.or(row.resident_mean).unwrap_or(0.0);
         mean(b).total_cmp(&mean(a)).then_with(|| a.label.cmp(&b.label))
     });
-    members
+    rows
 }
 
 fn summarize_process(group: &[&FootprintSample]) -> ProcessRow {
     let last = group[group.len() - 1];
-    let mean = |of: fn(&FootprintSample) -> Option<u64>| {
-        let values: Vec<f64> = group.iter().filter_map(|footprint| Some(of(footprint)? as f64)).collect();
+    let mean = |field: fn(&FootprintSample) -> Option<u64>| {
+        let values: Vec<f64> = group.iter().filter_map(|footprint| Some(field(footprint)? as f64)).collect();
         (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
     };
     let mut pids: Vec<u32> = group.iter().map(|footprint| footprint.pid).collect();

@@ -40,15 +40,15 @@ pub struct SeriesPoint {
 
 /// All samples as points.
 pub fn points_from_samples(samples: &[HistorySample]) -> Vec<SeriesPoint> {
-    let before = std::iter::once(None).chain(samples.iter().map(Some));
-    before.zip(samples).map(|(before, sample)| point_from_samples(before, sample)).collect()
+    let previous = std::iter::once(None).chain(samples.iter().map(Some));
+    previous.zip(samples).map(|(previous, sample)| point_from_samples(previous, sample)).collect()
 }
 
-fn point_from_samples(before: Option<&HistorySample>, sample: &HistorySample) -> SeriesPoint {
-    let before = before.filter(|before| before.run_id == sample.run_id && before.time < sample.time);
-    let percent = |of: fn(&HistorySample) -> Option<f64>| {
-        let before = before?;
-        Some((100.0 * (of(sample)? - of(before)?) / (sample.time - before.time)).max(0.0))
+fn point_from_samples(previous: Option<&HistorySample>, sample: &HistorySample) -> SeriesPoint {
+    let previous = previous.filter(|previous| previous.run_id == sample.run_id && previous.time < sample.time);
+    let percent = |counter: fn(&HistorySample) -> Option<f64>| {
+        let previous = previous?;
+        Some((100.0 * (counter(sample)? - counter(previous)?) / (sample.time - previous.time)).max(0.0))
     };
     SeriesPoint {
         time: sample.time,
@@ -72,17 +72,17 @@ pub fn thin_samples(samples: &[HistorySample], max_samples: usize) -> Vec<Histor
     if samples.len() <= max_samples {
         return samples.to_vec();
     }
-    let slice = (last.time - first.time) / max_samples.max(1) as f64;
-    let slot = |sample: &HistorySample| (((sample.time - first.time) / slice) as u64, sample.run_id);
-    let mut kept: Vec<HistorySample> = vec![*first];
+    let interval = (last.time - first.time) / max_samples.max(1) as f64;
+    let slot = |sample: &HistorySample| (((sample.time - first.time) / interval) as u64, sample.run_id);
+    let mut thinned: Vec<HistorySample> = vec![*first];
     for sample in &samples[1..] {
-        match kept.last_mut() {
+        match thinned.last_mut() {
             // The first sample stays, because the time begins there.
-            Some(before) if slot(before) == slot(sample) && before.time > first.time => *before = *sample,
-            _ => kept.push(*sample),
+            Some(last_kept) if slot(last_kept) == slot(sample) && last_kept.time > first.time => *last_kept = *sample,
+            _ => thinned.push(*sample),
         }
     }
-    kept
+    thinned
 }
 
 #[cfg(test)]
@@ -107,8 +107,8 @@ mod tests {
         let few = thin_samples(&samples, 100);
         assert!((100..=103).contains(&few.len()), "{}", few.len());
         assert_eq!((few[0].time, few[few.len() - 1].time), (0.0, 9999.0));
-        let spent = |of: &[HistorySample]| -> f64 {
-            points_from_samples(of)
+        let spent = |samples: &[HistorySample]| -> f64 {
+            points_from_samples(samples)
                 .windows(2)
                 .filter_map(|w| Some(w[1].ksmd_percent? / 100.0 * (w[1].time - w[0].time)))
                 .sum()

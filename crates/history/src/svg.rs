@@ -49,14 +49,14 @@ pub fn render_inline(chart: &Chart) -> String {
 
 /// A text description of a chart.
 pub fn describe_chart(chart: &Chart) -> String {
-    let highest = |series: &ChartSeries| all_points(series).map(|spot| spot.high).reduce(f64::max);
+    let highest = |series: &ChartSeries| all_points(series).map(|point| point.high).reduce(f64::max);
     let describe =
         |series: &ChartSeries| Some(format!("{}: maximum {}", series.name, tick_label(chart.scale, highest(series)?)));
     let named = chart.series.iter().filter(|series| !series.name.is_empty());
     let parts: Vec<String> = named.filter_map(describe).collect();
     let (from, to) = chart.span;
-    let what = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
-    format!("{}, {} to {}: {what}", chart.title, format_time(chart.clock, from), format_time(chart.clock, to))
+    let summary = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
+    format!("{}, {} to {}: {summary}", chart.title, format_time(chart.clock, from), format_time(chart.clock, to))
 }
 
 /// A time as text.
@@ -121,10 +121,10 @@ fn render_chart_body(chart: &Chart) -> (String, f64) {
     let top = rows * LEGEND_ROW_HEIGHT + 6.0;
     let ticks = value_ticks(chart);
     let range = (ticks.first().copied().unwrap_or(0.0), ticks.last().copied().unwrap_or(1.0));
-    let frame = PlotArea { span: chart.span, value_range: range, logarithmic: chart.scale == ChartScale::Seconds, top };
+    let plot = PlotArea { span: chart.span, value_range: range, logarithmic: chart.scale == ChartScale::Seconds, top };
     let mut body = legend;
     for tick in ticks {
-        let (y, text) = (frame.y(tick), tick_label(chart.scale, tick));
+        let (y, text) = (plot.y(tick), tick_label(chart.scale, tick));
         let _ = writeln!(
             body,
             "<line class=\"grid\" x1=\"{LEFT_MARGIN}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>",
@@ -134,13 +134,13 @@ fn render_chart_body(chart: &Chart) -> (String, f64) {
     }
     let height = top + CHART_HEIGHT - LEGEND_ROW_HEIGHT;
     for (time, text) in time_ticks(chart) {
-        let x = frame.x(time);
+        let x = plot.x(time);
         // At the right edge half of the label would lie outside.
         let anchor = if x + 4.0 * CHARACTER_WIDTH > CHART_WIDTH { "end" } else { "middle" };
         let _ = writeln!(body, "<text class=\"{anchor}\" x=\"{x:.1}\" y=\"{:.1}\">{text}</text>", height - 8.0);
     }
     for series in &chart.series {
-        body.push_str(&render_marks(series, &frame, chart));
+        body.push_str(&render_marks(series, &plot, chart));
     }
     if chart.series.is_empty() {
         let _ = writeln!(
@@ -153,18 +153,18 @@ fn render_chart_body(chart: &Chart) -> (String, f64) {
     (body, height)
 }
 
-fn render_marks(series: &ChartSeries, frame: &PlotArea, chart: &Chart) -> String {
+fn render_marks(series: &ChartSeries, plot: &PlotArea, chart: &Chart) -> String {
     let class = css_class(series.color);
     let mut marks = String::new();
-    for part in &series.segments {
-        let path = path_data(part.iter().map(|spot| (frame.x(spot.time), frame.y(spot.high))));
+    for segment in &series.segments {
+        let path = path_data(segment.iter().map(|point| (plot.x(point.time), plot.y(point.high))));
         let _ = match series.mark {
-            SeriesStyle::Dots => part.iter().try_for_each(|spot| {
-                let (x, y) = (frame.x(spot.time), frame.y(spot.high));
+            SeriesStyle::Dots => segment.iter().try_for_each(|point| {
+                let (x, y) = (plot.x(point.time), plot.y(point.high));
                 let title = format!(
                     "{}: {}",
-                    format_time(chart.clock, spot.time),
-                    FigureUnit::Seconds.format_value(Some(spot.high))
+                    format_time(chart.clock, point.time),
+                    FigureUnit::Seconds.format_value(Some(point.high))
                 );
                 writeln!(
                     marks,
@@ -172,17 +172,17 @@ fn render_marks(series: &ChartSeries, frame: &PlotArea, chart: &Chart) -> String
                 )
             }),
             // A single point has no length, so it is drawn as a dot.
-            SeriesStyle::Line | SeriesStyle::Limit if part.len() == 1 => {
-                let (x, y) = (frame.x(part[0].time), frame.y(part[0].high));
+            SeriesStyle::Line | SeriesStyle::Limit if segment.len() == 1 => {
+                let (x, y) = (plot.x(segment[0].time), plot.y(segment[0].high));
                 writeln!(marks, "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"1.4\"/>")
             }
             SeriesStyle::Line => writeln!(marks, "<path class=\"{class} curve\" d=\"{path}\"/>"),
             SeriesStyle::Limit => writeln!(marks, "<path class=\"{class} curve limit\" d=\"{path}\"/>"),
             SeriesStyle::Band | SeriesStyle::PaleBand => {
-                let back = part.iter().rev().map(|spot| (frame.x(spot.time), frame.y(spot.low)));
-                let back = self::path_data(back).replacen('M', "L", 1);
+                let lower_edge = segment.iter().rev().map(|point| (plot.x(point.time), plot.y(point.low)));
+                let lower_edge = self::path_data(lower_edge).replacen('M', "L", 1);
                 let pale = if series.mark == SeriesStyle::PaleBand { " pale" } else { "" };
-                writeln!(marks, "<path class=\"{class} band{pale}\" d=\"{path}{back}Z\"/>")
+                writeln!(marks, "<path class=\"{class} band{pale}\" d=\"{path}{lower_edge}Z\"/>")
             }
         };
     }
@@ -239,29 +239,29 @@ fn render_legend(series: &[ChartSeries]) -> (String, f64) {
 
 /// The positions of the grid lines: round numbers from the lowest to above the highest value.
 fn value_ticks(chart: &Chart) -> Vec<f64> {
-    let heights = || chart.series.iter().flat_map(all_points).map(|spot| spot.high);
-    let most = heights().fold(0.0, f64::max);
+    let values = || chart.series.iter().flat_map(all_points).map(|point| point.high);
+    let max = values().fold(0.0, f64::max);
     if chart.scale == ChartScale::Seconds {
-        let least = heights().fold(most, f64::min);
-        let (low, high) = (least.max(0.01).log10().floor() as i32, most.max(0.1).log10().ceil() as i32);
+        let min = values().fold(max, f64::min);
+        let (low, high) = (min.max(0.01).log10().floor() as i32, max.max(0.1).log10().ceil() as i32);
         return (low..=high.max(low + 1)).map(|power| 10_f64.powi(power)).collect();
     }
-    let step = tick_step(most, chart.scale == ChartScale::Bytes);
-    let steps = (most / step - 1e-9).ceil().max(1.0) as u32;
-    let below = heights().fold(0.0, f64::min);
-    let under = (-below / step - 1e-9).ceil().max(0.0) as i32;
-    (-under..=steps as i32).map(|n| f64::from(n) * step).collect()
+    let step = tick_step(max, chart.scale == ChartScale::Bytes);
+    let steps_above = (max / step - 1e-9).ceil().max(1.0) as u32;
+    let lowest = values().fold(0.0, f64::min);
+    let steps_below = (-lowest / step - 1e-9).ceil().max(0.0) as i32;
+    (-steps_below..=steps_above as i32).map(|n| f64::from(n) * step).collect()
 }
 
 /// The distance of grid lines for a range: a power of two for bytes, otherwise 1, 2 or 5 times a power of ten.
-fn tick_step(most: f64, binary: bool) -> f64 {
-    if most <= 0.0 {
+fn tick_step(max: f64, binary: bool) -> f64 {
+    if max <= 0.0 {
         return 1.0;
     }
     if binary {
-        return (most / 4.0).log2().ceil().exp2().max(1.0);
+        return (max / 4.0).log2().ceil().exp2().max(1.0);
     }
-    let rough = most / 3.0;
+    let rough = max / 3.0;
     let power = 10_f64.powf(rough.log10().floor());
     power * [1.0, 2.0, 5.0].into_iter().find(|n| n * power >= rough).unwrap_or(10.0)
 }
@@ -288,20 +288,20 @@ fn time_ticks(chart: &Chart) -> Vec<(f64, String)> {
         .unwrap_or((length / MAX_TIME_TICKS / 604_800.0).ceil() * 604_800.0);
     let first = (from / step).ceil() as i64;
     let last = (to / step).floor() as i64;
-    let name = |time: f64| match chart.clock {
+    let label = |time: f64| match chart.clock {
         ChartClock::SinceBeginning => format_elapsed(time),
         ChartClock::Utc => {
             let text = format_utc(time);
-            let part = match step {
+            let range = match step {
                 step if step >= 86_400.0 => 5..10,
                 _ if length > 86_400.0 => 5..16,
                 step if step < 60.0 => 11..19,
                 _ => 11..16,
             };
-            text[part].to_owned()
+            text[range].to_owned()
         }
     };
-    (first..=last).map(|n| n as f64 * step).map(|time| (time, name(time))).collect()
+    (first..=last).map(|n| n as f64 * step).map(|time| (time, label(time))).collect()
 }
 
 #[cfg(test)]
@@ -324,9 +324,9 @@ mod tests {
     #[test]
     fn ticks_are_round_and_cover_the_values() {
         let check = |scale, heights: &[f64], expect: &[&str]| {
-            let of: Vec<String> =
+            let labels: Vec<String> =
                 value_ticks(&chart(scale, (0.0, 1.0), heights)).iter().map(|tick| tick_label(scale, *tick)).collect();
-            assert_eq!(of, expect, "{heights:?}");
+            assert_eq!(labels, expect, "{heights:?}");
         };
         let gib = (1_u64 << 30) as f64;
         check(ChartScale::Bytes, &[3.0 * gib], &["0 B", "1.00 GiB", "2.00 GiB", "3.00 GiB"]);

@@ -27,8 +27,9 @@ pub fn render(report: &HistoryReport, max_rows: usize, style: TextStyle) -> Stri
         None => text.push_str(&render_figures(&report.sides, style)),
     }
     for side in report.sides.iter().filter(|side| !side.processes.is_empty()) {
-        let of = if report.sides.len() > 1 { format!(": {}", escape_unprintable(&side.name)) } else { String::new() };
-        text.push_str(&style.format_heading(&format!("Largest processes by footprint{of}")));
+        let suffix =
+            if report.sides.len() > 1 { format!(": {}", escape_unprintable(&side.name)) } else { String::new() };
+        text.push_str(&style.format_heading(&format!("Largest processes by footprint{suffix}")));
         text.push_str(&render_processes(side, max_rows, style));
     }
     text
@@ -49,34 +50,34 @@ fn render_figures(sides: &[SideReport], style: TextStyle) -> String {
 fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
     let names: Vec<String> = report.sides.iter().map(|side| format!(">{}", cut_end(&side.name, 40))).collect();
     let mut table = style.new_table(&["figure", &names[0], &names[1], ">change", ">in percent"]);
-    for one in report.differences.iter().flatten() {
-        let by = one.change.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
-        let percent = one.change_percent.map_or_else(String::new, format_signed_percent);
+    for difference in report.differences.iter().flatten() {
+        let change = difference.change.map_or_else(|| "–".to_owned(), |change| format_signed(difference.unit, change));
+        let percent = difference.change_percent.map_or_else(String::new, format_signed_percent);
         table.add_row([
-            one.figure.clone(),
-            one.unit.format_value(one.first),
-            one.unit.format_value(one.second),
-            by,
+            difference.figure.clone(),
+            difference.unit.format_value(difference.first),
+            difference.unit.format_value(difference.second),
+            change,
             percent,
         ]);
     }
     style.render_table(&table)
 }
 
-fn render_processes(side: &SideReport, top: usize, style: TextStyle) -> String {
+fn render_processes(side: &SideReport, max_rows: usize, style: TextStyle) -> String {
     let mut table =
         style.new_table(&["name", "trust domain", ">processes", ">footprint, mean", ">maximum", ">saved, mean"]);
-    for member in side.processes.iter().take(top) {
+    for row in side.processes.iter().take(max_rows) {
         table.add_row([
-            cut_end(&member.label, 30),
-            cut_end(&member.domain, 24),
-            FigureUnit::Count.format_value(Some(member.processes as f64)),
-            FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
-            FigureUnit::Bytes.format_value(member.saved_mean),
+            cut_end(&row.label, 30),
+            cut_end(&row.domain, 24),
+            FigureUnit::Count.format_value(Some(row.processes as f64)),
+            FigureUnit::Bytes.format_value(row.footprint_mean),
+            FigureUnit::Bytes.format_value(row.footprint_max.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(row.saved_mean),
         ]);
     }
-    let left = side.processes.len().saturating_sub(top) as u64 + side.processes_omitted;
-    let more = if left > 0 { format!("and {left} more\n") } else { String::new() };
-    style.render_table(&table) + &more
+    let omitted = side.processes.len().saturating_sub(max_rows) as u64 + side.processes_omitted;
+    let omitted_line = if omitted > 0 { format!("and {omitted} more\n") } else { String::new() };
+    style.render_table(&table) + &omitted_line
 }

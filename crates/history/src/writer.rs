@@ -126,23 +126,23 @@ impl HistoryWriter {
             connection.execute(insert, params![truncate_text(host), version, seconds_to_millis(time)])?;
             Ok(connection.last_insert_rowid())
         };
-        let run = prepare(&mut connection).map_err(database_error(path, "begin"))?;
-        let (samples, members, decisions, passes) = Default::default();
-        let (open, recent, arrivals, waited) = Default::default();
+        let run_id = prepare(&mut connection).map_err(database_error(path, "begin"))?;
+        let (samples, footprints, decisions, passes) = Default::default();
+        let (last_pass, recent_samples, arrival_times, oldest_arrival_time) = Default::default();
         let path = path.to_owned();
         Ok(Self {
             path,
             connection,
             limits,
-            run_id: run,
+            run_id,
             samples,
-            footprints: members,
+            footprints,
             decisions,
             passes,
-            last_pass: open,
-            recent_samples: recent,
-            arrival_times: arrivals,
-            oldest_arrival_time: waited,
+            last_pass,
+            recent_samples,
+            arrival_times,
+            oldest_arrival_time,
             decision_count: 0,
             commit_count: 0,
         })
@@ -156,25 +156,25 @@ impl HistoryWriter {
         }
         // A pass is measured by KSM's counters: memory freed by splitting huge pages is known only at its end.
         let split_zero = status.saved.split_zero.unwrap_or(0);
-        let counted = sample.saved_gross.map(|gross| gross.saturating_sub(split_zero));
-        self.add_recent_sample(HistorySample { saved_gross: counted, ..sample });
+        let counted_by_ksm = sample.saved_gross.map(|gross| gross.saturating_sub(split_zero));
+        self.add_recent_sample(HistorySample { saved_gross: counted_by_ksm, ..sample });
         self.note_arrivals(status);
         self.note_pass(status);
         // By their number, because clocks may be set back.
-        let decided: u64 = status.decisions_by_reason.values().sum();
-        let new = decided.saturating_sub(self.decision_count) as usize;
-        let room = MAX_PENDING_ROWS.saturating_sub(self.decisions.len());
-        self.decisions.extend(status.decisions.iter().take(new).rev().take(room).cloned());
-        self.decision_count = decided;
+        let decision_count: u64 = status.decisions_by_reason.values().sum();
+        let new_count = decision_count.saturating_sub(self.decision_count) as usize;
+        let free_rows = MAX_PENDING_ROWS.saturating_sub(self.decisions.len());
+        self.decisions.extend(status.decisions.iter().take(new_count).rev().take(free_rows).cloned());
+        self.decision_count = decision_count;
     }
 
     /// Record the footprints of the largest tracked processes at a time (seconds since 1970).
     pub fn note_footprints(&mut self, time: f64, processes: &[TrackedProcessReport]) {
-        let mut members = processes.to_vec();
-        members.sort_by_key(|member| std::cmp::Reverse(member.footprint.or(member.resident)));
-        members.truncate(MAX_FOOTPRINTS_PER_NOTE);
+        let mut largest = processes.to_vec();
+        largest.sort_by_key(|process| std::cmp::Reverse(process.footprint.or(process.resident)));
+        largest.truncate(MAX_FOOTPRINTS_PER_NOTE);
         if self.footprints.len() < COMMITS_PER_THINNING as usize {
-            self.footprints.push((time, members));
+            self.footprints.push((time, largest));
         }
     }
 
@@ -197,32 +197,33 @@ impl HistoryWriter {
     }
 
     fn note_arrivals(&mut self, status: &StatusReport) {
-        let new: BTreeMap<(u32, u64), f64> = status
+        let arriving: BTreeMap<(u32, u64), f64> = status
             .tracked_processes
             .iter()
-            .filter(|member| member.state == TrackingState::Arriving)
-            .map(|member| (member.pid, member.start_time))
-            .map(|who| (who, self.arrival_times.get(&who).copied().unwrap_or(status.time)))
+            .filter(|process| process.state == TrackingState::Arriving)
+            .map(|process| (process.pid, process.start_time))
+            .map(|id| (id, self.arrival_times.get(&id).copied().unwrap_or(status.time)))
             .collect();
-        let looked = self.arrival_times.iter().filter(|(who, _)| !new.contains_key(who)).map(|(_, seen)| *seen);
-        self.oldest_arrival_time = looked.chain(self.oldest_arrival_time).reduce(f64::min);
-        self.arrival_times = new;
+        let scanned =
+            self.arrival_times.iter().filter(|(id, _)| !arriving.contains_key(id)).map(|(_, first_seen)| *first_seen);
+        self.oldest_arrival_time = scanned.chain(self.oldest_arrival_time).reduce(f64::min);
+        self.arrival_times = arriving;
     }
 
     fn note_pass(&mut self, status: &StatusReport) {
         if let Some(last) = status.passes.last {
             let number = status.passes.passes;
-            let known = self.last_pass.filter(|open| open.number == number);
-            let waited = match known {
-                Some(known) => known.arrival_wait_seconds,
-                None => self.oldest_arrival_time.map(|seen| (last.time - last.seconds - seen).max(0.0)),
+            let recorded = self.last_pass.filter(|pass| pass.number == number);
+            let arrival_wait_seconds = match recorded {
+                Some(recorded) => recorded.arrival_wait_seconds,
+                None => self.oldest_arrival_time.map(|arrival| (last.time - last.seconds - arrival).max(0.0)),
             };
             // New processes are often scanned in one pass and merged in one of the next.
-            let merged = last.measured.is_some() && known.is_none_or(|known| known.measured.is_none());
-            if merged || waited > Some(MAX_ARRIVAL_WAIT_SECONDS) && known.is_none() {
+            let merged = last.measured.is_some() && recorded.is_none_or(|recorded| recorded.measured.is_none());
+            if merged || arrival_wait_seconds > Some(MAX_ARRIVAL_WAIT_SECONDS) && recorded.is_none() {
                 self.oldest_arrival_time = None;
             }
-            let waited = waited.filter(|waited| *waited <= MAX_ARRIVAL_WAIT_SECONDS);
+            let arrival_wait_seconds = arrival_wait_seconds.filter(|seconds| *seconds <= MAX_ARRIVAL_WAIT_SECONDS);
             let pass = HistoryPass {
                 run_id: self.run_id,
                 number,
@@ -232,13 +233,13 @@ impl HistoryWriter {
                 processes: last.processes,
                 predicted: last.predicted,
                 measured: last.measured,
-                arrival_wait_seconds: waited,
+                arrival_wait_seconds,
                 seconds_to_90: None,
                 seconds_to_99: None,
             };
-            match known {
+            match recorded {
                 None => self.measure_convergence(),
-                Some(known) if (HistoryPass { seconds_to_90: None, seconds_to_99: None, ..known }) == pass => {
+                Some(recorded) if (HistoryPass { seconds_to_90: None, seconds_to_99: None, ..recorded }) == pass => {
                     return self.measure_finished_pass(status.time);
                 }
                 Some(_) => {}
@@ -264,8 +265,8 @@ impl HistoryWriter {
         else {
             return;
         };
-        let course = self.recent_samples.make_contiguous();
-        if let Some((to_90, to_99)) = convergence::convergence_times(pass, course) {
+        let samples = self.recent_samples.make_contiguous();
+        if let Some((to_90, to_99)) = convergence::convergence_times(pass, samples) {
             (pass.seconds_to_90, pass.seconds_to_99) = (Some(to_90), Some(to_99));
             self.passes.insert(pass.number, *pass);
         }
@@ -281,16 +282,16 @@ impl HistoryWriter {
     pub fn commit(&mut self) -> Result<(), Error> {
         self.bound_log()?;
         self.make_room()?;
-        let mut done = self.write();
-        if done.as_ref().is_err_and(|error| error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)) {
+        let mut result = self.write();
+        if result.as_ref().is_err_and(|error| error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)) {
             // The size limit was reached nevertheless, or the disk is full: deleting old rows may help.
-            done = shrink(&mut self.connection, self.limits).and_then(|()| self.write());
+            result = shrink(&mut self.connection, self.limits).and_then(|()| self.write());
         }
         self.samples.clear();
         self.footprints.clear();
         self.decisions.clear();
         self.passes.clear();
-        done.map_err(database_error(&self.path, "write"))?;
+        result.map_err(database_error(&self.path, "write"))?;
         self.commit_count += 1;
         if self.commit_count.is_multiple_of(COMMITS_PER_THINNING) {
             self.thin_old_rows()?;
@@ -303,8 +304,8 @@ impl HistoryWriter {
         insert_samples(&transaction, &self.samples)?;
         insert_passes(&transaction, self.passes.values())?;
         insert_decisions(&transaction, &self.decisions)?;
-        for (time, members) in &self.footprints {
-            insert_footprints(&transaction, seconds_to_millis(*time), members)?;
+        for (time, processes) in &self.footprints {
+            insert_footprints(&transaction, seconds_to_millis(*time), processes)?;
         }
         transaction.commit()
     }
@@ -318,8 +319,8 @@ impl HistoryWriter {
     /// Delete the oldest rows if the limit is near.
     fn make_room(&mut self) -> Result<(), Error> {
         let check = |connection: &mut Connection| {
-            let (all, free) = count_pages(connection)?;
-            if all - free > self.limits.max_database_pages() / 10 * 8 {
+            let (total, free) = count_pages(connection)?;
+            if total - free > self.limits.max_database_pages() / 10 * 8 {
                 shrink(connection, self.limits)
             } else {
                 Ok(())
@@ -416,20 +417,20 @@ fn insert_decisions(transaction: &Transaction<'_>, decisions: &[DecisionReport])
 fn insert_footprints(
     transaction: &Transaction<'_>,
     time_ms: i64,
-    members: &[TrackedProcessReport],
+    processes: &[TrackedProcessReport],
 ) -> rusqlite::Result<()> {
     let mut insert = transaction.prepare("INSERT INTO footprint VALUES (NULL, ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?;
-    for member in members {
-        let kind = serde_json::to_value(member.kind).unwrap_or_default();
+    for process in processes {
+        let kind = serde_json::to_value(process.kind).unwrap_or_default();
         insert.execute(params![
             time_ms,
-            truncate_text(&member.label),
+            truncate_text(&process.label),
             kind.as_str().unwrap_or("process"),
-            truncate_text(&member.domain),
-            member.pid,
-            to_optional_signed(member.resident),
-            to_optional_signed(member.footprint),
-            to_optional_signed(member.saved),
+            truncate_text(&process.domain),
+            process.pid,
+            to_optional_signed(process.resident),
+            to_optional_signed(process.footprint),
+            to_optional_signed(process.saved),
         ])?;
     }
     Ok(())
@@ -453,10 +454,12 @@ const TABLES_WITH_TIMES: [(&str, &str); 4] =
 /// Thin all rows that are old at a time, in milliseconds.
 fn thin_tables(connection: &mut Connection, now: i64, limits: HistoryLimits) -> rusqlite::Result<()> {
     for (table, tiers) in [("sample", &tiers::SAMPLE_TIERS[..]), ("footprint", &tiers::FOOTPRINT_TIERS[..])] {
-        for RetentionTier { min_age_millis: age, interval_millis: step } in tiers {
-            match step {
-                Some(step) => delete_rows(connection, table, &superseded_rows_before(table, *step), now - age, limits)?,
-                None => delete_rows(connection, table, &rows_before(table, "1"), now - age, limits)?,
+        for RetentionTier { min_age_millis: min_age, interval_millis: interval } in tiers {
+            match interval {
+                Some(interval) => {
+                    delete_rows(connection, table, &superseded_rows_before(table, *interval), now - min_age, limits)?
+                }
+                None => delete_rows(connection, table, &rows_before(table, "1"), now - min_age, limits)?,
             }
         }
     }
@@ -480,16 +483,16 @@ fn row_key(table: &str) -> &'static str {
 }
 
 /// A query for the rows of a table before a time for which a condition is true.
-fn rows_before(table: &str, which: &str) -> String {
-    format!("SELECT {} FROM {table} WHERE time_ms < ?1 AND {which}", row_key(table))
+fn rows_before(table: &str, condition: &str) -> String {
+    format!("SELECT {} FROM {table} WHERE time_ms < ?1 AND {condition}", row_key(table))
 }
 
 /// A query for the rows of a table before a time that are not the latest of their interval. For samples also the latest
 /// of each run of the daemon stays, so that no CPU time is lost.
-fn superseded_rows_before(table: &str, step: i64) -> String {
-    let (id, same) = (row_key(table), if table == "sample" { ", run_id" } else { "" });
+fn superseded_rows_before(table: &str, interval: i64) -> String {
+    let (id, run_column) = (row_key(table), if table == "sample" { ", run_id" } else { "" });
     format!(
-        "SELECT {id} FROM (SELECT {id}, time_ms, max(time_ms) OVER (PARTITION BY time_ms / {step}{same}) AS latest \
+        "SELECT {id} FROM (SELECT {id}, time_ms, max(time_ms) OVER (PARTITION BY time_ms / {interval}{run_column}) AS latest \
          FROM {table} WHERE time_ms < ?1) WHERE time_ms < latest"
     )
 }
@@ -498,13 +501,14 @@ fn superseded_rows_before(table: &str, step: i64) -> String {
 fn delete_rows(
     connection: &mut Connection,
     table: &str,
-    which: &str,
-    before: i64,
+    rows_query: &str,
+    before_ms: i64,
     limits: HistoryLimits,
 ) -> rusqlite::Result<()> {
-    let rows = limits.max_log_bytes() / 8 / MAX_ROW_BYTES;
-    let text = format!("DELETE FROM {table} WHERE {} IN ({which} ORDER BY time_ms LIMIT {rows})", row_key(table));
-    while connection.execute(&text, [before])? as u64 == rows {
+    let batch_rows = limits.max_log_bytes() / 8 / MAX_ROW_BYTES;
+    let statement =
+        format!("DELETE FROM {table} WHERE {} IN ({rows_query} ORDER BY time_ms LIMIT {batch_rows})", row_key(table));
+    while connection.execute(&statement, [before_ms])? as u64 == batch_rows {
         checkpoint_log(connection)?;
     }
     Ok(())
@@ -515,13 +519,13 @@ fn delete_rows(
 fn shrink(connection: &mut Connection, limits: HistoryLimits) -> rusqlite::Result<()> {
     // Each step removes a sixteenth of the rest, until a thousandth is left.
     for _ in 0..110 {
-        let (all, free) = count_pages(connection)?;
-        if all - free <= limits.max_database_pages() / 10 * 7 {
+        let (total, free) = count_pages(connection)?;
+        if total - free <= limits.max_database_pages() / 10 * 7 {
             break;
         }
-        let Some(cut) = oldest_rows_time(connection)? else { break };
+        let Some(cutoff) = oldest_rows_time(connection)? else { break };
         for (table, _) in TABLES_WITH_TIMES {
-            delete_rows(connection, table, &rows_before(table, "1"), cut, limits)?;
+            delete_rows(connection, table, &rows_before(table, "1"), cutoff, limits)?;
         }
         checkpoint_log(connection)?;
     }
@@ -539,8 +543,8 @@ fn oldest_rows_time(connection: &Connection) -> rusqlite::Result<Option<i64>> {
     if rows == 0 {
         return Ok(None);
     }
-    let text = format!("SELECT time_ms FROM {table} ORDER BY time_ms LIMIT 1 OFFSET ?1");
-    Ok(Some(connection.query_row(&text, [rows / 16], |row| row.get::<_, i64>(0))? + 1))
+    let query = format!("SELECT time_ms FROM {table} ORDER BY time_ms LIMIT 1 OFFSET ?1");
+    Ok(Some(connection.query_row(&query, [rows / 16], |row| row.get::<_, i64>(0))? + 1))
 }
 
 #[cfg(test)]

@@ -99,7 +99,7 @@ fn full_disk_loses_no_committed_rows() {
     drop(writer);
     let kept = committed_seconds(&path);
     assert!((400..420).all(|second| kept.contains(&second)), "{kept:?}");
-    let mut again =
+    let mut writer =
         HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it is intact");
-    commit_second(&mut again, &mut status, 500).expect("writing continues");
+    commit_second(&mut writer, &mut status, 500).expect("writing continues");
 }

@@ -87,18 +87,20 @@ fn check_committed_rows(file: &Path, committed: &BTreeSet<u64>, limits: HistoryL
         return;
     }
     let connection = rusqlite::Connection::open(file).expect("it opens");
-    let told: String = connection.query_row("PRAGMA integrity_check", [], |row| row.get(0)).expect("it is checked");
-    assert_eq!(told, "ok");
+    let integrity: String =
+        connection.query_row("PRAGMA integrity_check", [], |row| row.get(0)).expect("it is checked");
+    assert_eq!(integrity, "ok");
     drop(connection);
     if committed.is_empty() {
         return;
     }
-    let kept = HistoryReader::open(file).expect("it opens").load_span(0.0, f64::INFINITY).expect("it is read");
-    let seconds: BTreeSet<u64> = kept.samples.iter().map(|sample| (sample.time - START_SECONDS) as u64).collect();
+    let span = HistoryReader::open(file).expect("it opens").load_span(0.0, f64::INFINITY).expect("it is read");
+    let seconds: BTreeSet<u64> = span.samples.iter().map(|sample| (sample.time - START_SECONDS) as u64).collect();
     if limits == HistoryLimits::default() {
         assert!(seconds.is_superset(committed), "lost: {:?}", committed.difference(&seconds));
-        let whole: BTreeSet<u64> = kept.footprints.iter().map(|one| (one.time - START_SECONDS) as u64).collect();
-        assert_eq!(whole, seconds, "a commit is complete or absent");
+        let footprint_seconds: BTreeSet<u64> =
+            span.footprints.iter().map(|one| (one.time - START_SECONDS) as u64).collect();
+        assert_eq!(footprint_seconds, seconds, "a commit is complete or absent");
     } else {
         assert!(seconds.contains(committed.last().expect("the last")), "the last is lost");
     }

@@ -56,7 +56,7 @@ impl StatusBoard {
         let json = wire::to_json_line(&status).into();
         let point = HistoryPoint::from_status(&status);
         let mut state = self.state();
-        let number = state.latest.as_ref().map_or(0, |sheet| sheet.number) + 1;
+        let number = state.latest.as_ref().map_or(0, |latest| latest.number) + 1;
         state.latest = Some(PublishedStatus { number, status: Arc::new(status), json, published_at: Instant::now() });
         state.history.add_point(point);
         drop(state);
@@ -76,27 +76,27 @@ impl StatusBoard {
             // The publisher shortens its interval now.
             self.status_changed.notify_all();
         }
-        let old = |state: &mut BoardState| {
-            !state.closed && state.latest.as_ref().is_none_or(|sheet| sheet.number <= seen_number)
+        let has_no_newer = |state: &mut BoardState| {
+            !state.closed && state.latest.as_ref().is_none_or(|latest| latest.number <= seen_number)
         };
-        let waited = self.status_changed.wait_timeout_while(state, timeout, old);
-        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let result = self.status_changed.wait_timeout_while(state, timeout, has_no_newer);
+        let (mut state, _) = result.unwrap_or_else(PoisonError::into_inner);
         state.waiter_count -= 1;
-        state.latest.clone().filter(|sheet| sheet.number > seen_number && !state.closed)
+        state.latest.clone().filter(|latest| latest.number > seen_number && !state.closed)
     }
 
     /// Wait until the next status is due: the first interval while clients wait for it, otherwise the second. Returns
     /// at once if the board is closed.
     pub fn wait_until_due(&self, interval_with_waiters: Duration, idle_interval: Duration) {
-        let since = Instant::now();
+        let start = Instant::now();
         let mut state = self.state();
         loop {
-            let whole = if state.waiter_count > 0 { interval_with_waiters } else { idle_interval };
-            let left = whole.saturating_sub(since.elapsed());
-            if left.is_zero() || state.closed {
+            let interval = if state.waiter_count > 0 { interval_with_waiters } else { idle_interval };
+            let remaining = interval.saturating_sub(start.elapsed());
+            if remaining.is_zero() || state.closed {
                 return;
             }
-            (state, _) = self.status_changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+            (state, _) = self.status_changed.wait_timeout(state, remaining).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -146,11 +146,11 @@ impl PointHistory {
         self.points_seen += 1;
         if self.points.len() >= MAX_HISTORY_POINTS {
             let gaps = self.points.iter().filter(|point| point.is_unknown()).count();
-            let mut at = 0_usize;
+            let mut index = 0_usize;
             self.points.retain(|point| {
-                at += 1;
+                index += 1;
                 // Gaps are kept only if there are few unknown points.
-                at % 2 == 1 || point.is_unknown() && gaps < MAX_HISTORY_POINTS / 4
+                index % 2 == 1 || point.is_unknown() && gaps < MAX_HISTORY_POINTS / 4
             });
             self.points_per_kept_point *= 2;
         }

@@ -129,8 +129,8 @@ impl Exposition {
         for (labels, value) in samples {
             write!(text, "{name}{suffix}")?;
             for (i, (label, value)) in labels.iter().enumerate() {
-                let before = if i == 0 { '{' } else { ',' };
-                write!(text, "{before}{label}=\"{}\"", EscapedLabel(value))?;
+                let separator = if i == 0 { '{' } else { ',' };
+                write!(text, "{separator}{label}=\"{}\"", EscapedLabel(value))?;
             }
             writeln!(text, "{} {value}", if labels.is_empty() { "" } else { "}" })?;
         }

@@ -353,12 +353,12 @@ fn streams_leave_room_for_requests() {
     assert_eq!(status_code(&get(&server, "/metrics")), 200);
     // The slot of a closed stream becomes free once the server notices that it is closed.
     drop(open.pop());
-    let again = (0..600).any(|_| {
+    let restarted = (0..600).any(|_| {
         board.publish(fixture_status());
         thread::sleep(Duration::from_millis(100));
         EventReader::open(&server).0 == 200
     });
-    assert!(again);
+    assert!(restarted);
 }
 
 /// A peer that opens streams and reads nothing loses them.
@@ -397,6 +397,6 @@ fn server_stops_when_dropped() {
     TcpStream::connect(address).expect_err("the server has closed its socket");
     // As after a restart: the address is free, although connections existed.
     let board = common::fixture_board();
-    let again = Server::start(address, Vec::new(), board).expect("the address is free");
-    assert_eq!(status_code(&get(&again, "/api/status")), 200);
+    let restarted = Server::start(address, Vec::new(), board).expect("the address is free");
+    assert_eq!(status_code(&get(&restarted, "/api/status")), 200);
 }

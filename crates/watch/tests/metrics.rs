@@ -28,14 +28,14 @@ fn sample_values(text: &str, sample: &str) -> Vec<f64> {
 /// A status with more items of each kind than there are named series.
 fn crowded_status() -> StatusReport {
     let mut status = fixture_status();
-    let member = status.tracked_processes[0].clone();
+    let process = status.tracked_processes[0].clone();
     status.tracked_processes = (0..1000)
         .map(|n| TrackedProcessReport {
             label: format!("vm-{n}"),
             workload: format!("vm-{n}"),
             cgroup: Some(format!("/machine/{n}")),
             footprint: Some(1000 - n),
-            ..member.clone()
+            ..process.clone()
         })
         .collect();
     status.workloads = group_footprints::sum_by_workload(&status.tracked_processes);
@@ -107,7 +107,7 @@ fn parts_sum_to_their_total() {
     let sum = |samples: &str| sample_values(&text, samples).iter().sum::<f64>();
     assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
     assert_eq!(sum("pagefold_saved_class_net_bytes{"), sum("pagefold_saved_net_bytes"));
-    let metadata: u64 = fixture_status().tracked_processes.iter().filter_map(|member| member.metadata).sum();
+    let metadata: u64 = fixture_status().tracked_processes.iter().filter_map(|process| process.metadata).sum();
     assert_eq!(sum("pagefold_domain_saved_net_bytes{"), sum("pagefold_domain_saved_bytes{") - metadata as f64);
     assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_tracked_process_merged_bytes{"));
     for kind in ["vm", "container", "job"] {
@@ -168,12 +168,12 @@ fn single_process_domains_have_no_pid() {
     status.domains = ["process 7", "vm of process 8", "process 9", "vm web", "group process 1"].map(named).into();
     status.tracked_processes[0].domain = "process 7".to_owned();
     let text = render_metrics(&status, MetricsFormat::Prometheus);
-    for (domain, members) in
+    for (domain, processes) in
         [("processes", 4.0), ("vms without a name", 2.0), ("vm web", 2.0), ("group process 1", 2.0)]
     {
         assert_eq!(
             sample_values(&text, &format!("pagefold_domain_tracked_processes{{domain=\"{domain}\"}}")),
-            [members]
+            [processes]
         );
     }
     assert!(text.contains("domain=\"processes\"}") && !text.contains("\"process 7\""));
@@ -198,8 +198,9 @@ fn promtool(arguments: &[&str], input: &str) -> Option<Output> {
 
 fn assert_promtool_accepts(text: &str) {
     if let Some(output) = promtool(&["check", "metrics"], text) {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.trim().is_empty(), "{said}");
+        let output_text =
+            String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && output_text.trim().is_empty(), "{output_text}");
     }
 }
 
@@ -245,8 +246,8 @@ fn alert_rules_pass_their_tests() {
     for (verb, file) in [("check", "pagefold.rules.yml"), ("test", "pagefold.rules.test.yml")] {
         let file = repository_path("deploy/prometheus").join(file);
         if let Some(output) = promtool(&[verb, "rules", utf8_path(&file)], "") {
-            let said = [output.stdout, output.stderr].concat();
-            assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&said));
+            let output_text = [output.stdout, output.stderr].concat();
+            assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output_text));
         }
     }
 }
@@ -285,9 +286,9 @@ fn rules_and_dashboard_use_existing_metrics() {
     let rules = fs::read_to_string(repository_path("deploy/prometheus/pagefold.rules.yml")).expect("the rules");
     found.extend(rules.lines().filter(|line| line.trim_start().starts_with("expr:")).map(ToOwned::to_owned));
     for expression in found {
-        let asked = metric_names_in(&expression);
-        assert!(!asked.is_empty() || expression.contains("up{"), "{expression} has no metric of Pagefold");
-        for metric in asked {
+        let metric_names = metric_names_in(&expression);
+        assert!(!metric_names.is_empty() || expression.contains("up{"), "{expression} has no metric of Pagefold");
+        for metric in metric_names {
             assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
         }
     }

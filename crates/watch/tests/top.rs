@@ -44,7 +44,7 @@ fn press_keys(app: &mut App, keys: &str) -> bool {
 
 /// The names of the processes in display order.
 fn shown_names(app: &mut App) -> Vec<String> {
-    let labels: Vec<String> = fixture_status().tracked_processes.into_iter().map(|member| member.label).collect();
+    let labels: Vec<String> = fixture_status().tracked_processes.into_iter().map(|process| process.label).collect();
     let text = frame_text(app);
     let rows = text.lines().skip(7).map(|line| line.get(..18).unwrap_or(line).trim());
     rows.filter(|row| labels.iter().any(|label| label == row)).map(ToOwned::to_owned).collect()
@@ -52,9 +52,9 @@ fn shown_names(app: &mut App) -> Vec<String> {
 
 /// The names in descending order of a figure.
 fn sorted(figure: fn(&pagefold_daemon::wire::TrackedProcessReport) -> Option<u64>) -> Vec<String> {
-    let mut members = fixture_status().tracked_processes;
-    members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
-    members.into_iter().map(|member| member.label).collect()
+    let mut processes = fixture_status().tracked_processes;
+    processes.sort_by_key(|process| std::cmp::Reverse(figure(process)));
+    processes.into_iter().map(|process| process.label).collect()
 }
 
 #[test]
@@ -100,16 +100,16 @@ fn any_terminal_size_is_drawn() {
 #[test]
 fn processes_are_sorted() {
     let mut app = app(false);
-    assert_eq!(shown_names(&mut app), sorted(|member| member.footprint));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.footprint));
     press_keys(&mut app, "r");
     let mut upwards = shown_names(&mut app);
     upwards.reverse();
     // Equal values keep their order.
-    assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
+    assert_eq!(upwards.first(), sorted(|process| process.footprint).first());
     press_keys(&mut app, "s");
-    assert_eq!(shown_names(&mut app), sorted(|member| member.saved));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.saved));
     press_keys(&mut app, "s");
-    assert_eq!(shown_names(&mut app), sorted(|member| member.resident));
+    assert_eq!(shown_names(&mut app), sorted(|process| process.resident));
     press_keys(&mut app, "sss");
     let mut labels = sorted(|_| None);
     labels.sort();
@@ -231,11 +231,11 @@ impl Tmux {
     }
 
     /// Wait until the screen fulfills a condition.
-    fn wait_until(&self, what: &str, fits: impl Fn(&str) -> bool) -> String {
+    fn wait_until(&self, what: &str, is_match: impl Fn(&str) -> bool) -> String {
         let end = Instant::now() + SCREEN_TIMEOUT;
         loop {
             let screen = self.run(&["capture-pane", "-p"]);
-            if fits(&screen) {
+            if is_match(&screen) {
                 return screen;
             }
             assert!(Instant::now() < end, "no {what} in:\n{screen}");
@@ -261,9 +261,9 @@ fn example_path() -> PathBuf {
 fn top_works_in_a_terminal() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("top-status.json");
     let write = |status: &StatusReport| {
-        let whole = file.with_extension("new");
-        fs::write(&whole, serde_json::to_string(status).unwrap()).unwrap();
-        fs::rename(&whole, &file).unwrap();
+        let new_file = file.with_extension("new");
+        fs::write(&new_file, serde_json::to_string(status).unwrap()).unwrap();
+        fs::rename(&new_file, &file).unwrap();
     };
     write(&fixture_status());
     let command = format!("{} {}; echo ended with $?; exec cat", example_path().display(), file.display());

@@ -48,8 +48,11 @@ impl DaemonState {
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
             Event::ProcessExited(process) => {
                 // A process in a running merge may have merged pages, whatever the merge reports.
-                let merges = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
-                if self.tracked.remove(&process).is_some_and(|member| merges || member.maybe_merged || member.enrolled)
+                let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
+                if self
+                    .tracked
+                    .remove(&process)
+                    .is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled)
                 {
                     self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
                 }
@@ -65,18 +68,18 @@ impl DaemonState {
                 }
                 self.record_host_busy(why);
             }
-            Event::CensusDone(found) => self.handle_census(found, effects),
-            Event::MergeDone(merged) => self.handle_merge(merged, effects),
-            Event::MergedCheckDone(looked) => self.handle_merged_check(looked, effects),
-            Event::SweepDone { complete: whole } => {
+            Event::CensusDone(summary) => self.handle_census(summary, effects),
+            Event::MergeDone(summary) => self.handle_merge(summary, effects),
+            Event::MergedCheckDone(summary) => self.handle_merged_check(summary, effects),
+            Event::SweepDone { complete } => {
                 self.task = None;
-                if !whole {
+                if !complete {
                     self.sweep_at.get_or_insert(self.now + SWEEP_RETRY_INTERVAL);
                 }
             }
-            Event::UnenrollDone(withdrawn) => self.handle_unenroll(withdrawn, effects),
-            Event::SettingsRestored { complete: whole } => {
-                (self.task, self.host_acquired, self.settings_restored) = (None, false, whole)
+            Event::UnenrollDone(summary) => self.handle_unenroll(summary, effects),
+            Event::SettingsRestored { complete } => {
+                (self.task, self.host_acquired, self.settings_restored) = (None, false, complete)
             }
             Event::TaskFailed(why) => self.handle_task_failure(why, effects),
             Event::SettingsOverwritten(why) => self.yield_to_other_writer(why, effects),
@@ -92,7 +95,7 @@ impl DaemonState {
                 if self.rules.across_domains && !rules.across_domains {
                     self.domains_changed = true;
                     let now = self.now;
-                    self.tracked.values_mut().for_each(|member| member.unenroll_if_shared(now));
+                    self.tracked.values_mut().for_each(|tracked| tracked.unenroll_if_shared(now));
                 }
                 (self.rules, self.settings_overwritten, self.reported_pause) = (rules, None, None);
             }
@@ -102,19 +105,19 @@ impl DaemonState {
             }
             Event::Enroll(process) => {
                 self.unenroll_on_arrival.remove(&process);
-                if let Some(member) = self.tracked.get_mut(&process) {
-                    member.enroll_by_operator(self.now, &self.rules);
+                if let Some(tracked) = self.tracked.get_mut(&process) {
+                    tracked.enroll_by_operator(self.now, &self.rules);
                 }
             }
             Event::Unenroll(process) => match self.tracked.get_mut(&process) {
-                Some(member) => member.unenroll_by_operator(self.now),
+                Some(tracked) => tracked.unenroll_by_operator(self.now),
                 None => {
                     self.unenroll_on_arrival.insert(process);
                 }
             },
             Event::Stop { unmerge } => {
-                let stopping = if unmerge { ShutdownStage::UnmergePending } else { ShutdownStage::KeepMerged };
-                self.shutdown_stage.get_or_insert(stopping);
+                let stage = if unmerge { ShutdownStage::UnmergePending } else { ShutdownStage::KeepMerged };
+                self.shutdown_stage.get_or_insert(stage);
             }
         }
     }
@@ -124,23 +127,23 @@ impl DaemonState {
         (self.available, self.time_of_day) = (readings.available, Some(readings.time_of_day));
         self.shortage = Shortage::for_host(readings.pressure_percent, readings.available, readings.total);
         for (process, shortage) in readings.cgroup_shortages {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.shortage = shortage;
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.shortage = shortage;
             }
         }
-        for (process, ran) in readings.cpu_times {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.update_cpu_time(ran, self.now, &self.rules);
+        for (process, cpu_time) in readings.cpu_times {
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.update_cpu_time(cpu_time, self.now, &self.rules);
             }
         }
         for (process, resident) in readings.resident {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.update_resident(resident, self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.update_resident(resident, self.now, &self.rules);
             }
         }
-        let rarest = self.max_scan_interval();
-        for member in self.tracked.values_mut() {
-            member.defer_if_idle(self.now, rarest);
+        let max_interval = self.max_scan_interval();
+        for tracked in self.tracked.values_mut() {
+            tracked.defer_if_idle(self.now, max_interval);
         }
         if let Some(waits) = readings.wait_times {
             self.back_off_on_slowdown(&waits, effects);
@@ -150,142 +153,149 @@ impl DaemonState {
     /// Back off when programs are slowed down. A running census completes, otherwise a host that is always busy would
     /// get none. A merge is halted and repeated at a lower pace.
     fn back_off_on_slowdown(&mut self, waits: &WaitTimes, effects: &mut Vec<Effect>) {
-        let works = matches!(self.task, Some(DaemonTask::Census(..) | DaemonTask::Merge(_)));
-        let slowest = self.slowdown.is_at_lowest_pace();
-        let Some((pause, why)) = self.slowdown.observe(waits, works, self.rules.max_slowdown, self.now) else { return };
-        let halts = matches!(&self.task, Some(DaemonTask::Merge(processes)) if !slowest && !self.is_memory_short_for(processes));
-        let (first, then) = match (&self.task, halts) {
+        let is_working = matches!(self.task, Some(DaemonTask::Census(..) | DaemonTask::Merge(_)));
+        let at_lowest_pace = self.slowdown.is_at_lowest_pace();
+        let Some((pause, why)) = self.slowdown.observe(waits, is_working, self.rules.max_slowdown, self.now) else {
+            return;
+        };
+        let must_halt = matches!(
+            &self.task,
+            Some(DaemonTask::Merge(processes)) if !at_lowest_pace && !self.is_memory_short_for(processes)
+        );
+        let (prefix, suffix) = match (&self.task, must_halt) {
             (Some(DaemonTask::Merge(_)), false) => ("after this merge ", ""),
             _ => ("", " and then merges more slowly"),
         };
-        let why = format!("{why}: {first}the daemon pauses for {} s{then}", pause.as_secs());
+        let why = format!("{why}: {prefix}the daemon pauses for {} s{suffix}", pause.as_secs());
         effects.push(self.report_decision(DecisionKind::Idle, &[], DecisionReason::Slowdown, why));
         self.reported_pause = Some(DecisionReason::Slowdown);
-        if halts && !self.task_halted {
+        if must_halt && !self.task_halted {
             self.task_halted = true;
             effects.push(Effect::Halt);
         }
     }
 
     fn handle_arrival(&mut self, arrival: ProcessArrival, effects: &mut Vec<Effect>) {
-        let (process, excluded) = (arrival.process, arrival.exclusion_reason.clone());
-        let before = self.tracked.get(&process).map(|member| member.exclusion_reason.clone());
+        let (process, exclusion_reason) = (arrival.process, arrival.exclusion_reason.clone());
+        let previous_reason = self.tracked.get(&process).map(|tracked| tracked.exclusion_reason.clone());
         match self.tracked.get_mut(&process) {
-            Some(member) => {
-                if member.similarity_key != arrival.similarity_key {
-                    member.sketches = None;
+            Some(tracked) => {
+                if tracked.similarity_key != arrival.similarity_key {
+                    tracked.sketches = None;
                 }
-                (member.similarity_key, member.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
+                (tracked.similarity_key, tracked.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
                 // Pages merged before the exclusion are unenrolled.
-                if member.exclusion_reason.is_some() && member.maybe_merged {
-                    member.request_unenroll(DecisionReason::Excluded, self.now);
-                } else if member
+                if tracked.exclusion_reason.is_some() && tracked.maybe_merged {
+                    tracked.request_unenroll(DecisionReason::Excluded, self.now);
+                } else if tracked
                     .pending_unenroll
                     .as_ref()
-                    .is_some_and(|leaving| leaving.reason == DecisionReason::Excluded)
+                    .is_some_and(|pending| pending.reason == DecisionReason::Excluded)
                 {
-                    member.cancel_unenroll_if_allowed();
+                    tracked.cancel_unenroll_if_allowed();
                 }
-                let domain = std::mem::replace(&mut member.domain, arrival.domain);
-                if domain != member.domain && !domain.is_single_process() && !self.rules.across_domains {
-                    self.domains_changed |= self.task.as_ref().is_some_and(|work| work.involves(process));
-                    member.unenroll_if_shared(self.now);
+                let old_domain = std::mem::replace(&mut tracked.domain, arrival.domain);
+                if old_domain != tracked.domain && !old_domain.is_single_process() && !self.rules.across_domains {
+                    self.domains_changed |= self.task.as_ref().is_some_and(|task| task.involves(process));
+                    tracked.unenroll_if_shared(self.now);
                 }
-                if domain != member.domain {
-                    member.record_domain_change(self.now, &self.rules);
+                if old_domain != tracked.domain {
+                    tracked.record_domain_change(self.now, &self.rules);
                 }
             }
             None => {
-                let mut member = TrackedProcess::new(arrival, self.now, &self.rules);
+                let mut tracked = TrackedProcess::new(arrival, self.now, &self.rules);
                 if self.unenroll_on_arrival.remove(&process) {
-                    member.unenroll_by_operator(self.now);
+                    tracked.unenroll_by_operator(self.now);
                 }
-                self.tracked.insert(process, member);
+                self.tracked.insert(process, tracked);
             }
         }
-        if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
+        if let Some(why) = exclusion_reason.filter(|why| previous_reason != Some(Some(why.clone()))) {
             effects.push(self.report_decision(DecisionKind::Skip, &[process], DecisionReason::Excluded, why));
         }
     }
 
-    fn handle_census(&mut self, mut found: CensusSummary, effects: &mut Vec<Effect>) {
-        let Some(DaemonTask::Census(turns, processes)) = self.task.take() else { return };
-        let overran = self.account_census(&found);
+    fn handle_census(&mut self, mut summary: CensusSummary, effects: &mut Vec<Effect>) {
+        let Some(DaemonTask::Census(due, processes)) = self.task.take() else { return };
+        let overran = self.account_census(&summary);
         for process in &processes {
             match self.tracked.get_mut(process) {
-                Some(member) if overran => member.record_overrun(),
-                Some(member) if !found.partial => member.record_within_budget(),
+                Some(tracked) if overran => tracked.record_overrun(),
+                Some(tracked) if !summary.partial => tracked.record_within_budget(),
                 _ => {}
             }
         }
-        if found.partial || self.domains_changed {
+        if summary.partial || self.domains_changed {
             if overran {
-                self.postpone_scans(&turns);
+                self.postpone_scans(&due);
             }
             return;
         }
         self.census_count += 1;
-        for (process, held) in std::mem::take(&mut found.sketches) {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.set_sketches(held);
+        for (process, sketches) in std::mem::take(&mut summary.sketches) {
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.set_sketches(sketches);
             }
         }
-        for process in &turns {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.reserved_merge_seconds = 0.0;
+        for process in &due {
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.reserved_merge_seconds = 0.0;
             }
         }
         let is_new = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::is_unscanned);
         // The contents of a new process are not stable yet, whatever program enrolled them.
-        let has_new = turns.iter().any(is_new);
-        let (profitable, unprofitable) = self.judge_candidates(&found);
-        self.finish_scans(&turns, &processes, &found, &profitable);
+        let has_new = due.iter().any(is_new);
+        let (profitable, unprofitable) = self.judge_candidates(&summary);
+        self.finish_scans(&due, &processes, &summary, &profitable);
         if has_new {
             return;
         }
-        self.report_unprofitable(unprofitable, &turns, effects);
+        self.report_unprofitable(unprofitable, &due, effects);
         if !profitable.is_empty() {
             self.decide_merge(profitable, effects);
         }
     }
 
     /// Count the cost of a census. Returns whether it was halted because it exceeded the CPU budget.
-    fn account_census(&mut self, found: &CensusSummary) -> bool {
-        let mib = found.bytes_scanned.0 as f64 / 1048576.0;
-        if found.partial {
+    fn account_census(&mut self, summary: &CensusSummary) -> bool {
+        let mib = summary.bytes_scanned.0 as f64 / 1048576.0;
+        if summary.partial {
             return self.cpu_budget.available_seconds() <= 0.0;
         }
         if mib >= 1.0 {
-            let measured = found.cpu_time.as_secs_f64() / mib;
+            let measured = summary.cpu_time.as_secs_f64() / mib;
             self.census_seconds_per_mib += CENSUS_COST_EWMA_WEIGHT * (measured - self.census_seconds_per_mib);
         }
         // The next task starts before the next CPU reading and must fit the budget as well.
-        let read = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
-        self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + found.cpu_time.saturating_sub(read));
+        let counted = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
+        self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + summary.cpu_time.saturating_sub(counted));
         false
     }
 
     /// Delay the scans of processes whose census exceeded the budget. Otherwise it would be started and halted again
     /// and again, and no other process would be scanned.
-    fn postpone_scans(&mut self, turns: &[ProcessId]) {
-        for process in turns {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.next_scan = self.now + member.scan_interval;
+    fn postpone_scans(&mut self, due: &[ProcessId]) {
+        for process in due {
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.next_scan = self.now + tracked.scan_interval;
             }
         }
     }
 
     /// The profitable and the unprofitable candidates of a census, each with what merging it gains and costs.
-    fn judge_candidates(&self, found: &CensusSummary) -> (Vec<JudgedCandidate>, Vec<JudgedCandidate>) {
-        let all: u64 = found.cost_in_pages.values().sum();
-        let effort = |process: &ProcessId| found.cost_in_pages.get(process).copied().unwrap_or(0);
-        let scan_time = |process: &ProcessId| found.cpu_time.mul_f64(effort(process) as f64 / all.max(1) as f64);
-        let is_open = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::may_be_scanned);
+    fn judge_candidates(&self, summary: &CensusSummary) -> (Vec<JudgedCandidate>, Vec<JudgedCandidate>) {
+        let total_cost: u64 = summary.cost_in_pages.values().sum();
+        let scan_cost = |process: &ProcessId| summary.cost_in_pages.get(process).copied().unwrap_or(0);
+        let scan_time =
+            |process: &ProcessId| summary.cpu_time.mul_f64(scan_cost(process) as f64 / total_cost.max(1) as f64);
+        let may_be_scanned =
+            |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::may_be_scanned);
         let candidates: BTreeMap<ProcessId, MergeCandidate> =
-            found.candidates.iter().map(|candidate| (candidate.process, *candidate)).collect();
-        let open = candidates.into_values().filter(|candidate| is_open(&candidate.process));
-        let judged =
-            open.map(|candidate| (candidate.process, MergeEstimate::new(&candidate, scan_time(&candidate.process))));
+            summary.candidates.iter().map(|candidate| (candidate.process, *candidate)).collect();
+        let scannable = candidates.into_values().filter(|candidate| may_be_scanned(&candidate.process));
+        let judged = scannable
+            .map(|candidate| (candidate.process, MergeEstimate::new(&candidate, scan_time(&candidate.process))));
         let is_profitable = |(process, estimate): &JudgedCandidate| {
             let is_short = self.is_memory_short_for(&[*process]);
             estimate.is_profitable(if is_short { f64::INFINITY } else { self.rules.max_cpu_seconds_per_mib })
@@ -293,39 +303,34 @@ impl DaemonState {
         judged.partition(is_profitable)
     }
 
-    /// Record the scans of processes whose turn it was, and schedule their next ones.
+    /// Record the scans of due processes, and schedule their next ones.
     fn finish_scans(
         &mut self,
-        turns: &[ProcessId],
+        due: &[ProcessId],
         scanned: &[ProcessId],
-        found: &CensusSummary,
+        summary: &CensusSummary,
         profitable: &[JudgedCandidate],
     ) {
         let max_interval = self.max_scan_interval();
-        for &process in turns {
+        for &process in due {
             let spread = self.random_fraction(process);
             let is_profitable = profitable.iter().any(|(candidate, _)| *candidate == process);
-            let is_unstable = found.not_yet_stable.contains(&process);
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
+            let is_unstable = summary.not_yet_stable.contains(&process);
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
             }
         }
-        for process in self.find_missed_partners(turns, &scanned.iter().copied().collect()) {
-            if let Some(member) = self.tracked.get_mut(&process) {
-                member.record_missed_partner(&self.rules);
+        for process in self.find_missed_partners(due, &scanned.iter().copied().collect()) {
+            if let Some(tracked) = self.tracked.get_mut(&process) {
+                tracked.record_missed_partner(&self.rules);
             }
         }
     }
 
-    /// Report unprofitable candidates whose turn it was: partners are reported when their own scan is due.
-    fn report_unprofitable(
-        &mut self,
-        candidates: Vec<JudgedCandidate>,
-        turns: &[ProcessId],
-        effects: &mut Vec<Effect>,
-    ) {
-        let of_turn = candidates.into_iter().filter(|(process, _)| turns.contains(process));
-        let (processes, sum) = merge_estimate::sum_estimates(of_turn);
+    /// Report unprofitable candidates that were due: partners are reported when their own scan is due.
+    fn report_unprofitable(&mut self, candidates: Vec<JudgedCandidate>, due: &[ProcessId], effects: &mut Vec<Effect>) {
+        let due_candidates = candidates.into_iter().filter(|(process, _)| due.contains(process));
+        let (processes, sum) = merge_estimate::sum_estimates(due_candidates);
         if !processes.is_empty() {
             let why = format!("it would save {sum} (limit: {})", self.rules.max_cpu_seconds_per_mib);
             effects.push(self.report_decision(DecisionKind::Skip, &processes, DecisionReason::Unprofitable, why));
@@ -339,16 +344,16 @@ impl DaemonState {
             .map(|(_, estimate)| estimate.ksmd_time.as_secs_f64() * MERGE_RESERVATION_FACTOR)
             .collect();
         let (processes, sum) = merge_estimate::sum_estimates(candidates);
-        let acts = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
+        let carried_out = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
         effects.push(Effect::Report(Decision {
             kind: DecisionKind::Merge,
             processes: processes.clone(),
             reason: DecisionReason::Profitable,
             explanation: format!("it should save {sum}"),
             predicted: Some(Bytes(sum.net_savings.0.max(0).unsigned_abs())),
-            carried_out: acts,
+            carried_out,
         }));
-        if !acts {
+        if !carried_out {
             return;
         }
         // At the refill rate of the budget, the merge would never end.
@@ -359,40 +364,40 @@ impl DaemonState {
         };
         let cpu_share = (share * self.slowdown.pace_factor()).max(0.001);
         for (process, seconds) in processes.iter().zip(reservations) {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.reserved_merge_seconds = seconds;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.reserved_merge_seconds = seconds;
             }
         }
         self.start_task(DaemonTask::Merge(processes.clone()), Effect::Merge { processes, cpu_share }, effects);
     }
 
-    fn handle_merged_check(&mut self, looked: MergedCheckSummary, effects: &mut Vec<Effect>) {
+    fn handle_merged_check(&mut self, summary: MergedCheckSummary, effects: &mut Vec<Effect>) {
         self.task = None;
-        let found = looked.unenrolled_bytes > Bytes::ZERO;
-        if found {
-            let why = format!("{} were written again soon after merging", looked.unenrolled_bytes);
+        let has_breaks = summary.unenrolled_bytes > Bytes::ZERO;
+        if has_breaks {
+            let why = format!("{} were written again soon after merging", summary.unenrolled_bytes);
             effects.push(self.report_decision(
                 DecisionKind::Unenroll,
-                &looked.unenrolled_from,
+                &summary.unenrolled_from,
                 DecisionReason::CowBreaks,
                 why,
             ));
         }
-        if let Some(stuck) = looked.failed_unenrolls {
-            self.report_failed_unenrolls(stuck, effects);
+        if let Some(failures) = summary.failed_unenrolls {
+            self.report_failed_unenrolls(failures, effects);
         }
-        let calm = (self.merged_check.1 * 2)
+        let quiet_interval = (self.merged_check.1 * 2)
             .min(MAX_MERGED_CHECK_INTERVAL)
-            .max(looked.cpu_time * MERGED_CHECK_INTERVAL_COST_FACTOR);
-        let pause = if found { self.rules.min_scan_interval } else { calm };
-        self.merged_check = (self.now + pause, pause);
+            .max(summary.cpu_time * MERGED_CHECK_INTERVAL_COST_FACTOR);
+        let interval = if has_breaks { self.rules.min_scan_interval } else { quiet_interval };
+        self.merged_check = (self.now + interval, interval);
     }
 
     /// Report ranges that could not be unenrolled, where the failure is new.
-    fn report_failed_unenrolls(&mut self, stuck: Vec<(ProcessId, String)>, effects: &mut Vec<Effect>) {
-        let before = std::mem::take(&mut self.failed_unenrolls);
-        for (process, why) in stuck {
-            if before.get(&process) != Some(&why) {
+    fn report_failed_unenrolls(&mut self, failures: Vec<(ProcessId, String)>, effects: &mut Vec<Effect>) {
+        let reported = std::mem::take(&mut self.failed_unenrolls);
+        for (process, why) in failures {
+            if reported.get(&process) != Some(&why) {
                 effects.push(self.report_decision(
                     DecisionKind::Refuse,
                     &[process],
@@ -404,72 +409,73 @@ impl DaemonState {
         }
     }
 
-    fn handle_merge(&mut self, merged: MergeSummary, effects: &mut Vec<Effect>) {
+    fn handle_merge(&mut self, summary: MergeSummary, effects: &mut Vec<Effect>) {
         let overran = self.task_halted && self.cpu_budget.available_seconds() <= 0.0;
         if let Some(DaemonTask::Merge(processes)) = self.task.take() {
             self.record_merge(&processes, overran);
         }
-        for process in &merged.enrolled {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.enrolled = true;
+        for process in &summary.enrolled {
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.enrolled = true;
             }
         }
-        for (process, why) in &merged.refused {
+        for (process, why) in &summary.refused {
             effects.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Refused, why.clone()));
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.record_refusal(self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.record_refusal(self.now, &self.rules);
             }
         }
-        if merged.unenrolled_bytes > Bytes::ZERO {
-            let why = format!("{} were written again soon after merging", merged.unenrolled_bytes);
+        if summary.unenrolled_bytes > Bytes::ZERO {
+            let why = format!("{} were written again soon after merging", summary.unenrolled_bytes);
             effects.push(self.report_decision(
                 DecisionKind::Unenroll,
-                &merged.unenrolled_from,
+                &summary.unenrolled_from,
                 DecisionReason::CowBreaks,
                 why,
             ));
         }
-        self.report_failed_unenrolls(merged.failed_unenrolls, effects);
+        self.report_failed_unenrolls(summary.failed_unenrolls, effects);
         self.merged_check = (self.now + self.rules.min_scan_interval, self.rules.min_scan_interval);
-        if let Some(why) = merged.settings_overwritten {
+        if let Some(why) = summary.settings_overwritten {
             return self.yield_to_other_writer(why, effects);
         }
         // A halted merge leaves metadata of pages that ksmd has scanned only once.
-        let judged = !self.task_halted;
-        let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
-        let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
+        let is_complete = !self.task_halted;
+        let is_net_loss = |process: &ProcessId| is_complete && summary.nets.get(process).is_some_and(|net| net.0 < 0);
+        let (losing, not_losing): (Vec<ProcessId>, Vec<ProcessId>) =
+            summary.enrolled.iter().copied().partition(is_net_loss);
         // Earlier merged pages are not given up because of new ones; checks of merged pages find those with COW breaks.
-        let mut lost = Vec::new();
-        for (process, net) in &merged.nets {
-            if let Some(member) = self.tracked.get_mut(process).filter(|member| !member.net_known) {
-                member.net_savings.0 += net.0;
-                member.net_known = judged;
-                if judged && member.enrolled && member.net_savings.0 < 0 {
-                    lost.push(*process);
+        let mut to_unenroll = Vec::new();
+        for (process, net) in &summary.nets {
+            if let Some(tracked) = self.tracked.get_mut(process).filter(|tracked| !tracked.net_known) {
+                tracked.net_savings.0 += net.0;
+                tracked.net_known = is_complete;
+                if is_complete && tracked.enrolled && tracked.net_savings.0 < 0 {
+                    to_unenroll.push(*process);
                 }
             }
         }
-        self.request_unenroll(&lost, DecisionReason::NetLoss);
-        for process in &losing.into_iter().chain(lost).collect::<BTreeSet<ProcessId>>() {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.record_refusal(self.now, &self.rules);
+        self.request_unenroll(&to_unenroll, DecisionReason::NetLoss);
+        for process in &losing.into_iter().chain(to_unenroll).collect::<BTreeSet<ProcessId>>() {
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.record_refusal(self.now, &self.rules);
             }
         }
-        let mib = merged.net.0 as f64 / 1048576.0;
+        let mib = summary.net.0 as f64 / 1048576.0;
         let fell_short =
-            !self.task_halted && (merged.net.0 as f64) < merged.predicted.0 as f64 * MIN_MEASURED_TO_PREDICTED;
-        if fell_short && !others.is_empty() {
-            let reached = Bytes(merged.net.0.max(0).unsigned_abs());
-            let why = format!("{reached} saved of {} predicted: the next scan is delayed", merged.predicted);
-            effects.push(self.report_decision(DecisionKind::Skip, &others, DecisionReason::Unprofitable, why));
+            !self.task_halted && (summary.net.0 as f64) < summary.predicted.0 as f64 * MIN_MEASURED_TO_PREDICTED;
+        if fell_short && !not_losing.is_empty() {
+            let measured = Bytes(summary.net.0.max(0).unsigned_abs());
+            let why = format!("{measured} saved of {} predicted: the next scan is delayed", summary.predicted);
+            effects.push(self.report_decision(DecisionKind::Skip, &not_losing, DecisionReason::Unprofitable, why));
         }
-        let in_vain =
-            fell_short || merged.cpu_time.as_secs_f64() > self.rules.max_cpu_seconds_per_mib * mib && !self.task_halted;
-        for process in &others {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.last_merge_unprofitable = in_vain;
-                if overran || in_vain {
-                    member.double_scan_interval(&self.rules);
+        let is_unprofitable = fell_short
+            || summary.cpu_time.as_secs_f64() > self.rules.max_cpu_seconds_per_mib * mib && !self.task_halted;
+        for process in &not_losing {
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.last_merge_unprofitable = is_unprofitable;
+                if overran || is_unprofitable {
+                    tracked.double_scan_interval(&self.rules);
                 }
             }
         }
@@ -479,46 +485,51 @@ impl DaemonState {
     /// their trust domain during the merge are to be unenrolled.
     fn record_merge(&mut self, processes: &[ProcessId], overran: bool) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.maybe_merged = true;
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.maybe_merged = true;
                 match overran {
-                    true => member.merge_halted_at = self.now,
-                    false => member.reserved_merge_seconds = 0.0,
+                    true => tracked.merge_halted_at = self.now,
+                    false => tracked.reserved_merge_seconds = 0.0,
                 }
-                if member.exclusion_reason.is_some() {
-                    member.request_unenroll(DecisionReason::Excluded, self.now);
+                if tracked.exclusion_reason.is_some() {
+                    tracked.request_unenroll(DecisionReason::Excluded, self.now);
                 }
                 if self.domains_changed {
-                    member.unenroll_if_shared(self.now);
+                    tracked.unenroll_if_shared(self.now);
                 }
             }
         }
     }
 
     /// Processes that could not be unenrolled are tried again; new failures are reported.
-    fn handle_unenroll(&mut self, withdrawn: UnenrollSummary, effects: &mut Vec<Effect>) {
-        let Some(DaemonTask::Unenroll(extents)) = self.task.take() else { return };
+    fn handle_unenroll(&mut self, summary: UnenrollSummary, effects: &mut Vec<Effect>) {
+        let Some(DaemonTask::Unenroll(scopes)) = self.task.take() else { return };
         // If a wider scope was requested meanwhile, that request stays pending.
-        let extent = |process: &ProcessId| extents.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
-        let is_all = |member: &TrackedProcess, extent| {
-            member.pending_unenroll.as_ref().is_none_or(|leaving| leaving.scope() <= extent)
+        let scope_of = |process: &ProcessId| scopes.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
+        let covers_request = |tracked: &TrackedProcess, scope| {
+            tracked.pending_unenroll.as_ref().is_none_or(|pending| pending.scope() <= scope)
         };
-        for process in withdrawn.unenrolled {
-            let extent = extent(&process);
-            let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
-            if let Some(reason) = member.and_then(|member| member.record_unenrolled(extent)) {
-                let why = match extent {
+        for process in summary.unenrolled {
+            let scope = scope_of(&process);
+            let tracked = self.tracked.get_mut(&process).filter(|tracked| covers_request(tracked, scope));
+            if let Some(reason) = tracked.and_then(|tracked| tracked.record_unenrolled(scope)) {
+                let why = match scope {
                     UnenrollScope::AllMerged => "it has no merged pages any more",
                     UnenrollScope::DaemonEnrolled => "the ranges that the daemon enrolled are unenrolled",
                 };
                 effects.push(self.report_decision(DecisionKind::Unenroll, &[process], reason, why));
             }
         }
-        for (process, why) in withdrawn.failed_unenrolls {
-            let (told, extent) = (format!("not unenrolled: {why}"), extent(&process));
-            let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
-            if member.is_some_and(|member| member.record_unenroll_failure(why, withdrawn.cpu_time, self.now)) {
-                effects.push(self.report_decision(DecisionKind::Refuse, &[process], DecisionReason::Refused, told));
+        for (process, why) in summary.failed_unenrolls {
+            let (explanation, scope) = (format!("not unenrolled: {why}"), scope_of(&process));
+            let tracked = self.tracked.get_mut(&process).filter(|tracked| covers_request(tracked, scope));
+            if tracked.is_some_and(|tracked| tracked.record_unenroll_failure(why, summary.cpu_time, self.now)) {
+                effects.push(self.report_decision(
+                    DecisionKind::Refuse,
+                    &[process],
+                    DecisionReason::Refused,
+                    explanation,
+                ));
             }
         }
     }
@@ -528,7 +539,7 @@ impl DaemonState {
         self.acquire_host_after = self.now + ACQUIRE_HOST_RETRY_INTERVAL;
         self.host_busy_reason = Some(why);
         // During shutdown it is tried once.
-        self.shutdown_stage = self.shutdown_stage.map(|stopping| match stopping {
+        self.shutdown_stage = self.shutdown_stage.map(|stage| match stage {
             ShutdownStage::UnmergePending => ShutdownStage::UnmergeTried,
             other => other,
         });
@@ -543,20 +554,21 @@ impl DaemonState {
                 self.back_off(&processes);
                 self.record_merge(&processes, false);
                 // Some of their ranges may be enrolled.
-                let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|member| member.enrolled);
-                let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();
-                for process in &fresh {
-                    if let Some(member) = self.tracked.get_mut(process) {
-                        member.enrolled = true;
+                let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|tracked| tracked.enrolled);
+                let newly_enrolled: Vec<ProcessId> =
+                    processes.into_iter().filter(|process| !enrolled(process)).collect();
+                for process in &newly_enrolled {
+                    if let Some(tracked) = self.tracked.get_mut(process) {
+                        tracked.enrolled = true;
                     }
                 }
-                self.request_unenroll(&fresh, DecisionReason::Failed);
+                self.request_unenroll(&newly_enrolled, DecisionReason::Failed);
             }
-            Some(DaemonTask::Unenroll(extents)) => {
-                let refused = extents.keys().map(|process| (*process, why.clone())).collect();
-                self.task = Some(DaemonTask::Unenroll(extents));
+            Some(DaemonTask::Unenroll(scopes)) => {
+                let failures = scopes.keys().map(|process| (*process, why.clone())).collect();
+                self.task = Some(DaemonTask::Unenroll(scopes));
                 return self.handle_unenroll(
-                    UnenrollSummary { failed_unenrolls: refused, ..UnenrollSummary::default() },
+                    UnenrollSummary { failed_unenrolls: failures, ..UnenrollSummary::default() },
                     effects,
                 );
             }

@@ -44,9 +44,9 @@ impl fmt::Display for MergeEstimate {
         match self.net_savings.0 {
             ..=0 => write!(f, "nothing"),
             net => {
-                let (net, price) = (Bytes(net.unsigned_abs()), self.cpu_seconds_per_mib());
-                let price = if price < 0.001 { "less than 0.001".to_owned() } else { format!("{price:.3}") };
-                write!(f, "{net} at {price} CPU s per MiB")
+                let (net, cost) = (Bytes(net.unsigned_abs()), self.cpu_seconds_per_mib());
+                let cost = if cost < 0.001 { "less than 0.001".to_owned() } else { format!("{cost:.3}") };
+                write!(f, "{net} at {cost} CPU s per MiB")
             }
         }
     }
@@ -54,14 +54,14 @@ impl fmt::Display for MergeEstimate {
 
 /// The processes, and the sum of their estimates.
 pub(super) fn sum_estimates(
-    worth: impl IntoIterator<Item = (ProcessId, MergeEstimate)>,
+    estimates: impl IntoIterator<Item = (ProcessId, MergeEstimate)>,
 ) -> (Vec<ProcessId>, MergeEstimate) {
     let (mut processes, mut sum) = (Vec::new(), MergeEstimate::default());
-    for (process, worth) in worth {
+    for (process, estimate) in estimates {
         processes.push(process);
-        sum.net_savings.0 += worth.net_savings.0;
-        sum.ksmd_time += worth.ksmd_time;
-        sum.census_time += worth.census_time;
+        sum.net_savings.0 += estimate.net_savings.0;
+        sum.ksmd_time += estimate.ksmd_time;
+        sum.census_time += estimate.census_time;
     }
     (processes, sum)
 }
@@ -98,17 +98,18 @@ mod tests {
         #[test]
         fn sum_is_profitable_if_its_parts_are(
             parts in prop::collection::vec((1i64..100, 0u64..1000, 0u64..1000), 1..10),
-            most in 0.001f64..0.1,
+            max_cost in 0.001f64..0.1,
         ) {
-            let named = parts.iter().zip(0..).map(|(&(mib, ksmd, census), number)| {
+            let estimates = parts.iter().zip(0..).map(|(&(mib, ksmd, census), number)| {
                 (ProcessId { pid: Pid(number), start_time: 1 }, estimate(mib, ksmd, census))
             });
-            let (paying, dear): (Vec<_>, Vec<_>) = named.partition(|(_, worth)| worth.is_profitable(most));
-            for (of, pays) in [(paying, true), (dear, false)] {
-                let (processes, sum) = sum_estimates(of);
+            let (profitable, unprofitable): (Vec<_>, Vec<_>) =
+                estimates.partition(|(_, estimate)| estimate.is_profitable(max_cost));
+            for (part, expected) in [(profitable, true), (unprofitable, false)] {
+                let (processes, sum) = sum_estimates(part);
                 // Sums at the limit itself depend on rounding.
-                let close = (sum.cpu_seconds_per_mib() - most).abs() < 1e-12;
-                prop_assert!(processes.is_empty() || close || sum.is_profitable(most) == pays, "{sum}");
+                let at_limit = (sum.cpu_seconds_per_mib() - max_cost).abs() < 1e-12;
+                prop_assert!(processes.is_empty() || at_limit || sum.is_profitable(max_cost) == expected, "{sum}");
             }
         }
     }

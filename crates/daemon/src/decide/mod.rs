@@ -228,9 +228,9 @@ impl DaemonState {
 
     /// Current status, with the reason.
     pub fn status(&self) -> (DaemonStatus, String) {
-        let of = |processes: usize| match processes {
+        let count_label = |processes: usize| match processes {
             1 => "one process".to_owned(),
-            many => format!("{many} processes"),
+            count => format!("{count} processes"),
         };
         if let Some(why) = self.yield_reason() {
             return (DaemonStatus::Yielding, why);
@@ -238,11 +238,13 @@ impl DaemonState {
         match &self.task {
             _ if self.paused => (DaemonStatus::Paused, "an operator paused it".to_owned()),
             Some(DaemonTask::Census(_, processes)) => {
-                (DaemonStatus::Working, format!("a census of {}", of(processes.len())))
+                (DaemonStatus::Working, format!("a census of {}", count_label(processes.len())))
             }
-            Some(DaemonTask::Merge(processes)) => (DaemonStatus::Working, format!("merging {}", of(processes.len()))),
-            Some(DaemonTask::Unenroll(extents)) => {
-                (DaemonStatus::Working, format!("unenrolling {}", of(extents.len())))
+            Some(DaemonTask::Merge(processes)) => {
+                (DaemonStatus::Working, format!("merging {}", count_label(processes.len())))
+            }
+            Some(DaemonTask::Unenroll(scopes)) => {
+                (DaemonStatus::Working, format!("unenrolling {}", count_label(scopes.len())))
             }
             _ if self.rules.mode == DaemonMode::Observe => (DaemonStatus::Idle, "it only observes".to_owned()),
             _ if self.census_count == 0 => (DaemonStatus::Starting, "no process has been scanned yet".to_owned()),
@@ -281,15 +283,15 @@ impl DaemonState {
     fn yield_reason(&self) -> Option<String> {
         let tuner = self.tuner.as_ref().filter(|_| !self.rules.ignore_tuners);
         let tuner = tuner.map(|name| format!("{name} tunes KSM, and each program would undo the other's settings"));
-        let acts = |_: &String| self.rules.mode == DaemonMode::Act;
-        self.settings_overwritten.clone().or(tuner).or_else(|| self.host_busy_reason.clone()).filter(acts)
+        let in_act_mode = |_: &String| self.rules.mode == DaemonMode::Act;
+        self.settings_overwritten.clone().or(tuner).or_else(|| self.host_busy_reason.clone()).filter(in_act_mode)
     }
 
     /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
     /// however much memory there is.
     fn max_scan_interval(&self) -> Duration {
-        let open = self.tracked.values().filter(|member| member.may_be_scanned());
-        let mib = open.map(|member| member.resident.0).sum::<u64>() as f64 / 1048576.0;
+        let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
+        let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
         self.rules
             .max_scan_interval
             .max(Duration::from_secs_f64(mib * self.census_seconds_per_mib * SCAN_INTERVAL_COST_FACTOR))
@@ -302,10 +304,12 @@ impl DaemonState {
 
     /// Whether memory is short on the host, or in the cgroup of any of these processes.
     fn is_memory_short_for(&self, processes: &[ProcessId]) -> bool {
-        let squeezed = |process| {
-            self.tracked.get(process).is_some_and(|member: &TrackedProcess| member.is_cgroup_memory_short(&self.rules))
+        let is_cgroup_short = |process| {
+            self.tracked
+                .get(process)
+                .is_some_and(|tracked: &TrackedProcess| tracked.is_cgroup_memory_short(&self.rules))
         };
-        self.is_host_memory_short() || processes.iter().any(squeezed)
+        self.is_host_memory_short() || processes.iter().any(is_cgroup_short)
     }
 
     fn may_act(&self) -> bool {
@@ -313,8 +317,8 @@ impl DaemonState {
     }
 
     fn may_acquire_host(&self) -> bool {
-        let yields = self.settings_overwritten.is_some() || self.tuner.is_some() && !self.rules.ignore_tuners;
-        self.rules.mode == DaemonMode::Act && !yields
+        let must_yield = self.settings_overwritten.is_some() || self.tuner.is_some() && !self.rules.ignore_tuners;
+        self.rules.mode == DaemonMode::Act && !must_yield
     }
 
     /// Pseudo-random number between 0 and 1, from [`DaemonState::random_u64`].
@@ -329,27 +333,27 @@ impl DaemonState {
 
     fn report_decision(
         &mut self,
-        what: DecisionKind,
-        whom: &[ProcessId],
+        kind: DecisionKind,
+        processes: &[ProcessId],
         reason: DecisionReason,
         why: impl Into<String>,
     ) -> Effect {
-        let acted =
-            !matches!(what, DecisionKind::Skip | DecisionKind::Refuse | DecisionKind::Idle | DecisionKind::Yield);
+        let carried_out =
+            !matches!(kind, DecisionKind::Skip | DecisionKind::Refuse | DecisionKind::Idle | DecisionKind::Yield);
         Effect::Report(Decision {
-            kind: what,
-            processes: whom.to_vec(),
+            kind,
+            processes: processes.to_vec(),
             reason,
             explanation: why.into(),
             predicted: None,
-            carried_out: acted,
+            carried_out,
         })
     }
 
     fn back_off(&mut self, processes: &[ProcessId]) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.back_off(self.now, &self.rules);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.back_off(self.now, &self.rules);
             }
         }
     }
@@ -357,15 +361,15 @@ impl DaemonState {
     /// Mark these processes to be unenrolled.
     fn request_unenroll(&mut self, processes: &[ProcessId], reason: DecisionReason) {
         for process in processes {
-            if let Some(member) = self.tracked.get_mut(process) {
-                member.request_unenroll(reason, self.now);
+            if let Some(tracked) = self.tracked.get_mut(process) {
+                tracked.request_unenroll(reason, self.now);
             }
         }
     }
 
     /// Halt the current task if it exceeds the CPU budget or is no longer wanted.
     fn halt_if_unwanted(&mut self, effects: &mut Vec<Effect>) {
-        let wanted = match &self.task {
+        let is_wanted = match &self.task {
             Some(DaemonTask::Census(..) | DaemonTask::Merge(_)) if self.domains_changed => false,
             Some(DaemonTask::Census(..)) => {
                 self.rules.mode != DaemonMode::Observe && !self.paused && self.shutdown_stage.is_none()
@@ -375,14 +379,14 @@ impl DaemonState {
             Some(DaemonTask::Unenroll(_)) if self.shutdown_stage == Some(ShutdownStage::KeepMerged) => false,
             _ => return,
         };
-        if (!wanted || self.cpu_budget.available_seconds() <= 0.0) && !self.task_halted {
+        if (!is_wanted || self.cpu_budget.available_seconds() <= 0.0) && !self.task_halted {
             self.task_halted = true;
             effects.push(Effect::Halt);
         }
     }
 
-    fn start_task(&mut self, work: DaemonTask, effect: Effect, effects: &mut Vec<Effect>) {
-        (self.task, self.task_halted, self.domains_changed) = (Some(work), false, false);
+    fn start_task(&mut self, task: DaemonTask, effect: Effect, effects: &mut Vec<Effect>) {
+        (self.task, self.task_halted, self.domains_changed) = (Some(task), false, false);
         self.task_start_cpu_time = self.cpu_budget.total_spent();
         effects.push(effect);
     }

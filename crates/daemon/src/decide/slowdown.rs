@@ -60,17 +60,17 @@ struct WaitAverage {
 }
 
 impl WaitAverage {
-    fn add(&mut self, waits: &WaitTimes, over: Duration) {
+    fn add(&mut self, waits: &WaitTimes, averaging_time: Duration) {
         let seconds = waits.elapsed.as_secs_f64();
-        let kept = (-seconds / over.as_secs_f64()).exp();
-        let add = |sum: &mut f64, new: f64| *sum = *sum * kept + new;
+        let decay = (-seconds / averaging_time.as_secs_f64()).exp();
+        let add = |sum: &mut f64, value: f64| *sum = *sum * decay + value;
         let (queued, ran) = waits.queue_and_run_time.unwrap_or_default();
         add(&mut self.elapsed_seconds, seconds);
         add(&mut self.queued_seconds, queued.as_secs_f64());
         add(&mut self.wanted_seconds, (queued + ran).as_secs_f64());
         add(&mut self.stolen_seconds, waits.stolen_share.unwrap_or(0.0) * seconds);
         self.cpu_pressure_seconds = match (waits.queue_and_run_time, waits.cpu_pressure_seconds) {
-            (None, Some(pressure)) => Some(self.cpu_pressure_seconds.unwrap_or(0.0) * kept + pressure),
+            (None, Some(pressure)) => Some(self.cpu_pressure_seconds.unwrap_or(0.0) * decay + pressure),
             _ => None,
         };
     }
@@ -110,14 +110,14 @@ impl SlowdownMonitor {
         max_slowdown: f64,
         now: Duration,
     ) -> Option<(Duration, String)> {
-        let same = std::mem::replace(&mut self.was_working, is_working) == is_working;
+        let state_unchanged = std::mem::replace(&mut self.was_working, is_working) == is_working;
         let seconds = waits.elapsed.as_secs_f64();
         self.work_seconds_in_window *= (-seconds / LOAD_WINDOW.as_secs_f64()).exp();
         if is_working {
             self.work_seconds_in_window = (self.work_seconds_in_window + seconds).min(LOAD_WINDOW.as_secs_f64());
         }
         // A reading that spans a change between work and idle time is not used.
-        if !same || waits.elapsed.is_zero() {
+        if !state_unchanged || waits.elapsed.is_zero() {
             return None;
         }
         if !is_working {
@@ -130,30 +130,29 @@ impl SlowdownMonitor {
         {
             return None;
         }
-        let (work, rest) = (self.while_working.waiting_shares(), self.while_idle.waiting_shares());
-        let busy = self.work_seconds_in_window / LOAD_WINDOW.as_secs_f64();
-        let [waiting, stolen] = [0, 1].map(|part: usize| work[part] - rest[part]);
-        let longer = waiting.max(stolen);
-        if longer <= max_slowdown {
+        let (work, idle) = (self.while_working.waiting_shares(), self.while_idle.waiting_shares());
+        let work_share = self.work_seconds_in_window / LOAD_WINDOW.as_secs_f64();
+        let [waiting, stolen] = [0, 1].map(|part: usize| work[part] - idle[part]);
+        let excess = waiting.max(stolen);
+        if excess <= max_slowdown {
             self.clear_work_time += waits.elapsed;
             if self.clear_work_time >= CLEAR_WORK_PER_STEP {
                 (self.clear_work_time, self.backoff_steps) = (Duration::ZERO, self.backoff_steps.saturating_sub(1));
             }
         }
         // A halted task still runs for a moment, and a census runs to its end.
-        if longer * busy <= max_slowdown || now < self.paused_until {
+        if excess * work_share <= max_slowdown || now < self.paused_until {
             return None;
         }
-        let why = match waiting >= stolen {
+        let (cause, part) = match waiting >= stolen {
             true => ("programs waited for a CPU", 0),
             false => ("the hypervisor gave CPU time to other guests", 1),
         };
         let why = format!(
-            "{} for {:.0} % of their time while it worked, which was {:.0} % of the time, and for {:.0} % before",
-            why.0,
-            work[why.1] * 100.0,
-            busy * 100.0,
-            rest[why.1] * 100.0
+            "{cause} for {:.0} % of their time while it worked, which was {:.0} % of the time, and for {:.0} % before",
+            work[part] * 100.0,
+            work_share * 100.0,
+            idle[part] * 100.0
         );
         let pause = FIRST_PAUSE * 2u32.pow(self.backoff_steps);
         self.backoff_steps = (self.backoff_steps + 1).min(MAX_BACKOFF_STEPS);
@@ -199,17 +198,18 @@ mod tests {
     fn observe_times(
         slowdown: &mut SlowdownMonitor,
         waits: &WaitTimes,
-        works: bool,
+        is_working: bool,
         times: u32,
     ) -> Vec<(u32, Duration, String)> {
-        let read = |tick| Some((tick, slowdown.observe(waits, works, 0.1, TICK * tick)?));
-        (1..=times).filter_map(read).map(|(tick, (pause, why))| (tick, pause, why)).collect()
+        let observe_tick = |tick| Some((tick, slowdown.observe(waits, is_working, 0.1, TICK * tick)?));
+        (1..=times).filter_map(observe_tick).map(|(tick, (pause, why))| (tick, pause, why)).collect()
     }
 
     /// The first slowdown detected during work.
     fn first_slowdown(slowdown: &mut SlowdownMonitor, waits: &WaitTimes) -> (u32, Duration, String) {
-        let tell = |tick| slowdown.observe(waits, true, 0.1, TICK * tick).map(|(pause, why)| (tick, pause, why));
-        (1..100).find_map(tell).unwrap()
+        let observe_tick =
+            |tick| slowdown.observe(waits, true, 0.1, TICK * tick).map(|(pause, why)| (tick, pause, why));
+        (1..100).find_map(observe_tick).unwrap()
     }
 
     #[test]
@@ -269,13 +269,16 @@ mod tests {
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &pressed(0.05), false, 40), []);
         // 0.1 of 0.25 s is 40 %, 0.05 is 20 %.
-        let told = observe_times(&mut slowdown, &pressed(0.1), true, 40);
-        assert!(told[0].2.contains("for 40 % of their time") && told[0].2.contains("20 % before"), "{told:?}");
+        let slowdowns = observe_times(&mut slowdown, &pressed(0.1), true, 40);
+        assert!(
+            slowdowns[0].2.contains("for 40 % of their time") && slowdowns[0].2.contains("20 % before"),
+            "{slowdowns:?}"
+        );
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &wait_times(10, 490), false, 40), []);
-        let told =
+        let slowdowns =
             observe_times(&mut slowdown, &WaitTimes { stolen_share: Some(0.15), ..wait_times(10, 490) }, true, 100);
-        assert!(told[0].2.starts_with("the hypervisor gave CPU time to other guests for 15 %"), "{told:?}");
+        assert!(slowdowns[0].2.starts_with("the hypervisor gave CPU time to other guests for 15 %"), "{slowdowns:?}");
     }
 
     #[test]
@@ -287,19 +290,21 @@ mod tests {
         /// Without longer waiting no slowdown is reported, and steps stay within their bounds.
         #[test]
         fn backoff_steps_follow_excess_waiting_only(
-            rest in 0u64..400,
+            idle_wait in 0u64..400,
             phases in prop::collection::vec((any::<bool>(), 0u64..400, 1u32..20), 1..40),
         ) {
             let mut slowdown = SlowdownMonitor::default();
-            let mut quiet = SlowdownMonitor::default();
-            observe_times(&mut slowdown, &wait_times(rest, 100), false, 20);
-            observe_times(&mut quiet, &wait_times(rest, 100), false, 20);
-            for (works, queued, times) in phases {
-                let told = observe_times(&mut slowdown, &wait_times(if works { queued } else { rest }, 100), works, times);
-                prop_assert!(told.iter().all(|told| told.1 >= FIRST_PAUSE && told.1 <= FIRST_PAUSE * 32));
+            let mut unslowed = SlowdownMonitor::default();
+            observe_times(&mut slowdown, &wait_times(idle_wait, 100), false, 20);
+            observe_times(&mut unslowed, &wait_times(idle_wait, 100), false, 20);
+            for (is_working, queued, times) in phases {
+                let waits = wait_times(if is_working { queued } else { idle_wait }, 100);
+                let slowdowns = observe_times(&mut slowdown, &waits, is_working, times);
+                prop_assert!(slowdowns.iter().all(|(_, pause, _)| *pause >= FIRST_PAUSE && *pause <= FIRST_PAUSE * 32));
                 prop_assert!((0.03..=1.0).contains(&slowdown.pace_factor()));
-                let told = observe_times(&mut quiet, &wait_times(if works { queued.min(rest) } else { rest }, 100), works, times);
-                prop_assert!(told.is_empty() && quiet.pace_factor() == 1.0);
+                let waits = wait_times(if is_working { queued.min(idle_wait) } else { idle_wait }, 100);
+                let slowdowns = observe_times(&mut unslowed, &waits, is_working, times);
+                prop_assert!(slowdowns.is_empty() && unslowed.pace_factor() == 1.0);
             }
         }
     }

@@ -152,8 +152,8 @@ impl SimulatedHost {
 
     fn carry_out(&mut self, effect: Effect) {
         if !matches!(effect, Effect::Report(_) | Effect::Halt) {
-            self.task_cpu_rate = if let Effect::Merge { cpu_share: share, .. } = effect {
-                self.cpu_per_second * share
+            self.task_cpu_rate = if let Effect::Merge { cpu_share, .. } = effect {
+                self.cpu_per_second * cpu_share
             } else {
                 self.cpu_per_second
             };
@@ -163,8 +163,8 @@ impl SimulatedHost {
             Effect::Halt => {
                 if let Some((at, event)) = &mut self.pending_answer {
                     *at = self.now;
-                    if let Event::CensusDone(found) = event {
-                        found.partial = true;
+                    if let Event::CensusDone(summary) = event {
+                        summary.partial = true;
                     }
                 }
             }
@@ -192,32 +192,40 @@ impl SimulatedHost {
                         .unwrap_or(NetBytes(self.net_per_process.abs())),
                     ksmd_time: self.ksmd_time,
                 };
-                let fresh: Vec<_> = processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
-                let planned = fresh.into_iter().map(plan).collect();
-                let more =
-                    self.costly_process.filter(|(costly, _)| processes.contains(costly)).map_or(0.0, |(_, more)| more);
-                let long = self.census_seconds + more;
-                let cost = Duration::from_secs_f64(long * self.cpu_per_second);
-                let looked = Bytes(64 * MIB * processes.len() as u64);
-                let more = |process| {
+                let not_enrolled: Vec<_> =
+                    processes.iter().filter(|process| !self.enrolled.contains(process)).collect();
+                let candidates = not_enrolled.into_iter().map(plan).collect();
+                let extra_seconds = self
+                    .costly_process
+                    .filter(|(costly, _)| processes.contains(costly))
+                    .map_or(0.0, |(_, extra_seconds)| extra_seconds);
+                let seconds = self.census_seconds + extra_seconds;
+                let cpu_time = Duration::from_secs_f64(seconds * self.cpu_per_second);
+                let bytes_scanned = Bytes(64 * MIB * processes.len() as u64);
+                let cost_factor = |process| {
                     self.costly_process
                         .filter(|(costly, _)| *costly == process)
-                        .map_or(1.0, |_| long / self.census_seconds)
+                        .map_or(1.0, |_| seconds / self.census_seconds)
                 };
-                let pages = |process| self.state.tracked().get(&process).map_or(0, |member| member.resident.0 >> 12);
-                let efforts = processes.iter().map(|&who| (who, (pages(who) as f64 * more(who)) as u64)).collect();
-                let mut found = CensusSummary {
-                    cpu_time: cost,
-                    bytes_scanned: looked,
-                    cost_in_pages: efforts,
-                    candidates: planned,
+                let pages = |process| self.state.tracked().get(&process).map_or(0, |tracked| tracked.resident.0 >> 12);
+                let costs = processes
+                    .iter()
+                    .map(|&process| (process, (pages(process) as f64 * cost_factor(process)) as u64))
+                    .collect();
+                let mut summary = CensusSummary {
+                    cpu_time,
+                    bytes_scanned,
+                    cost_in_pages: costs,
+                    candidates,
                     ..CensusSummary::default()
                 };
-                found.sketches.extend(processes.iter().filter_map(|who| Some((*who, self.sketches.get(who)?.clone()))));
-                self.schedule_answer(long, Event::CensusDone(found));
+                summary.sketches.extend(
+                    processes.iter().filter_map(|process| Some((*process, self.sketches.get(process)?.clone()))),
+                );
+                self.schedule_answer(seconds, Event::CensusDone(summary));
             }
-            Effect::Merge { processes, cpu_share: share } => {
-                assert!(self.acquired && share > 0.0 && share <= 1.0);
+            Effect::Merge { processes, cpu_share } => {
+                assert!(self.acquired && cpu_share > 0.0 && cpu_share <= 1.0);
                 assert!(
                     processes.iter().all(|process| !self.unenroll_failed.contains(process)),
                     "it is to be unenrolled"
@@ -226,8 +234,8 @@ impl SimulatedHost {
                     processes.into_iter().partition(|process| self.refuses_enroll == Some(*process));
                 self.enrolled.extend(enrolled.iter().copied());
                 let net = |process| if self.losing.contains(process) { -(MIB as i64) } else { self.net_per_process };
-                let nets: BTreeMap<_, _> = enrolled.iter().map(|who| (*who, NetBytes(net(who)))).collect();
-                let merged = MergeSummary {
+                let nets: BTreeMap<_, _> = enrolled.iter().map(|process| (*process, NetBytes(net(process)))).collect();
+                let summary = MergeSummary {
                     predicted: self.predicted,
                     net: NetBytes(nets.values().map(|net| net.0).sum()),
                     nets,
@@ -236,7 +244,7 @@ impl SimulatedHost {
                     cpu_time: self.merge_cpu_time,
                     ..MergeSummary::default()
                 };
-                self.schedule_answer(self.merge_seconds, Event::MergeDone(merged));
+                self.schedule_answer(self.merge_seconds, Event::MergeDone(summary));
             }
             Effect::CheckMerged { .. } => {
                 assert!(self.acquired);
@@ -253,32 +261,32 @@ impl SimulatedHost {
                 assert!(self.acquired && self.state.cpu_budget().available_seconds() > 0.0);
                 self.schedule_answer(0.1, Event::SweepDone { complete: self.sweep_completes });
             }
-            Effect::Unenroll(extents) => {
+            Effect::Unenroll(scopes) => {
                 assert!(self.acquired && (!self.state.is_host_memory_short() || self.state.shutdown_stage.is_some()));
-                let processes: Vec<ProcessId> = extents.into_keys().collect();
-                let squeezed = |process| {
+                let processes: Vec<ProcessId> = scopes.into_keys().collect();
+                let is_cgroup_short = |process| {
                     self.state
                         .tracked()
                         .get(process)
-                        .is_some_and(|member| member.is_cgroup_memory_short(self.state.rules()))
+                        .is_some_and(|tracked| tracked.is_cgroup_memory_short(self.state.rules()))
                 };
-                let short = self.state.is_host_memory_short() || processes.iter().any(squeezed);
-                assert!(!short || self.state.shutdown_stage.is_some(), "unmerging takes memory");
+                let is_short = self.state.is_host_memory_short() || processes.iter().any(is_cgroup_short);
+                assert!(!is_short || self.state.shutdown_stage.is_some(), "unmerging takes memory");
                 if self.unenroll_fails {
                     self.unenroll_failed.extend(processes);
                     return self.schedule_answer(0.1, Event::TaskFailed("the journal cannot be written".to_owned()));
                 }
-                let (stay, gone): (Vec<_>, Vec<_>) =
-                    processes.into_iter().partition(|who| self.cannot_unenroll.contains(who));
-                self.enrolled.retain(|process| !gone.contains(process));
-                self.unenroll_failed.retain(|process| !gone.contains(process));
-                self.unenroll_failed.extend(&stay);
-                let refused = stay.into_iter().map(|process| (process, "there is no memory".to_owned())).collect();
+                let (failed, unenrolled): (Vec<_>, Vec<_>) =
+                    processes.into_iter().partition(|process| self.cannot_unenroll.contains(process));
+                self.enrolled.retain(|process| !unenrolled.contains(process));
+                self.unenroll_failed.retain(|process| !unenrolled.contains(process));
+                self.unenroll_failed.extend(&failed);
+                let failures = failed.into_iter().map(|process| (process, "there is no memory".to_owned())).collect();
                 self.schedule_answer(
                     0.1,
                     Event::UnenrollDone(UnenrollSummary {
-                        unenrolled: gone,
-                        failed_unenrolls: refused,
+                        unenrolled,
+                        failed_unenrolls: failures,
                         ..UnenrollSummary::default()
                     }),
                 );
@@ -287,11 +295,11 @@ impl SimulatedHost {
     }
 
     fn tick(&mut self) {
-        let began = self.now;
+        let start = self.now;
         self.now += TICK;
         let (.., mut unbounded) = self.readings[self.readings.len() - 1];
-        if let Some((ends, _)) = &self.pending_answer {
-            let worked = ends.min(&self.now).saturating_sub(began).mul_f64(self.task_cpu_rate);
+        if let Some((end, _)) = &self.pending_answer {
+            let worked = end.min(&self.now).saturating_sub(start).mul_f64(self.task_cpu_rate);
             self.cpu_spent += worked;
             unbounded += if self.can_halt { 0.0 } else { worked.as_secs_f64() };
         }
@@ -321,7 +329,7 @@ impl SimulatedHost {
 
     fn merge_cpu_shares(&self) -> Vec<f64> {
         let shares = self.trace.iter().filter_map(|(_, effect)| match effect {
-            Effect::Merge { cpu_share: share, .. } => Some(*share),
+            Effect::Merge { cpu_share, .. } => Some(*cpu_share),
             _ => None,
         });
         shares.collect()
@@ -331,8 +339,8 @@ impl SimulatedHost {
         (0..seconds * 4).for_each(|_| self.tick());
     }
 
-    fn count_effects(&self, wanted: impl Fn(&Effect) -> bool) -> usize {
-        self.trace.iter().filter(|(_, effect)| wanted(effect)).count()
+    fn count_effects(&self, is_counted: impl Fn(&Effect) -> bool) -> usize {
+        self.trace.iter().filter(|(_, effect)| is_counted(effect)).count()
     }
 
     /// An operator enrolls the process, or it exits: earlier failures no longer count.
@@ -344,14 +352,14 @@ impl SimulatedHost {
     /// Whether the shutdown was complete, once the daemon has ended.
     fn ended(&self) -> Option<bool> {
         match self.trace.last() {
-            Some((_, Effect::End { complete: whole })) => Some(*whole),
+            Some((_, Effect::End { complete })) => Some(*complete),
             _ => None,
         }
     }
 
-    fn count_decisions(&self, what: DecisionKind, reason: DecisionReason) -> usize {
+    fn count_decisions(&self, kind: DecisionKind, reason: DecisionReason) -> usize {
         self.count_effects(
-            |effect| matches!(effect, Effect::Report(said) if (said.kind, said.reason) == (what, reason)),
+            |effect| matches!(effect, Effect::Report(decision) if (decision.kind, decision.reason) == (kind, reason)),
         )
     }
 }
@@ -387,11 +395,11 @@ fn observe_mode_does_nothing_and_advise_mode_changes_nothing() {
         host.run(100);
         host.deliver(Event::Stop { unmerge: true });
         assert_eq!(host.count_effects(is_census) > 0, censuses);
-        let changes = |effect: &Effect| {
-            !matches!(effect, Effect::Census(_) | Effect::Report(_) | Effect::Halt | Effect::End { .. })
-                || matches!(effect, Effect::Report(said) if said.kind == DecisionKind::Merge && said.carried_out)
+        let changes_host = |effect: &Effect| match effect {
+            Effect::Report(decision) => decision.kind == DecisionKind::Merge && decision.carried_out,
+            effect => !matches!(effect, Effect::Census(_) | Effect::Halt | Effect::End { .. }),
         };
-        assert_eq!(host.count_effects(changes), 0, "{:?}", host.trace);
+        assert_eq!(host.count_effects(changes_host), 0, "{:?}", host.trace);
         assert_eq!(host.count_decisions(DecisionKind::Merge, DecisionReason::Profitable) > 0, censuses);
         assert_eq!(host.ended(), Some(true), "nothing is merged");
     }
@@ -490,30 +498,31 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
 
 #[test]
 fn checks_of_merged_pages_cost_little_cpu() {
-    let looks = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::CheckMerged { .. }));
+    let check_count = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::CheckMerged { .. }));
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.check_millis = 500;
     host.deliver(arrival(1));
     host.run(60);
-    let before = looks(&host);
+    let before = check_count(&host);
     host.run(5000);
-    assert!((9..=11).contains(&(looks(&host) - before)), "one in 500 s, a thousand times its CPU time");
+    assert!((9..=11).contains(&(check_count(&host) - before)), "one in 500 s, a thousand times its CPU time");
 }
 
 #[test]
 fn merge_far_below_prediction_is_reported_and_delayed() {
-    let told = |predicted: u64| {
+    let run_with_prediction = |predicted: u64| {
         let mut host = SimulatedHost::new(rules(DaemonMode::Act));
         host.predicted = Bytes(predicted * MIB);
         host.deliver(arrival(1));
         host.run(20);
-        let paused = host.state.tracked()[&id(1)].scan_interval;
-        (host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable), paused)
+        let scan_interval = host.state.tracked()[&id(1)].scan_interval;
+        (host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable), scan_interval)
     };
     // 16 MiB are saved.
-    let ((kept, calm), (short, longer)) = (told(32), told(33));
-    assert_eq!((kept, short), (0, 1));
-    assert_eq!(longer, calm * 2);
+    let ((skips_at_limit, interval_at_limit), (skips_below, interval_below)) =
+        (run_with_prediction(32), run_with_prediction(33));
+    assert_eq!((skips_at_limit, skips_below), (0, 1));
+    assert_eq!(interval_below, interval_at_limit * 2);
 }
 
 #[test]
@@ -529,40 +538,40 @@ fn unprofitable_merges_back_off() {
             merges.push(host.now.as_secs());
         }
     }
-    let pauses: Vec<u64> = merges.windows(2).map(|two| two[1] - two[0]).collect();
-    assert!(pauses.len() > 3 && pauses.windows(2).all(|two| two[1] * 2 >= two[0] * 3), "{pauses:?}");
+    let pauses: Vec<u64> = merges.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert!(pauses.len() > 3 && pauses.windows(2).all(|pair| pair[1] * 2 >= pair[0] * 3), "{pauses:?}");
 }
 
 /// Until ksmd visits exited processes, the kernel counts their pages as merged.
 #[test]
 fn ksmd_sweeps_ended_processes_soon_and_together() {
-    let swept = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Sweep));
+    let sweep_count = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Sweep));
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     [1, 2, 3, 4].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(60);
     host.deliver(Event::ProcessExited(id(9)));
     host.run(60);
-    assert_eq!(swept(&host), 0, "no merged process has exited");
+    assert_eq!(sweep_count(&host), 0, "no merged process has exited");
     [1, 2].into_iter().for_each(|pid| host.deliver(Event::ProcessExited(id(pid))));
     host.run(4);
-    assert_eq!(swept(&host), 0, "other processes may exit as well");
+    assert_eq!(sweep_count(&host), 0, "other processes may exit as well");
     host.run(3);
-    assert_eq!(swept(&host), 1);
+    assert_eq!(sweep_count(&host), 1);
     host.run(600);
-    assert_eq!(swept(&host), 1);
+    assert_eq!(sweep_count(&host), 1);
     host.sweep_completes = false;
     host.deliver(Event::ProcessExited(id(3)));
     host.run(60);
-    assert_eq!(swept(&host), 2);
+    assert_eq!(sweep_count(&host), 2);
     host.run(65);
-    assert_eq!(swept(&host), 3, "an incomplete sweep is retried");
+    assert_eq!(sweep_count(&host), 3, "an incomplete sweep is retried");
     host.sweep_completes = true;
     host.run(600);
-    assert_eq!(swept(&host), 4);
+    assert_eq!(sweep_count(&host), 4);
     host.deliver(Event::Pause);
     host.deliver(Event::ProcessExited(id(4)));
     host.run(60);
-    assert_eq!(swept(&host), 4, "another program runs ksmd");
+    assert_eq!(sweep_count(&host), 4, "another program runs ksmd");
     // No sweep in quiet hours either.
     let mut host = SimulatedHost::new(DaemonRules {
         quiet_hours: vec![DailyHours { start_second: 100, end_second: 1000, in_utc: false }],
@@ -574,10 +583,10 @@ fn ksmd_sweeps_ended_processes_soon_and_together() {
     host.second = 100;
     host.deliver(Event::ProcessExited(id(1)));
     host.run(60);
-    assert_eq!(swept(&host), 0);
+    assert_eq!(sweep_count(&host), 0);
     host.second = 1000;
     host.run(1);
-    assert_eq!(swept(&host), 1);
+    assert_eq!(sweep_count(&host), 1);
 }
 
 #[test]
@@ -612,8 +621,8 @@ fn process_over_the_cost_limit_is_not_merged() {
     host.deliver(arrival(1));
     host.run(12);
     assert_eq!(host.merge_cpu_shares(), [1.0]);
-    let member = &host.state.tracked()[&id(1)];
-    assert!(member.scan_interval >= host.state.rules().min_scan_interval * 2, "{member:?}");
+    let tracked = &host.state.tracked()[&id(1)];
+    assert!(tracked.scan_interval >= host.state.rules().min_scan_interval * 2, "{tracked:?}");
 }
 
 #[test]
@@ -688,8 +697,8 @@ fn newly_excluded_process_is_unenrolled() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.deliver(arrival(1));
     host.run(10);
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known }));
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived }));
     host.run(2);
     assert!(host.enrolled.is_empty());
     assert_eq!(host.count_decisions(DecisionKind::Skip, DecisionReason::Excluded), 1);

@@ -71,16 +71,16 @@ mod tests {
 
     #[test]
     fn burst_is_available_and_refills_at_the_rate() {
-        let mut budget = CpuTokenBucket::new(0.1, 10 * SECOND, Duration::ZERO, 3 * SECOND);
-        assert_eq!(budget.available_seconds(), 10.0);
-        budget.update(10 * SECOND, 13 * SECOND);
-        assert!((budget.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one was refilled");
-        assert_eq!(budget.time_until(2.0), Some(10 * SECOND));
-        assert_eq!(budget.time_until(11.0), None, "more than the burst");
-        budget.update(1000 * SECOND, 13 * SECOND);
-        assert_eq!(budget.available_seconds(), 10.0);
-        budget.set_limits(0.1, 2 * SECOND);
-        assert_eq!((budget.available_seconds(), budget.burst_seconds()), (2.0, 2.0));
+        let mut bucket = CpuTokenBucket::new(0.1, 10 * SECOND, Duration::ZERO, 3 * SECOND);
+        assert_eq!(bucket.available_seconds(), 10.0);
+        bucket.update(10 * SECOND, 13 * SECOND);
+        assert!((bucket.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one was refilled");
+        assert_eq!(bucket.time_until(2.0), Some(10 * SECOND));
+        assert_eq!(bucket.time_until(11.0), None, "more than the burst");
+        bucket.update(1000 * SECOND, 13 * SECOND);
+        assert_eq!(bucket.available_seconds(), 10.0);
+        bucket.set_limits(0.1, 2 * SECOND);
+        assert_eq!((bucket.available_seconds(), bucket.burst_seconds()), (2.0, 2.0));
     }
 
     #[test]
@@ -103,17 +103,17 @@ mod tests {
         ) {
             let mut budget = CpuTokenBucket::new(average, Duration::from_secs(burst), Duration::ZERO, Duration::ZERO);
             let (mut at, mut spent) = (Duration::ZERO, 0.0);
-            let mut seen = vec![(0.0, 0.0)];
-            for (pause, wish) in steps {
+            let mut samples = vec![(0.0, 0.0)];
+            for (pause, request) in steps {
                 at += Duration::from_millis(pause);
                 budget.update(at, Duration::from_secs_f64(spent));
-                seen.push((at.as_secs_f64(), spent));
-                spent += wish.min(budget.available_seconds().max(0.0));
-                seen.push((at.as_secs_f64(), spent));
+                samples.push((at.as_secs_f64(), spent));
+                spent += request.min(budget.available_seconds().max(0.0));
+                samples.push((at.as_secs_f64(), spent));
                 budget.update(at, Duration::from_secs_f64(spent));
             }
-            for (i, (from, before)) in seen.iter().enumerate() {
-                for (to, after) in &seen[i..] {
+            for (i, (from, before)) in samples.iter().enumerate() {
+                for (to, after) in &samples[i..] {
                     prop_assert!(after - before <= average * (to - from) + burst as f64 + 1e-5);
                 }
             }

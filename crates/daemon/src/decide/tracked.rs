@@ -166,11 +166,11 @@ pub struct TrackedProcess {
 impl TrackedProcess {
     /// A process that arrived at this time.
     pub fn new(arrival: ProcessArrival, now: Duration, rules: &DaemonRules) -> Self {
-        let ProcessArrival { domain, similarity_key: likeness, exclusion_reason: excluded, resident, .. } = arrival;
+        let ProcessArrival { domain, similarity_key, exclusion_reason, resident, .. } = arrival;
         Self {
             domain,
-            similarity_key: likeness,
-            exclusion_reason: excluded,
+            similarity_key,
+            exclusion_reason,
             unenrolled_by_operator: false,
             refused_until: None,
             pending_unenroll: None,
@@ -239,38 +239,38 @@ impl TrackedProcess {
 
     /// Record its resident memory. A growing process is scanned once it stops growing, or after the minimum interval.
     pub fn update_resident(&mut self, resident: Bytes, now: Duration, rules: &DaemonRules) {
-        let fills = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
+        let is_filling = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
         self.resident = resident;
-        let more = resident.saturating_sub(self.resident_at_scan);
-        let (part, least) = if now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
+        let growth = resident.saturating_sub(self.resident_at_scan);
+        let (divisor, min_growth) = if now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
             (RECENT_ARRIVAL_MIN_GROWTH.1, RECENT_ARRIVAL_MIN_GROWTH.2)
         } else {
             REFILL_MIN_GROWTH
         };
-        if more < least || more.0 < self.resident_at_scan.0 / part {
+        if growth < min_growth || growth.0 < self.resident_at_scan.0 / divisor {
             return;
         }
-        let soon = if fills {
+        let scan_at = if is_filling {
             let since = *self.filling_since.get_or_insert(now);
             (now + FILL_SETTLE_TIME).min(since + rules.min_scan_interval)
         } else {
             now.max(self.scan_started_at + rules.min_scan_interval / 2)
         };
         if self.is_unscanned() {
-            self.next_scan = self.next_scan.max(soon);
-        } else if soon < self.next_scan || fills && self.scan_cause == ScanCause::Grown {
-            (self.next_scan, self.scan_cause) = (soon, ScanCause::Grown);
+            self.next_scan = self.next_scan.max(scan_at);
+        } else if scan_at < self.next_scan || is_filling && self.scan_cause == ScanCause::Grown {
+            (self.next_scan, self.scan_cause) = (scan_at, ScanCause::Grown);
             self.scan_interval = rules.min_scan_interval;
         }
     }
 
     /// Record its CPU time. A new process that is no longer busy has filled its memory: memory that is already
     /// resident, such as huge pages, fills without growth.
-    pub fn update_cpu_time(&mut self, ran: Duration, now: Duration, rules: &DaemonRules) {
-        let (before, at) = self.cpu_reading.replace((ran, now)).unwrap_or((ran, now));
+    pub fn update_cpu_time(&mut self, cpu_time: Duration, now: Duration, rules: &DaemonRules) {
+        let (last_cpu_time, last_read) = self.cpu_reading.replace((cpu_time, now)).unwrap_or((cpu_time, now));
         if now >= self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
             self.last_busy = None;
-        } else if ran.saturating_sub(before) > (now.saturating_sub(at)).mul_f64(BUSY_CPU_SHARE) {
+        } else if cpu_time.saturating_sub(last_cpu_time) > (now.saturating_sub(last_read)).mul_f64(BUSY_CPU_SHARE) {
             self.last_busy = Some(now);
             if self.is_unscanned() {
                 self.next_scan =
@@ -289,17 +289,17 @@ impl TrackedProcess {
     /// `max_interval` after the last one at most, because other processes may write its memory, too.
     pub fn defer_if_idle(&mut self, now: Duration, max_interval: Duration) {
         self.refused_until = self.refused_until.filter(|until| now < *until);
-        let idle = |(before, then): (Duration, Duration), (ran, at): (Duration, Duration)| {
-            at > then && ran.saturating_sub(before) <= at.saturating_sub(then).mul_f64(IDLE_CPU_SHARE)
+        let was_idle = |(cpu_before, start): (Duration, Duration), (cpu_after, end): (Duration, Duration)| {
+            end > start && cpu_after.saturating_sub(cpu_before) <= end.saturating_sub(start).mul_f64(IDLE_CPU_SHARE)
         };
-        let last = self.scan_started_at + max_interval;
-        let due = self.scan_cause == ScanCause::Due && self.next_scan <= now && now < last;
-        if due
+        let latest = self.scan_started_at + max_interval;
+        let is_due = self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
+        if is_due
             && self.last_scan_found_nothing
-            && self.cpu_reading_at_scan.zip(self.cpu_reading).is_some_and(|(then, ran)| idle(then, ran))
+            && self.cpu_reading_at_scan.zip(self.cpu_reading).is_some_and(|(before, after)| was_idle(before, after))
         {
             self.scan_interval = (self.scan_interval * 2).min(max_interval);
-            self.next_scan = (now + self.scan_interval).min(last);
+            self.next_scan = (now + self.scan_interval).min(latest);
         }
     }
 
@@ -311,42 +311,42 @@ impl TrackedProcess {
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
     }
 
-    /// A scan has ended. `found` is whether it found anything to merge, `ripens` whether it found contents that will be
-    /// stable. The interval shrinks after a successful scan and grows up to `max_interval` after a fruitless one.
-    /// `spread`, between 0 and 1, separates scans of processes that arrived together, and avoids resonance with
-    /// periodic programs. The next scan reads pages in the same order, so the interval counts from the start of this
-    /// one.
+    /// A scan has ended. `is_profitable` is whether it found anything to merge, `has_unstable` whether it found
+    /// contents that are not stable yet. The interval shrinks after a successful scan and grows up to `max_interval`
+    /// after a fruitless one. `spread`, between 0 and 1, separates scans of processes that arrived together, and avoids
+    /// resonance with periodic programs. The next scan reads pages in the same order, so the interval counts from the
+    /// start of this one.
     pub fn finish_scan(
         &mut self,
         now: Duration,
-        (found, ripens): (bool, bool),
+        (is_profitable, has_unstable): (bool, bool),
         spread: f64,
         rules: &DaemonRules,
         max_interval: Duration,
     ) {
-        let first = self.last_scan.is_none();
+        let is_first = self.last_scan.is_none();
         self.last_scan = Some(now);
-        self.unstable_scans = if ripens && !found { self.unstable_scans + 1 } else { 0 };
-        if ripens && self.unstable_scans <= MAX_EARLY_UNSTABLE_SCANS {
+        self.unstable_scans = if has_unstable && !is_profitable { self.unstable_scans + 1 } else { 0 };
+        if has_unstable && self.unstable_scans <= MAX_EARLY_UNSTABLE_SCANS {
             self.scan_interval = rules.min_scan_interval;
-        } else if found && !self.last_merge_unprofitable {
+        } else if is_profitable && !self.last_merge_unprofitable {
             self.scan_interval = (self.scan_interval / 2).max(rules.min_scan_interval);
-        } else if !found && !first {
+        } else if !is_profitable && !is_first {
             self.scan_interval = (self.scan_interval * 2).clamp(rules.min_scan_interval, max_interval);
         }
-        self.last_scan_found_nothing = !found && !ripens && !first;
+        self.last_scan_found_nothing = !is_profitable && !has_unstable && !is_first;
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };
         self.next_scan = self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread);
         self.scan_cause = ScanCause::Due;
     }
 
     /// Record its content sketches.
-    pub fn set_sketches(&mut self, held: ContentSketches) {
-        let before = self.sketches.take().unwrap_or_default();
-        if before.unmerged.shared(&held.unmerged).0 * 2 < held.unmerged.contents().0 {
+    pub fn set_sketches(&mut self, sketches: ContentSketches) {
+        let previous = self.sketches.take().unwrap_or_default();
+        if previous.unmerged.shared(&sketches.unmerged).0 * 2 < sketches.unmerged.contents().0 {
             self.missed_partner_scans = 0;
         }
-        self.sketches = Some(Arc::new(held));
+        self.sketches = Some(Arc::new(sketches));
     }
 
     /// Its last scan missed a partner with many of the same pages: scan it again soon, unless earlier such scans were
@@ -394,7 +394,7 @@ impl TrackedProcess {
         self.refused_until = Some(self.next_scan);
     }
 
-    /// An operator wants it to be left alone.
+    /// An operator unenrolls and excludes it.
     pub fn unenroll_by_operator(&mut self, now: Duration) {
         self.unenrolled_by_operator = true;
         self.request_unenroll(DecisionReason::Operator, now);
@@ -403,8 +403,8 @@ impl TrackedProcess {
     /// Request to unenroll it. Until that is done it is in no plan: other processes would share pages that go away.
     pub fn request_unenroll(&mut self, reason: DecisionReason, now: Duration) {
         // Requests by an operator, and requests with a wider scope, are tried at once.
-        let more = self.pending_unenroll.as_ref().is_none_or(|leaving| leaving.scope() < reason.unenroll_scope());
-        if more || reason == DecisionReason::Operator {
+        let is_wider = self.pending_unenroll.as_ref().is_none_or(|pending| pending.scope() < reason.unenroll_scope());
+        if is_wider || reason == DecisionReason::Operator {
             self.pending_unenroll =
                 Some(PendingUnenroll { reason, last_failure: None, next_try: now, retry_interval: Duration::ZERO });
         }
@@ -412,13 +412,13 @@ impl TrackedProcess {
 
     /// Unenrolling failed: retry it with exponential backoff. Returns whether the reason is new.
     pub fn record_unenroll_failure(&mut self, why: String, cpu_time: Duration, now: Duration) -> bool {
-        let Some(leaving) = &mut self.pending_unenroll else { return false };
-        leaving.retry_interval = (leaving.retry_interval * 2)
+        let Some(pending) = &mut self.pending_unenroll else { return false };
+        pending.retry_interval = (pending.retry_interval * 2)
             .clamp(UNENROLL_RETRY_INTERVALS[0], UNENROLL_RETRY_INTERVALS[1])
             .max(cpu_time * UNENROLL_RETRY_COST_FACTOR);
-        leaving.next_try = now + leaving.retry_interval;
-        let before = leaving.last_failure.replace(why);
-        before != leaving.last_failure
+        pending.next_try = now + pending.retry_interval;
+        let previous = pending.last_failure.replace(why);
+        previous != pending.last_failure
     }
 
     /// It may share pages with processes of another domain: request to unenroll it.
@@ -432,19 +432,19 @@ impl TrackedProcess {
     /// Its trust domain has changed. Frequent changes count as a refusal; otherwise it would be merged and unenrolled
     /// each time.
     pub fn record_domain_change(&mut self, now: Duration, rules: &DaemonRules) {
-        if self.domain_changed_at.replace(now).is_some_and(|before| now < before + DOMAIN_CHANGE_COOLDOWN) {
+        if self.domain_changed_at.replace(now).is_some_and(|last_change| now < last_change + DOMAIN_CHANGE_COOLDOWN) {
             self.record_refusal(now, rules);
         }
     }
 
     /// It was unenrolled. Returns the reason of the request if an earlier attempt had failed.
-    pub fn record_unenrolled(&mut self, extent: UnenrollScope) -> Option<DecisionReason> {
+    pub fn record_unenrolled(&mut self, scope: UnenrollScope) -> Option<DecisionReason> {
         (self.enrolled, self.net_known, self.net_savings, self.reserved_merge_seconds) =
             (false, false, NetBytes(0), 0.0);
-        if extent == UnenrollScope::AllMerged {
+        if scope == UnenrollScope::AllMerged {
             (self.maybe_merged, self.maybe_shared_across_domains) = (false, false);
         }
-        self.pending_unenroll.take().filter(|leaving| leaving.last_failure.is_some()).map(|leaving| leaving.reason)
+        self.pending_unenroll.take().filter(|pending| pending.last_failure.is_some()).map(|pending| pending.reason)
     }
 
     /// Cancel a pending request to unenroll it, unless exclusion or its domain requires it.

@@ -37,25 +37,30 @@ impl CgroupShortageReader {
             return Vec::new();
         }
         self.last_read_at = Some(now);
-        let mut of: BTreeMap<String, Vec<ProcessId>> = BTreeMap::new();
-        let mut told = Vec::new();
-        for member in tracked {
-            match member.cgroup.as_ref().ok().filter(|path| *path != "/") {
-                Some(cgroup) => of.entry(cgroup.clone()).or_default().push(member.id),
+        let mut processes_by_cgroup: BTreeMap<String, Vec<ProcessId>> = BTreeMap::new();
+        let mut shortages = Vec::new();
+        for process in tracked {
+            match process.cgroup.as_ref().ok().filter(|path| *path != "/") {
+                Some(cgroup) => processes_by_cgroup.entry(cgroup.clone()).or_default().push(process.id),
                 // The root cgroup is covered by the host's readings. A process that moved there loses the shortage of
                 // its old cgroup.
-                None => told.push((member.id, Shortage::default())),
+                None => shortages.push((process.id, Shortage::default())),
             }
         }
-        let (before, after): (Vec<&String>, Vec<&String>) = of.keys().partition(|path| **path <= self.last_path);
-        let turn: Vec<&String> = after.into_iter().chain(before).take(MAX_CGROUPS_PER_READ).collect();
-        self.last_path = turn.last().map(|path| (*path).clone()).unwrap_or_default();
-        if turn.is_empty() {
-            return told;
+        let (before, after): (Vec<&String>, Vec<&String>) =
+            processes_by_cgroup.keys().partition(|path| **path <= self.last_path);
+        let due: Vec<&String> = after.into_iter().chain(before).take(MAX_CGROUPS_PER_READ).collect();
+        self.last_path = due.last().map(|path| (*path).clone()).unwrap_or_default();
+        if due.is_empty() {
+            return shortages;
         }
-        let turn: BTreeSet<String> = turn.into_iter().cloned().collect();
-        let found = memory_headroom::cgroup_shortages(host, &turn);
-        told.extend(found.iter().flat_map(|(path, shortage)| of[path].iter().map(|process| (*process, *shortage))));
-        told
+        let due: BTreeSet<String> = due.into_iter().cloned().collect();
+        let readings = memory_headroom::cgroup_shortages(host, &due);
+        shortages.extend(
+            readings
+                .iter()
+                .flat_map(|(path, shortage)| processes_by_cgroup[path].iter().map(|process| (*process, *shortage))),
+        );
+        shortages
     }
 }

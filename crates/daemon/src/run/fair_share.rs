@@ -123,29 +123,30 @@ impl WalkSchedule {
     /// The process to walk now, if the CPU budget allows it and no walk is running. Changed processes alternate with
     /// the process that has waited longest.
     pub fn next_walk(&mut self, now: Duration, tracked: impl Iterator<Item = ProcessId>) -> Option<ProcessId> {
-        let since = now.saturating_sub(self.updated_at);
-        if self.is_walking || since < SCHEDULE_INTERVAL {
+        let elapsed = now.saturating_sub(self.updated_at);
+        if self.is_walking || elapsed < SCHEDULE_INTERVAL {
             return None;
         }
         self.tokens_left_seconds =
-            (self.tokens_left_seconds + since.as_secs_f64() * WALK_CPU_RATE).min(WALK_CPU_BURST_SECONDS);
+            (self.tokens_left_seconds + elapsed.as_secs_f64() * WALK_CPU_RATE).min(WALK_CPU_BURST_SECONDS);
         self.updated_at = now;
         if self.tokens_left_seconds <= 0.0 {
             return None;
         }
-        let mut before = std::mem::take(&mut self.walks);
-        let turn =
-            |process| (process, before.remove(&process).unwrap_or(ScheduledWalk::due_after(MIN_WALK_INTERVAL, now)));
-        self.walks = tracked.map(turn).collect();
-        if !self.changed_processes.is_empty() || !before.is_empty() {
-            let soon = ScheduledWalk::due_after(MIN_WALK_INTERVAL, now);
-            self.walks.values_mut().filter(|turn| turn.due_at > soon.due_at).for_each(|turn| *turn = soon);
+        let mut previous = std::mem::take(&mut self.walks);
+        let reschedule =
+            |process| (process, previous.remove(&process).unwrap_or(ScheduledWalk::due_after(MIN_WALK_INTERVAL, now)));
+        self.walks = tracked.map(reschedule).collect();
+        if !self.changed_processes.is_empty() || !previous.is_empty() {
+            let earliest = ScheduledWalk::due_after(MIN_WALK_INTERVAL, now);
+            self.walks.values_mut().filter(|walk| walk.due_at > earliest.due_at).for_each(|walk| *walk = earliest);
         }
         self.changed_processes.retain(|process| self.walks.contains_key(process));
-        let longest = self.walks.iter().filter(|(_, turn)| turn.due_at <= now).min_by_key(|(_, turn)| turn.due_at);
-        let longest = longest.map(|(process, _)| *process);
-        let changed = self.changed_processes.first().copied().filter(|_| !self.last_was_changed || longest.is_none());
-        let process = changed.or(longest)?;
+        let longest_due = self.walks.iter().filter(|(_, walk)| walk.due_at <= now).min_by_key(|(_, walk)| walk.due_at);
+        let longest_due = longest_due.map(|(process, _)| *process);
+        let changed =
+            self.changed_processes.first().copied().filter(|_| !self.last_was_changed || longest_due.is_none());
+        let process = changed.or(longest_due)?;
         self.changed_processes.remove(&process);
         (self.is_walking, self.last_was_changed) = (true, changed.is_some());
         Some(process)
@@ -154,13 +155,13 @@ impl WalkSchedule {
     /// Record the end of a walk: its CPU time, and whether it found a change.
     pub fn record_walk(&mut self, now: Duration, process: ProcessId, cpu_time: Duration, has_changed: bool) {
         (self.is_walking, self.tokens_left_seconds) = (false, self.tokens_left_seconds - cpu_time.as_secs_f64());
-        if let Some(turn) = self.walks.get_mut(&process) {
+        if let Some(walk) = self.walks.get_mut(&process) {
             let pause = if has_changed {
                 MIN_WALK_INTERVAL
             } else {
-                (turn.interval * WALK_BACKOFF_FACTOR).min(MAX_WALK_INTERVAL)
+                (walk.interval * WALK_BACKOFF_FACTOR).min(MAX_WALK_INTERVAL)
             };
-            *turn = ScheduledWalk::due_after(pause, now);
+            *walk = ScheduledWalk::due_after(pause, now);
         }
     }
 
@@ -172,18 +173,18 @@ impl WalkSchedule {
 
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
-    for WalkRequest { process, wants_fair_share: counts_share, wants_zero_pages: counts_zeros } in requests {
-        let before = host.thread_cpu_time();
-        let fair = counts_share.then(|| measure_fair_share(host, process)).and_then(Reading::ok);
-        let count = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
-        let uncounted_zeros = counts_zeros.then(count).and_then(Reading::ok);
-        let cost = host.thread_cpu_time().saturating_sub(before);
+    for WalkRequest { process, wants_fair_share, wants_zero_pages } in requests {
+        let cpu_before = host.thread_cpu_time();
+        let fair_share = wants_fair_share.then(|| measure_fair_share(host, process)).and_then(Reading::ok);
+        let count_zero_pages = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
+        let uncounted_zero_pages = wants_zero_pages.then(count_zero_pages).and_then(Reading::ok);
+        let cpu_time = host.thread_cpu_time().saturating_sub(cpu_before);
         // During shutdown the receiver may be gone.
         let _ = messages.send(Message::WorkResult(WorkResult::PageTableWalk {
             process,
-            fair_share: fair,
-            uncounted_zero_pages: uncounted_zeros,
-            cpu_time: cost,
+            fair_share,
+            uncounted_zero_pages,
+            cpu_time,
         }));
     }
 }
@@ -191,12 +192,12 @@ pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, mess
 fn measure_fair_share(host: &dyn Host, process: ProcessId) -> Reading<FairShareReading> {
     let handle = pagefold_host::hold(host, process)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    let own = parse::statm(&handle.read("statm")?)?.anonymous_bytes(host.page_size());
+    let anonymous_resident = parse::statm(&handle.read("statm")?)?.anonymous_bytes(host.page_size());
     let pss = observe::rollup(&*handle)?.pss?;
     Ok(FairShareReading {
         measured_at: host.unix_time(),
         pss,
-        anonymous_resident: own,
+        anonymous_resident,
         merged_pages: ksm.merging_pages.ok().map(Pages),
     })
 }
@@ -214,27 +215,27 @@ mod tests {
 
     /// The walks within some seconds, as (second, pid), for a given CPU time per walk.
     fn run_changing_walks(
-        turns: &mut WalkSchedule,
+        schedule: &mut WalkSchedule,
         from: u64,
         seconds: u64,
-        members: u32,
+        processes: u32,
         cost: Duration,
     ) -> Vec<(u64, u32)> {
-        run_walks(turns, (from, seconds), members, cost, true)
+        run_walks(schedule, (from, seconds), processes, cost, true)
     }
 
     /// The same, where walks find a change or none.
     fn run_walks(
-        turns: &mut WalkSchedule,
+        schedule: &mut WalkSchedule,
         (from, seconds): (u64, u64),
-        members: u32,
+        processes: u32,
         cost: Duration,
-        news: bool,
+        has_changed: bool,
     ) -> Vec<(u64, u32)> {
         let second = |second| {
             let now = Duration::from_secs(second);
-            let next = turns.next_walk(now, (1..=members).map(process))?;
-            turns.record_walk(now, next, cost, news);
+            let next = schedule.next_walk(now, (1..=processes).map(process))?;
+            schedule.record_walk(now, next, cost, has_changed);
             Some((second, next.pid.0))
         };
         (from..from + seconds).filter_map(second).collect()
@@ -242,37 +243,37 @@ mod tests {
 
     #[test]
     fn walks_take_turns_within_the_cpu_rate() {
-        let mut turns = WalkSchedule::default();
+        let mut schedule = WalkSchedule::default();
         // Cheap processes are walked once a minute.
-        let found = run_changing_walks(&mut turns, 0, 200, 2, Duration::from_micros(10));
+        let found = run_changing_walks(&mut schedule, 0, 200, 2, Duration::from_micros(10));
         assert_eq!(found, [(61, 1), (62, 2), (121, 1), (122, 2), (181, 1), (182, 2)]);
         // A day with 200 processes of about 30 GiB each.
-        let (mut turns, cost) = (WalkSchedule::default(), Duration::from_millis(400));
-        let found = run_changing_walks(&mut turns, 0, 86_400, 200, cost);
+        let (mut schedule, cost) = (WalkSchedule::default(), Duration::from_millis(400));
+        let found = run_changing_walks(&mut schedule, 0, 86_400, 200, cost);
         let used = found.len() as f64 * cost.as_secs_f64();
         assert!((25.0..=27.4).contains(&used), "{used} s of 0.0003 x 86,400 s and 1 s");
-        assert!(found.iter().zip(1..).all(|((_, pid), turn)| *pid == turn), "each process is walked once per round");
+        assert!(found.iter().zip(1..).all(|((_, pid), index)| *pid == index), "each process is walked once per round");
         // A process whose walk takes longer than the whole burst is still walked, and the rate makes up for it.
-        let mut turns = WalkSchedule::default();
-        let found = run_changing_walks(&mut turns, 0, 86_400, 1, Duration::from_secs(10));
+        let mut schedule = WalkSchedule::default();
+        let found = run_changing_walks(&mut schedule, 0, 86_400, 1, Duration::from_secs(10));
         assert_eq!(found.iter().map(|(at, _)| *at).collect::<Vec<u64>>(), [61, 30_061, 63_395], "9 s, then 10 s");
     }
 
     #[test]
     fn walks_back_off_until_something_changes() {
-        let mut turns = WalkSchedule::default();
+        let mut schedule = WalkSchedule::default();
         let at = |found: &[(u64, u32)], pid| -> Vec<u64> {
-            found.iter().filter(|(_, whose)| *whose == pid).map(|(at, _)| *at).collect()
+            found.iter().filter(|(_, walked)| *walked == pid).map(|(at, _)| *at).collect()
         };
-        let first = run_walks(&mut turns, (0, 10_000), 2, Duration::ZERO, false);
+        let first = run_walks(&mut schedule, (0, 10_000), 2, Duration::ZERO, false);
         assert_eq!(at(&first, 1), [61, 301, 1261, 4861, 8461]);
-        turns.mark_changed(process(2));
-        let soon = run_walks(&mut turns, (10_000, 100), 2, Duration::ZERO, false);
+        schedule.mark_changed(process(2));
+        let soon = run_walks(&mut schedule, (10_000, 100), 2, Duration::ZERO, false);
         assert_eq!((at(&soon, 1), at(&soon, 2)), (vec![10_060], vec![10_000]));
-        run_walks(&mut turns, (10_100, 20_000), 2, Duration::ZERO, false);
+        run_walks(&mut schedule, (10_100, 20_000), 2, Duration::ZERO, false);
         // The process that shared with it has exited.
-        let alone = run_walks(&mut turns, (30_100, 200), 1, Duration::ZERO, false);
-        assert_eq!(at(&alone, 1), [30_160]);
+        let single_process = run_walks(&mut schedule, (30_100, 200), 1, Duration::ZERO, false);
+        assert_eq!(at(&single_process, 1), [30_160]);
         let fair = |mib: u64| FairShareReading {
             measured_at: SystemTime::UNIX_EPOCH,
             pss: Bytes(mib << 20),
@@ -287,18 +288,18 @@ mod tests {
 
     #[test]
     fn merged_process_is_walked_next() {
-        let mut turns = WalkSchedule::default();
-        run_changing_walks(&mut turns, 0, 70, 3, Duration::ZERO);
-        turns.mark_changed(process(3));
-        turns.mark_changed(process(9));
-        assert_eq!(run_changing_walks(&mut turns, 70, 40, 3, Duration::ZERO), [(70, 3)]);
-        let busy = turns.next_walk(Duration::from_secs(150), [process(1), process(2)].into_iter());
+        let mut schedule = WalkSchedule::default();
+        run_changing_walks(&mut schedule, 0, 70, 3, Duration::ZERO);
+        schedule.mark_changed(process(3));
+        schedule.mark_changed(process(9));
+        assert_eq!(run_changing_walks(&mut schedule, 70, 40, 3, Duration::ZERO), [(70, 3)]);
+        let busy = schedule.next_walk(Duration::from_secs(150), [process(1), process(2)].into_iter());
         assert_eq!(busy, Some(process(1)));
-        let two = turns.next_walk(Duration::from_secs(160), [process(1), process(2)].into_iter());
+        let two = schedule.next_walk(Duration::from_secs(160), [process(1), process(2)].into_iter());
         assert_eq!(two, None, "one walk at a time");
-        turns.record_walk(Duration::from_secs(161), process(1), Duration::ZERO, true);
+        schedule.record_walk(Duration::from_secs(161), process(1), Duration::ZERO, true);
         assert_eq!(
-            turns.next_walk(Duration::from_secs(162), [process(7)].into_iter()),
+            schedule.next_walk(Duration::from_secs(162), [process(7)].into_iter()),
             None,
             "an exited process is not walked"
         );
@@ -307,22 +308,22 @@ mod tests {
     #[test]
     fn changed_and_other_processes_alternate() {
         // More processes than CPU time: each waits its turn.
-        let (mut turns, cost) = (WalkSchedule::default(), Duration::from_millis(300));
-        let found = run_changing_walks(&mut turns, 0, 40_000, 100, cost);
+        let (mut schedule, cost) = (WalkSchedule::default(), Duration::from_millis(300));
+        let found = run_changing_walks(&mut schedule, 0, 40_000, 100, cost);
         let (last, _) = found[found.len() - 1];
-        [50, 51, 52].into_iter().for_each(|pid| turns.mark_changed(process(pid)));
+        [50, 51, 52].into_iter().for_each(|pid| schedule.mark_changed(process(pid)));
         let found: Vec<u32> =
-            run_changing_walks(&mut turns, last + 1, 7000, 100, cost).into_iter().map(|(_, pid)| pid).collect();
+            run_changing_walks(&mut schedule, last + 1, 7000, 100, cost).into_iter().map(|(_, pid)| pid).collect();
         let others: Vec<u32> = found.iter().copied().filter(|pid| !(50..53).contains(pid)).collect();
         assert_eq!((found[0], found[2], found[4]), (50, 51, 52), "{found:?}");
         assert!(others.windows(2).all(|pair| pair[1] == pair[0] + 1), "other processes keep their order: {others:?}");
         // A process that changes during its walk is walked again.
-        let mut turns = WalkSchedule::default();
-        run_changing_walks(&mut turns, 0, 61, 1, Duration::ZERO);
-        assert_eq!(turns.next_walk(Duration::from_secs(61), [process(1)].into_iter()), Some(process(1)));
-        turns.mark_changed(process(1));
-        turns.record_walk(Duration::from_secs(62), process(1), Duration::ZERO, true);
-        assert_eq!(turns.next_walk(Duration::from_secs(63), [process(1)].into_iter()), Some(process(1)));
+        let mut schedule = WalkSchedule::default();
+        run_changing_walks(&mut schedule, 0, 61, 1, Duration::ZERO);
+        assert_eq!(schedule.next_walk(Duration::from_secs(61), [process(1)].into_iter()), Some(process(1)));
+        schedule.mark_changed(process(1));
+        schedule.record_walk(Duration::from_secs(62), process(1), Duration::ZERO, true);
+        assert_eq!(schedule.next_walk(Duration::from_secs(63), [process(1)].into_iter()), Some(process(1)));
     }
 
     #[test]
@@ -332,21 +333,21 @@ mod tests {
         host.put_file("proc/5/statm", "2000 1000 80 1 0 900 0\n");
         host.put_file("proc/5/smaps_rollup", "0-1 ---p 0 00:00 0 [rollup]\nRss: 4000 kB\nPss: 1300 kB\n");
         host.put_file("proc/5/ksm_stat", "ksm_rmap_items 900\nksm_zero_pages 0\nksm_merging_pages 700\n");
-        let (ask, asked) = mpsc::channel();
-        let (tell, told) = mpsc::channel();
-        let reborn = ProcessId { start_time: 2, ..process(5) };
+        let (requests, request_receiver) = mpsc::channel();
+        let (messages, message_receiver) = mpsc::channel();
+        let reused_pid = ProcessId { start_time: 2, ..process(5) };
         let walk_of = |process| WalkRequest { process, wants_fair_share: true, wants_zero_pages: false };
-        [process(5), reborn, process(6)].into_iter().for_each(|process| ask.send(walk_of(process)).unwrap());
-        drop(ask);
-        run_walker(&host, &asked, &tell);
-        let fair = told.try_iter().map(|message| match message {
-            Message::WorkResult(WorkResult::PageTableWalk { process, fair_share: fair, .. }) => (process, fair),
+        [process(5), reused_pid, process(6)].into_iter().for_each(|process| requests.send(walk_of(process)).unwrap());
+        drop(requests);
+        run_walker(&host, &request_receiver, &messages);
+        let fair_share = message_receiver.try_iter().map(|message| match message {
+            Message::WorkResult(WorkResult::PageTableWalk { process, fair_share, .. }) => (process, fair_share),
             _ => panic!("only walks are sent"),
         });
-        let fair: Vec<(ProcessId, Option<FairShareReading>)> = fair.collect();
-        let found = fair[0].1.unwrap();
+        let fair_share: Vec<(ProcessId, Option<FairShareReading>)> = fair_share.collect();
+        let found = fair_share[0].1.unwrap();
         assert_eq!((found.pss, found.merged_pages), (Bytes::from_kib(1300), Some(Pages(700))));
         assert_eq!(found.anonymous_resident, Bytes((1000 - 80) * 4096));
-        assert!(fair[1].0 == reborn && fair[1].1.is_none() && fair[2].1.is_none());
+        assert!(fair_share[1].0 == reused_pid && fair_share[1].1.is_none() && fair_share[2].1.is_none());
     }
 }

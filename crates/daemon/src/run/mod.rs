@@ -148,9 +148,9 @@ struct WorkWatchdog {
 
 impl WorkWatchdog {
     /// Whether a running task has received answers lately. True if no task is running.
-    fn is_progressing(&mut self, now: Duration, works: bool) -> bool {
+    fn is_progressing(&mut self, now: Duration, is_working: bool) -> bool {
         let answers = self.host_answer_count.load(Ordering::Relaxed);
-        if !works || answers != self.last_progress.0 {
+        if !is_working || answers != self.last_progress.0 {
             self.last_progress = (answers, now);
         }
         now.saturating_sub(self.last_progress.1) < HANG_TIMEOUT
@@ -158,8 +158,8 @@ impl WorkWatchdog {
 }
 
 /// Run the daemon over a host. `messages` receives messages to it, and `sender` is the other end of that channel.
-/// `alive` is called about once a second unless the running task hangs. `log` receives lines for the operator. Returns
-/// whether everything was restored and unenrolled at the end as requested; `log` receives what was not.
+/// `on_alive` is called about once a second unless the running task hangs. `log` receives lines for the operator.
+/// Returns whether everything was restored and unenrolled at the end as requested; `log` receives what was not.
 pub fn run(
     host: &dyn Host,
     directory: &Path,
@@ -169,25 +169,20 @@ pub fn run(
     on_alive: &mut dyn FnMut(&DaemonState),
     log: &mut dyn FnMut(&str),
 ) -> Result<bool, Error> {
-    let answers = Arc::default();
-    let counted = CountingHost::new(host, Arc::clone(&answers));
-    let worker = Worker::new(&counted, directory.to_owned(), sender.clone())?;
+    let host_answer_count = Arc::default();
+    let counting_host = CountingHost::new(host, Arc::clone(&host_answer_count));
+    let worker = Worker::new(&counting_host, directory.to_owned(), sender.clone())?;
     std::thread::scope(|scope| {
-        let (orders, work) = mpsc::channel();
-        let working = scope.spawn(move || worker.run(&work));
-        let (walks, walked) = mpsc::channel();
-        scope.spawn(move || fair_share::run_walker(host, &walked, &sender));
-        let mut daemon = Daemon::new(
-            host,
-            settings,
-            seed,
-            WorkerChannels { work_orders: orders, walk_requests: walks, host_answer_count: answers },
-            log,
-        );
+        let (work_orders, work_receiver) = mpsc::channel();
+        let worker_thread = scope.spawn(move || worker.run(&work_receiver));
+        let (walk_requests, walk_receiver) = mpsc::channel();
+        scope.spawn(move || fair_share::run_walker(host, &walk_receiver, &sender));
+        let mut daemon =
+            Daemon::new(host, settings, seed, WorkerChannels { work_orders, walk_requests, host_answer_count }, log);
         daemon.load_saved_state(directory);
-        let done = daemon.run(&messages, on_alive, || working.is_finished());
+        let restored = daemon.run(&messages, on_alive, || worker_thread.is_finished());
         drop(daemon);
-        done
+        restored
     })
 }
 
@@ -196,13 +191,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
         host: &'h dyn Host,
         settings: DaemonSettings,
         seed: u64,
-        WorkerChannels { work_orders: orders, walk_requests: walks, host_answer_count: answers }: WorkerChannels,
+        WorkerChannels { work_orders, walk_requests, host_answer_count }: WorkerChannels,
         log: &'a mut dyn FnMut(&str),
     ) -> Self {
-        let began = host.now();
+        let started_at = host.now();
         let ksmd = KsmdThread::find(host).ok();
-        let spent = host.own_cpu_time() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default();
-        let state = DaemonState::new(settings.rules.clone(), seed, Duration::ZERO, spent);
+        let cpu_spent = host.own_cpu_time() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default();
+        let state = DaemonState::new(settings.rules.clone(), seed, Duration::ZERO, cpu_spent);
         let settings = Arc::new(settings);
         let vmstat = observe::vmstat(host).unwrap_or_default();
         let snapshot = Snapshot {
@@ -231,7 +226,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         };
         Self {
             host,
-            started_at: began,
+            started_at,
             event_time: Duration::ZERO,
             state: Some(state),
             settings,
@@ -240,11 +235,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
             cgroup_shortages: CgroupShortageReader::default(),
             other_tuner: None,
             operator_store: None,
-            work_orders: orders,
-            walk_requests: walks,
+            work_orders,
+            walk_requests,
             walk_schedule: fair_share::WalkSchedule::default(),
             cancel: Arc::default(),
-            watchdog: WorkWatchdog { host_answer_count: answers, last_progress: (0, Duration::ZERO), is_hung: false },
+            watchdog: WorkWatchdog { host_answer_count, last_progress: (0, Duration::ZERO), is_hung: false },
             ksmd_thread: ksmd,
             ksmd_meter: CpuMeter::default(),
             own_meter: CpuMeter::default(),
@@ -258,24 +253,24 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn run(
         &mut self,
         messages: &Receiver<Message>,
-        alive: &mut dyn FnMut(&DaemonState),
-        dead: impl Fn() -> bool,
+        on_alive: &mut dyn FnMut(&DaemonState),
+        has_worker_ended: impl Fn() -> bool,
     ) -> Result<bool, Error> {
         if let Err(why) = self.process_table.check_exec_events() {
             (self.log)(&format!("new programs are found by polling, as the process connector is not available: {why}"));
         }
-        let mut polled: Option<Instant> = None;
+        let mut last_poll: Option<Instant> = None;
         loop {
-            if let Some(whole) = self.restored_at_end {
-                return Ok(whole);
+            if let Some(complete) = self.restored_at_end {
+                return Ok(complete);
             }
             let pause = match self.process_table.check_exec_events() {
                 _ if self.is_busy() => BUSY_POLL_INTERVAL,
                 Ok(()) => IDLE_POLL_INTERVALS[0],
                 Err(_) => IDLE_POLL_INTERVALS[1],
             };
-            let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(elapsed_since(self.host, at)));
-            match receive_timeout(self.host, messages, left) {
+            let timeout = last_poll.map_or(Duration::ZERO, |at| pause.saturating_sub(elapsed_since(self.host, at)));
+            match receive_timeout(self.host, messages, timeout) {
                 Ok(message) => {
                     self.event_time = elapsed_since(self.host, self.started_at);
                     self.handle_message(message);
@@ -283,11 +278,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Err(RecvTimeoutError::Timeout) => {
                     self.event_time = elapsed_since(self.host, self.started_at);
                     self.tick()?;
-                    polled = Some(self.host.now());
+                    last_poll = Some(self.host.now());
                     if self.check_progress() {
-                        alive(self.state());
+                        on_alive(self.state());
                     }
-                    if dead() {
+                    if has_worker_ended() {
                         (self.log)("the worker thread has ended");
                         return Ok(false);
                     }
@@ -301,10 +296,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn load_saved_state(&mut self, directory: &Path) {
         self.split_zero_notes = Some(Notes::new(directory));
         self.update_split_zeros();
-        let taken = session::read_boot_id(self.host).map_err(std::io::Error::other);
-        let lives = |process| worker::is_alive(self.host, process);
-        match taken.and_then(|boot| OperatorStore::load(directory, boot, lives)) {
-            Ok((operator, events, why)) => {
+        let boot_id = session::read_boot_id(self.host).map_err(std::io::Error::other);
+        let is_alive = |process| worker::is_alive(self.host, process);
+        match boot_id.and_then(|boot_id| OperatorStore::load(directory, boot_id, is_alive)) {
+            Ok((store, events, why)) => {
                 if let Some(why) = why {
                     (self.log)(&format!(
                         "saved operator commands are unreadable; the daemon is paused until `pagefold resume`: {why}"
@@ -313,7 +308,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     (self.log)("an earlier daemon was killed: the operator commands given to it still apply");
                 }
                 events.into_iter().for_each(|event| self.apply_event(event));
-                self.operator_store = Some(operator);
+                self.operator_store = Some(store);
             }
             Err(why) => {
                 let path = directory.join(operator_store::OPERATOR_FILE);
@@ -326,15 +321,15 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn update_split_zeros(&mut self) {
         let Some(notes) = &mut self.split_zero_notes else { return };
         match notes.update(self.host, &mut self.snapshot.split_zero_pages) {
-            Ok(grown) => grown.into_iter().for_each(|process| self.walk_schedule.mark_changed(process)),
+            Ok(changed) => changed.into_iter().for_each(|process| self.walk_schedule.mark_changed(process)),
             Err(why) => (self.log)(&format!("zero pages freed by splitting huge pages are not known: {why}")),
         }
     }
 
     /// Save an operator's command, if the event is one.
     fn save_operator_event(&mut self, event: &Event) {
-        let kept = self.operator_store.as_mut().map_or(Ok(()), |operator| operator.record_event(event));
-        if let Err(why) = kept {
+        let saved = self.operator_store.as_mut().map_or(Ok(()), |store| store.record_event(event));
+        if let Err(why) = saved {
             (self.log)(&format!("an operator command cannot be saved and ends with this daemon: {why}"));
         }
     }
@@ -345,13 +340,13 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     /// Whether the running task makes progress. Logs once if it does not.
     fn check_progress(&mut self) -> bool {
-        let well = self.watchdog.is_progressing(self.event_time, self.state().is_task_pending());
-        if !well && !self.watchdog.is_hung {
+        let is_progressing = self.watchdog.is_progressing(self.event_time, self.state().is_task_pending());
+        if !is_progressing && !self.watchdog.is_hung {
             let minutes = HANG_TIMEOUT.as_secs() / 60;
             (self.log)(&format!("the running task has had no answer from the host for {minutes} minutes"));
         }
-        self.watchdog.is_hung = !well;
-        well
+        self.watchdog.is_hung = !is_progressing;
+        is_progressing
     }
 
     fn is_busy(&self) -> bool {
@@ -366,7 +361,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let now = elapsed_since(self.host, self.started_at);
         // Overdue scans do not count: they wait for something else.
         let soon = now.saturating_sub(IDLE_POLL_INTERVALS[1])..=now + IDLE_POLL_INTERVALS[1];
-        self.state().tracked().values().any(|member| member.may_be_scanned() && soon.contains(&member.next_scan))
+        self.state().tracked().values().any(|tracked| tracked.may_be_scanned() && soon.contains(&tracked.next_scan))
     }
 
     fn handle_message(&mut self, message: Message) {
@@ -382,7 +377,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 // The requester may be gone.
                 let _ = answer.send(Box::new(self.take_snapshot()));
             }
-            Message::WorkResult(told) => self.record_work_result(told),
+            Message::WorkResult(result) => self.record_work_result(result),
         }
     }
 
@@ -410,24 +405,25 @@ impl<'h, 'a> Daemon<'h, 'a> {
             }
             self.apply_event(event);
         }
-        let own = self.host.own_cpu_time();
+        let own_cpu_time = self.host.own_cpu_time();
         let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu_time().ok());
-        self.own_meter.record(now, own);
+        self.own_meter.record(now, own_cpu_time);
         if let Some(ksmd) = ksmd {
             self.ksmd_meter.record(now, ksmd);
         }
-        let works = self.state().status().0 == DaemonStatus::Working;
-        let members = self.process_table.tracked_processes().map(|member| member.id);
-        let waits = self.wait_reader.read_wait_times(self.host, now, works, members);
+        let is_working = self.state().status().0 == DaemonStatus::Working;
+        let tracked_ids = self.process_table.tracked_processes().map(|process| process.id);
+        let wait_times = self.wait_reader.read_wait_times(self.host, now, is_working, tracked_ids);
         let memory = observe::memory(self.host).ok();
-        let cgroups = self.cgroup_shortages.read_shortages(self.host, now, self.process_table.tracked_processes());
+        let cgroup_shortages =
+            self.cgroup_shortages.read_shortages(self.host, now, self.process_table.tracked_processes());
         self.apply_event(Event::Tick(TickReadings {
-            cpu_spent: own + ksmd.unwrap_or_default(),
+            cpu_spent: own_cpu_time + ksmd.unwrap_or_default(),
             available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
             total: memory.and_then(|memory| memory.total.ok()),
-            cgroup_shortages: cgroups,
+            cgroup_shortages,
             pressure_percent: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
-            wait_times: waits,
+            wait_times,
             time_of_day: clock::time_of_day(self.host.unix_time(), &TimeZone::system()),
             resident: polled.resident,
             cpu_times: polled.cpu_times,
@@ -439,27 +435,30 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     /// Request the next walk of page tables, if one is due.
     fn request_walk(&mut self) {
-        let noted = &self.snapshot.split_zero_pages;
-        let members = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
-        let walk = |(process, member): (&ProcessId, &TrackedProcess)| WalkRequest {
+        let split_zeros = &self.snapshot.split_zero_pages;
+        let tracked_processes = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
+        let walk_request = |(process, tracked): (&ProcessId, &TrackedProcess)| WalkRequest {
             process: *process,
-            wants_fair_share: member.resident <= fair_share::LARGEST,
-            wants_zero_pages: noted.contains_key(process),
+            wants_fair_share: tracked.resident <= fair_share::LARGEST,
+            wants_zero_pages: split_zeros.contains_key(process),
         };
-        let walks = members().map(walk).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
-        let Some(next) = self.walk_schedule.next_walk(self.event_time, walks.map(|walk| walk.process)) else { return };
-        if let Some(walk) = members().map(walk).find(|walk| walk.process == next) {
+        let requests =
+            tracked_processes().map(walk_request).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
+        let Some(next) = self.walk_schedule.next_walk(self.event_time, requests.map(|walk| walk.process)) else {
+            return;
+        };
+        if let Some(walk) = tracked_processes().map(walk_request).find(|walk| walk.process == next) {
             let _ = self.walk_requests.send(walk);
         }
     }
 
     fn apply_event(&mut self, event: Event) {
-        if let Event::UnenrollDone(withdrawn) = &event {
-            self.snapshot.enrolled_ranges.retain(|process, _| !withdrawn.unenrolled.contains(process));
-            withdrawn.unenrolled.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
+        if let Event::UnenrollDone(summary) = &event {
+            self.snapshot.enrolled_ranges.retain(|process, _| !summary.unenrolled.contains(process));
+            summary.unenrolled.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
-        if let Event::MergedCheckDone(looked) = &event {
-            looked.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
+        if let Event::MergedCheckDone(summary) = &event {
+            summary.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
         self.save_operator_event(&event);
         let state = self.state.take().expect("the state is put back after every step");
@@ -469,16 +468,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
             match effect {
                 Effect::Report(decision) => self.log_decision(decision),
                 Effect::Halt => self.cancel.store(true, Ordering::Relaxed),
-                Effect::End { complete: whole } => {
-                    self.restored_at_end = Some(whole);
-                    if let Some(Err(why)) = self.operator_store.take().map(|operator| operator.remove_file()) {
+                Effect::End { complete } => {
+                    self.restored_at_end = Some(complete);
+                    if let Some(Err(why)) = self.operator_store.take().map(|store| store.remove_file()) {
                         (self.log)(&format!("the saved operator commands cannot be removed: {why}"));
                     }
                 }
                 effect => {
                     self.cancel = Arc::default();
-                    let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.cancel));
-                    let order = WorkOrder { effect, settings, cancel: halt };
+                    let (settings, cancel) = (Arc::clone(&self.settings), Arc::clone(&self.cancel));
+                    let order = WorkOrder { effect, settings, cancel };
                     // If the worker has ended, the loop ends at its next tick.
                     let _ = self.work_orders.send(order);
                 }
@@ -492,91 +491,74 @@ impl<'h, 'a> Daemon<'h, 'a> {
         if decision.processes.len() > MAX_NAMES_PER_DECISION {
             names.push(format!("{} more", decision.processes.len() - MAX_NAMES_PER_DECISION));
         }
-        let whom = if names.is_empty() { "this host".to_owned() } else { names.join(", ") };
-        (self.log)(&format!("{} {whom}: {}", decision.kind.word(), decision.explanation));
+        let subject = if names.is_empty() { "this host".to_owned() } else { names.join(", ") };
+        (self.log)(&format!("{} {subject}: {}", decision.kind.word(), decision.explanation));
         *self.snapshot.reasons.entry(decision.reason).or_default() += 1;
-        self.snapshot.decisions.push_front(LoggedDecision {
-            logged_at: self.host.unix_time(),
-            subject: whom,
-            decision,
-        });
+        self.snapshot.decisions.push_front(LoggedDecision { logged_at: self.host.unix_time(), subject, decision });
         self.snapshot.decisions.truncate(MAX_KEPT_DECISIONS);
     }
 
-    fn label_by_id(&self, process: ProcessId) -> String {
-        let who = self.process_table.tracked_processes().find(|who| who.id == process);
-        who.map_or_else(|| format!("process {}", process.pid), process_label)
+    fn label_by_id(&self, id: ProcessId) -> String {
+        let process = self.process_table.tracked_processes().find(|process| process.id == id);
+        process.map_or_else(|| format!("process {}", id.pid), process_label)
     }
 
-    fn record_work_result(&mut self, told: WorkResult) {
+    fn record_work_result(&mut self, result: WorkResult) {
         let snapshot = &mut self.snapshot;
-        match told {
-            WorkResult::Census {
-                page_counts: counts,
-                unscanned_processes: unseen,
-                matrix,
-                wall_seconds: seconds,
-                cpu_time: cost,
-            } => {
+        match result {
+            WorkResult::Census { page_counts, unscanned_processes, matrix, wall_seconds, cpu_time } => {
                 snapshot.pass_and_merge_counts.0 += 1;
-                snapshot.pass_wall_and_cpu_time.0 += Duration::from_secs_f64(seconds);
-                snapshot.pass_wall_and_cpu_time.1 += cost;
-                snapshot.last_census = Some((self.host.unix_time(), unseen));
-                let processes = counts.len() as u64;
-                let (predicted, net) = (Bytes::ZERO, None);
+                snapshot.pass_wall_and_cpu_time.0 += Duration::from_secs_f64(wall_seconds);
+                snapshot.pass_wall_and_cpu_time.1 += cpu_time;
+                snapshot.last_census = Some((self.host.unix_time(), unscanned_processes));
+                let processes = page_counts.len() as u64;
+                let (predicted, measured_net) = (Bytes::ZERO, None);
                 snapshot.last_pass = Some(PassSummary {
                     ended_at: self.host.unix_time(),
-                    wall_seconds: seconds,
-                    cpu_time: cost,
+                    wall_seconds,
+                    cpu_time,
                     scanned_processes: processes,
                     predicted,
-                    measured_net: net,
+                    measured_net,
                 });
-                snapshot.page_counts.extend(counts);
+                snapshot.page_counts.extend(page_counts);
                 snapshot.sharing.add_census(&matrix);
             }
-            WorkResult::Merge {
-                enrolled_ranges: ranges,
-                predicted,
-                measured_net: net,
-                wall_time: seconds,
-                cpu_time: cost,
-            } => {
+            WorkResult::Merge { enrolled_ranges, predicted, measured_net, wall_time, cpu_time } => {
                 snapshot.pass_and_merge_counts.1 += 1;
-                snapshot.pass_wall_and_cpu_time.0 += seconds;
-                snapshot.pass_wall_and_cpu_time.1 += cost;
+                snapshot.pass_wall_and_cpu_time.0 += wall_time;
+                snapshot.pass_wall_and_cpu_time.1 += cpu_time;
                 snapshot.predicted_and_measured.0 += predicted;
-                snapshot.predicted_and_measured.1.0 += net.0;
-                ranges.keys().for_each(|process| self.walk_schedule.mark_changed(*process));
-                snapshot.enrolled_ranges.extend(ranges);
+                snapshot.predicted_and_measured.1.0 += measured_net.0;
+                enrolled_ranges.keys().for_each(|process| self.walk_schedule.mark_changed(*process));
+                snapshot.enrolled_ranges.extend(enrolled_ranges);
                 if let Some(last) = &mut snapshot.last_pass {
                     last.ended_at = self.host.unix_time();
-                    last.wall_seconds += seconds.as_secs_f64();
-                    last.cpu_time += cost;
-                    (last.predicted, last.measured_net) = (predicted, Some(net));
+                    last.wall_seconds += wall_time.as_secs_f64();
+                    last.cpu_time += cpu_time;
+                    (last.predicted, last.measured_net) = (predicted, Some(measured_net));
                 }
             }
-            WorkResult::PageTableWalk {
-                process,
-                fair_share: fair,
-                uncounted_zero_pages: uncounted_zeros,
-                cpu_time: cost,
-            } => {
-                let mut news = false;
-                if let (Some(noted), Some(there)) = (snapshot.split_zero_pages.get_mut(&process), uncounted_zeros) {
-                    news = there < *noted;
-                    *noted = (*noted).min(there);
+            WorkResult::PageTableWalk { process, fair_share, uncounted_zero_pages, cpu_time } => {
+                let mut has_changed = false;
+                if let (Some(split_zeros), Some(uncounted)) =
+                    (snapshot.split_zero_pages.get_mut(&process), uncounted_zero_pages)
+                {
+                    has_changed = uncounted < *split_zeros;
+                    *split_zeros = (*split_zeros).min(uncounted);
                 }
-                if let Some(fair) = fair {
-                    let before = snapshot.fair_shares.insert(process, fair);
-                    news |= !before.is_some_and(|before| before.is_close_to(&fair));
+                if let Some(fair_share) = fair_share {
+                    let before = snapshot.fair_shares.insert(process, fair_share);
+                    has_changed |= !before.is_some_and(|before| before.is_close_to(&fair_share));
                 }
-                self.walk_schedule.record_walk(self.event_time, process, cost, news);
+                self.walk_schedule.record_walk(self.event_time, process, cpu_time, has_changed);
             }
-            WorkResult::Undone(was) => (self.log)(&format!("an earlier pagefold was killed; put back: {was}")),
-            WorkResult::UndoFailed(what) => {
-                (self.log)(&format!("not done: {what}"));
-                snapshot.failed_undos.push(what);
+            WorkResult::Undone(description) => {
+                (self.log)(&format!("an earlier pagefold was killed; put back: {description}"))
+            }
+            WorkResult::UndoFailed(failure) => {
+                (self.log)(&format!("not done: {failure}"));
+                snapshot.failed_undos.push(failure);
                 let length = snapshot.failed_undos.len();
                 snapshot.failed_undos.drain(..length.saturating_sub(MAX_KEPT_DECISIONS));
             }
@@ -585,22 +567,22 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     fn take_snapshot(&mut self) -> Snapshot {
         self.update_split_zeros();
-        let who: Vec<Process> = self.process_table.tracked_processes().cloned().collect();
-        let labels: BTreeSet<String> = who.iter().map(process_label).collect();
+        let tracked_processes: Vec<Process> = self.process_table.tracked_processes().cloned().collect();
+        let labels: BTreeSet<String> = tracked_processes.iter().map(process_label).collect();
         self.snapshot.sharing.retain_parties(|label| labels.contains(label));
         // Processes of the last census or merge may have exited meanwhile.
-        let lives: BTreeSet<ProcessId> = who.iter().map(|who| who.id).collect();
-        self.snapshot.page_counts.retain(|process, _| lives.contains(process));
-        self.snapshot.enrolled_ranges.retain(|process, _| lives.contains(process));
-        self.snapshot.fair_shares.retain(|process, _| lives.contains(process));
+        let tracked_ids: BTreeSet<ProcessId> = tracked_processes.iter().map(|process| process.id).collect();
+        self.snapshot.page_counts.retain(|process, _| tracked_ids.contains(process));
+        self.snapshot.enrolled_ranges.retain(|process, _| tracked_ids.contains(process));
+        self.snapshot.fair_shares.retain(|process, _| tracked_ids.contains(process));
         // Other entries are kept: an untracked process with noted zero pages may be tracked later.
-        let mut by_splitting = self.snapshot.split_zero_pages.clone();
-        by_splitting.retain(|process, _| lives.contains(process));
+        let mut split_zero_pages = self.snapshot.split_zero_pages.clone();
+        split_zero_pages.retain(|process, _| tracked_ids.contains(process));
         Snapshot {
-            split_zero_pages: by_splitting,
+            split_zero_pages,
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
-            tracked_processes: who,
+            tracked_processes,
             exec_events: self.process_table.check_exec_events(),
             is_hung: self.watchdog.is_hung,
             ksmd_cpu: self.ksmd_meter.usage(),

@@ -48,21 +48,21 @@ impl OperatorStore {
         if !directory.is_private()? {
             return Err(io::Error::other("other users may write to it"));
         }
-        let (before, why) = match directory.read(OPERATOR_FILE) {
+        let (saved, why) = match directory.read(OPERATOR_FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => (None, None),
             bytes => match serde_json::from_slice::<OperatorState>(&bytes?) {
-                Ok(said) => (Some(said).filter(|said| said.boot == boot_id), None),
+                Ok(state) => (Some(state).filter(|state| state.boot == boot_id), None),
                 Err(why) => {
                     (Some(OperatorState { boot: boot_id.clone(), paused: true, ..OperatorState::default() }), Some(why))
                 }
             },
         };
-        let mut said = before.unwrap_or(OperatorState { boot: boot_id, ..OperatorState::default() });
+        let mut state = saved.unwrap_or(OperatorState { boot: boot_id, ..OperatorState::default() });
         let process = |&(pid, start_time): &(u32, u64)| ProcessId { pid: Pid(pid), start_time };
-        said.unenrolled.retain(|of| is_alive(process(of)));
-        let pause = said.paused.then_some(Event::Pause);
-        let events = pause.into_iter().chain(said.unenrolled.iter().map(process).map(Event::Unenroll)).collect();
-        Ok((Self { directory, state: said }, events, why))
+        state.unenrolled.retain(|entry| is_alive(process(entry)));
+        let pause = state.paused.then_some(Event::Pause);
+        let events = pause.into_iter().chain(state.unenrolled.iter().map(process).map(Event::Unenroll)).collect();
+        Ok((Self { directory, state }, events, why))
     }
 
     /// Save the command in an event, if it has one.
@@ -70,18 +70,18 @@ impl OperatorStore {
     /// # Errors
     /// If the file cannot be written.
     pub fn record_event(&mut self, event: &Event) -> io::Result<()> {
-        let of = |process: &ProcessId| (process.pid.0, process.start_time);
-        let mut said = self.state.clone();
-        let changes = match event {
-            Event::Pause => !std::mem::replace(&mut said.paused, true),
-            Event::Resume => std::mem::replace(&mut said.paused, false),
-            Event::Unenroll(process) => said.unenrolled.insert(of(process)),
-            Event::Enroll(process) | Event::ProcessExited(process) => said.unenrolled.remove(&of(process)),
+        let entry = |process: &ProcessId| (process.pid.0, process.start_time);
+        let mut state = self.state.clone();
+        let has_changed = match event {
+            Event::Pause => !std::mem::replace(&mut state.paused, true),
+            Event::Resume => std::mem::replace(&mut state.paused, false),
+            Event::Unenroll(process) => state.unenrolled.insert(entry(process)),
+            Event::Enroll(process) | Event::ProcessExited(process) => state.unenrolled.remove(&entry(process)),
             _ => false,
         };
-        if changes {
-            self.directory.replace(OPERATOR_FILE, &serde_json::to_vec(&said)?)?;
-            self.state = said;
+        if has_changed {
+            self.directory.replace(OPERATOR_FILE, &serde_json::to_vec(&state)?)?;
+            self.state = state;
         }
         Ok(())
     }
@@ -111,9 +111,10 @@ mod tests {
     #[test]
     fn state_is_loaded_only_under_the_same_boot() {
         let directory = tempfile::tempdir().unwrap();
-        let take_up = |boot: &str| OperatorStore::load(directory.path(), boot.to_owned(), |who| who.pid.0 < 9).unwrap();
-        let (mut operator, before, _) = take_up("one");
-        assert_eq!(before, []);
+        let load =
+            |boot: &str| OperatorStore::load(directory.path(), boot.to_owned(), |process| process.pid.0 < 9).unwrap();
+        let (mut operator, events, _) = load("one");
+        assert_eq!(events, []);
         let events = [
             Event::Unenroll(process(1)),
             Event::Pause,
@@ -125,38 +126,38 @@ mod tests {
             Event::ProcessExited(process(3)),
         ];
         events.iter().for_each(|event| operator.record_event(event).unwrap());
-        let (mut operator, before, why) = take_up("one");
-        assert_eq!(before, [Event::Pause, Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
+        let (mut operator, events, why) = load("one");
+        assert_eq!(events, [Event::Pause, Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
         assert!(why.is_none());
-        assert_eq!(take_up("two").1, [], "commands of another boot do not apply");
+        assert_eq!(load("two").1, [], "commands of another boot do not apply");
         operator.record_event(&Event::Resume).unwrap();
-        assert_eq!(take_up("one").1, [Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
+        assert_eq!(load("one").1, [Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
         // A command that could not be saved is saved when it is repeated.
         std::fs::create_dir(directory.path().join("operator.json.new")).unwrap();
         assert!(operator.record_event(&Event::Pause).is_err());
         std::fs::remove_dir(directory.path().join("operator.json.new")).unwrap();
         operator.record_event(&Event::Pause).unwrap();
-        assert_eq!(take_up("one").1[0], Event::Pause);
+        assert_eq!(load("one").1[0], Event::Pause);
         operator.remove_file().unwrap();
         operator.remove_file().unwrap();
-        assert!(take_up("one").1.is_empty() && !directory.path().join(OPERATOR_FILE).exists());
+        assert!(load("one").1.is_empty() && !directory.path().join(OPERATOR_FILE).exists());
     }
 
     #[test]
     fn unreadable_state_pauses_the_daemon() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(OPERATOR_FILE);
-        let take_up = || OperatorStore::load(directory.path(), "one".to_owned(), |_| true);
+        let load = || OperatorStore::load(directory.path(), "one".to_owned(), |_| true);
         for strange in
             ["{\"boot\":\"one\",\"paused\":fal", "{\"boot\":\"one\",\"paused\":false,\"unenrolled\":[],\"more\":1}"]
         {
             fs::write(&path, strange).unwrap();
-            let (mut operator, events, why) = take_up().unwrap();
+            let (mut operator, events, why) = load().unwrap();
             assert!(events == [Event::Pause] && why.is_some(), "{strange}");
             operator.record_event(&Event::Resume).unwrap();
-            assert!(take_up().unwrap().1.is_empty(), "resuming clears the state");
+            assert!(load().unwrap().1.is_empty(), "resuming clears the state");
         }
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
-        assert!(take_up().is_err());
+        assert!(load().is_err());
     }
 }

@@ -133,31 +133,31 @@ impl ProcessTable {
 
     /// The tracked processes.
     pub fn tracked_processes(&self) -> impl Iterator<Item = &Process> {
-        self.entries.values().filter_map(|known| Some(&known.tracked.as_ref()?.0))
+        self.entries.values().filter_map(|entry| Some(&entry.tracked.as_ref()?.0))
     }
 
     /// A program that rewrites KSM's settings periodically.
     pub fn tuner(&self) -> Option<Tuner> {
-        self.entries.values().find_map(|known| known.tuner)
+        self.entries.values().find_map(|entry| entry.tuner)
     }
 
     /// Whether an untracked process is so new that it may still fill its memory.
     pub fn has_new_untracked(&self) -> bool {
-        self.entries.values().any(|known| known.tracked.is_none() && known.check_interval < FIRST_CHECK_INTERVAL * 16)
+        self.entries.values().any(|entry| entry.tracked.is_none() && entry.check_interval < FIRST_CHECK_INTERVAL * 16)
     }
 
     /// Whether a tracked process has grown so lately that it may still fill its memory.
     pub fn has_growing_tracked(&self) -> bool {
-        self.entries.values().any(|known| known.tracked.is_some() && known.check_interval < MAX_TUNER_CHECK_INTERVAL)
+        self.entries.values().any(|entry| entry.tracked.is_some() && entry.check_interval < MAX_TUNER_CHECK_INTERVAL)
     }
 
     /// Check the identity of all processes again.
     pub fn recheck_all(&mut self) {
-        for known in self.entries.values_mut() {
-            (known.check_interval, known.next_check_at, known.untracked_until) =
+        for entry in self.entries.values_mut() {
+            (entry.check_interval, entry.next_check_at, entry.untracked_until) =
                 (FIRST_CHECK_INTERVAL, Duration::ZERO, Duration::ZERO);
-            if let Some((_, again)) = &mut known.tracked {
-                *again = Duration::ZERO;
+            if let Some((_, next_check)) = &mut entry.tracked {
+                *next_check = Duration::ZERO;
             }
         }
     }
@@ -165,16 +165,16 @@ impl ProcessTable {
     /// Find processes that have arrived, exited or grown.
     pub fn poll(&mut self, host: &dyn Host, now: Duration, settings: &DaemonSettings) -> Reading<PollResult> {
         let mut polled = PollResult::default();
-        let (began, before) = (host.thread_cpu_time(), self.cpu_time_used);
-        let read = |roster: &mut Self| {
-            roster.cpu_time_used = before + host.thread_cpu_time().saturating_sub(began);
-            roster.token_bucket.update(now, roster.cpu_time_used);
-            roster.token_bucket.available_seconds() > 0.0
+        let (thread_time_before, used_before) = (host.thread_cpu_time(), self.cpu_time_used);
+        let update_budget = |table: &mut Self| {
+            table.cpu_time_used = used_before + host.thread_cpu_time().saturating_sub(thread_time_before);
+            table.token_bucket.update(now, table.cpu_time_used);
+            table.token_bucket.available_seconds() > 0.0
         };
         self.token_bucket.set_limits(settings.rules.cpu_rate * POLL_CPU_SHARE, POLL_CPU_BURST);
         // The first poll checks all processes at any cost: a program that writes KSM's settings may be among them.
-        let first = self.listed_at.is_none();
-        let affordable = read(self);
+        let is_first = self.listed_at.is_none();
+        let affordable = update_budget(self);
         self.read_exec_events(now);
         let pause = match (&self.exec_events, self.events_overflowed) {
             _ if !affordable => PROCESS_LIST_INTERVAL,
@@ -186,40 +186,40 @@ impl ProcessTable {
             self.list_processes(host, now, &mut polled)?;
         }
         let pause = self.first_check_interval(now);
-        let due = self.entries.iter().filter(|(_, known)| known.next_check_at <= now);
-        let mut due: Vec<(Duration, Pid)> = due.map(|(pid, known)| (known.next_check_at, *pid)).collect();
+        let due = self.entries.iter().filter(|(_, entry)| entry.next_check_at <= now);
+        let mut due: Vec<(Duration, Pid)> = due.map(|(pid, entry)| (entry.next_check_at, *pid)).collect();
         due.sort_unstable();
         for (_, pid) in due {
-            if !read(self) && !first {
+            if !update_budget(self) && !is_first {
                 break;
             }
             self.check_process(host, pid, now, pause, settings, &mut polled);
         }
-        read(self);
+        update_budget(self);
         Ok(polled)
     }
 
     /// The first check interval, by the number of new processes.
     fn first_check_interval(&self, now: Duration) -> Duration {
-        let new = self.entries.values().filter(|known| known.is_new(now)).count();
-        FIRST_CHECK_INTERVAL * u32::try_from(new.div_ceil(MAX_NEW_AT_FIRST_INTERVAL).max(1)).unwrap_or(u32::MAX)
+        let new_count = self.entries.values().filter(|entry| entry.is_new(now)).count();
+        FIRST_CHECK_INTERVAL * u32::try_from(new_count.div_ceil(MAX_NEW_AT_FIRST_INTERVAL).max(1)).unwrap_or(u32::MAX)
     }
 
     /// Read the reports of new programs.
     fn read_exec_events(&mut self, now: Duration) {
         let Ok(programs) = &mut self.exec_events else { return };
-        let StartedPrograms { mut pids, overflowed: lost } = match programs.take_started() {
-            Ok(begun) => begun,
+        let StartedPrograms { mut pids, overflowed } = match programs.take_started() {
+            Ok(started) => started,
             Err(why) => return self.exec_events = Err(why),
         };
-        self.events_overflowed |= lost;
+        self.events_overflowed |= overflowed;
         pids.remove(&self.own_pid);
         for pid in pids {
-            let known = self.entries.entry(pid).or_insert_with(|| KnownProcess::new(now));
-            (known.seen_at, known.check_interval, known.next_check_at) = (now, FIRST_CHECK_INTERVAL, now);
-            (known.untracked_until, known.program_checked) = (Duration::ZERO, false);
-            if let Some((_, again)) = &mut known.tracked {
-                *again = now;
+            let entry = self.entries.entry(pid).or_insert_with(|| KnownProcess::new(now));
+            (entry.seen_at, entry.check_interval, entry.next_check_at) = (now, FIRST_CHECK_INTERVAL, now);
+            (entry.untracked_until, entry.program_checked) = (Duration::ZERO, false);
+            if let Some((_, next_check)) = &mut entry.tracked {
+                *next_check = now;
             }
         }
     }
@@ -227,12 +227,12 @@ impl ProcessTable {
     /// List all processes.
     fn list_processes(&mut self, host: &dyn Host, now: Duration, polled: &mut PollResult) -> Reading<()> {
         let pids = host.pids()?;
-        self.entries.retain(|pid, known| {
-            let there = pids.binary_search(pid).is_ok();
-            if !there {
-                polled.untrack(known);
+        self.entries.retain(|pid, entry| {
+            let exists = pids.binary_search(pid).is_ok();
+            if !exists {
+                polled.untrack(entry);
             }
-            there
+            exists
         });
         // Processes of the first list are identified at once: the daemon must know a program that writes KSM's settings
         // before it acts.
@@ -254,30 +254,30 @@ impl ProcessTable {
         settings: &DaemonSettings,
         polled: &mut PollResult,
     ) {
-        let Some(known) = self.entries.get_mut(&pid) else { return };
-        if known.tracked.is_none()
-            && known.tuner.is_none()
+        let Some(entry) = self.entries.get_mut(&pid) else { return };
+        if entry.tracked.is_none()
+            && entry.tuner.is_none()
             && let Ok(resident) = resident_from_statm(host, host.read(&format!("proc/{pid}/statm")))
-            && (resident < settings.min_resident || now < known.untracked_until)
-            && (known.program_checked || known.check_interval < PROGRAM_CHECK_DELAY)
+            && (resident < settings.min_resident || now < entry.untracked_until)
+            && (entry.program_checked || entry.check_interval < PROGRAM_CHECK_DELAY)
         {
             // Kernel threads and zombies have no memory.
-            let pause = (known.check_interval * 2).max(first_pause);
-            known.check_interval = if resident == Bytes::ZERO {
+            let pause = (entry.check_interval * 2).max(first_pause);
+            entry.check_interval = if resident == Bytes::ZERO {
                 MAX_UNTRACKED_CHECK_INTERVAL
             } else {
                 pause.min(MAX_UNTRACKED_CHECK_INTERVAL)
             };
-            known.next_check_at = now + known.check_interval;
+            entry.next_check_at = now + entry.check_interval;
             return;
         }
         match host.open(pid) {
-            Ok(handle) => known.check(host, &*handle, now, first_pause, settings, polled),
+            Ok(handle) => entry.check(host, &*handle, now, first_pause, settings, polled),
             Err(Absent::Vanished) => {
-                polled.untrack(known);
+                polled.untrack(entry);
                 self.entries.remove(&pid);
             }
-            Err(_) => known.next_check_at = now + known.check_interval,
+            Err(_) => entry.next_check_at = now + entry.check_interval,
         }
     }
 }
@@ -298,12 +298,12 @@ impl KnownProcess {
         settings: &DaemonSettings,
         polled: &mut PollResult,
     ) {
-        let process = handle.id();
-        if self.id.is_some_and(|known| known != process) {
+        let id = handle.id();
+        if self.id.is_some_and(|previous| previous != id) {
             polled.untrack(self);
             *self = Self::new(now);
         }
-        self.id = Some(process);
+        self.id = Some(id);
         if !self.program_checked {
             self.tuner = detect_tuner(host, handle);
             self.program_checked = true;
@@ -312,70 +312,70 @@ impl KnownProcess {
             self.next_check_at = now + self.check_interval;
             return;
         };
-        let grows = resident.saturating_sub(self.resident) >= GROWTH_THRESHOLD;
+        let is_growing = resident.saturating_sub(self.resident) >= GROWTH_THRESHOLD;
         self.resident = resident;
-        let managed = self.tracked.is_some();
-        if managed {
-            polled.resident.push((process, resident));
+        let is_tracked = self.tracked.is_some();
+        if is_tracked {
+            polled.resident.push((id, resident));
         }
-        let young = managed && now < self.seen_at + NEW_PROCESS_TIME;
-        if managed && let Ok(ran) = process_cpu_time(handle) {
-            polled.cpu_times.push((process, ran));
+        let is_recent = is_tracked && now < self.seen_at + NEW_PROCESS_TIME;
+        if is_tracked && let Ok(cpu_time) = process_cpu_time(handle) {
+            polled.cpu_times.push((id, cpu_time));
         }
-        self.check_interval = match (managed, self.tuner) {
-            (true, _) if grows || young => first_pause.min(MAX_TRACKED_CHECK_INTERVAL),
+        self.check_interval = match (is_tracked, self.tuner) {
+            (true, _) if is_growing || is_recent => first_pause.min(MAX_TRACKED_CHECK_INTERVAL),
             (true, _) => (self.check_interval * 2).min(MAX_TRACKED_CHECK_INTERVAL),
             (false, Some(_)) => (self.check_interval * 2).min(MAX_TUNER_CHECK_INTERVAL),
             (false, None) => (self.check_interval * 2).min(MAX_UNTRACKED_CHECK_INTERVAL),
         };
         self.next_check_at = now + self.check_interval;
-        let due = self.tracked.as_ref().is_none_or(|(_, again)| now >= *again);
-        if !due || !managed && resident < settings.min_resident {
+        let is_due = self.tracked.as_ref().is_none_or(|(_, next_check)| now >= *next_check);
+        if !is_due || !is_tracked && resident < settings.min_resident {
             return;
         }
-        let Ok(mut who) = observe::process(host, handle) else { return };
-        if let Some((before, _)) = &self.tracked {
+        let Ok(mut process) = observe::process(host, handle) else { return };
+        if let Some((previous, _)) = &self.tracked {
             // A failed read does not count as a change of user or cgroup.
-            if before.uid.is_ok() && who.uid.is_err() || before.cgroup.is_ok() && who.cgroup.is_err() {
+            if previous.uid.is_ok() && process.uid.is_err() || previous.cgroup.is_ok() && process.cgroup.is_err() {
                 return;
             }
             // A container process keeps its labels, even after the runtime has deleted them at the container's end.
-            if before.cgroup == who.cgroup && !before.identity.labels.is_empty() {
-                who.identity.labels.clone_from(&before.identity.labels);
+            if previous.cgroup == process.cgroup && !previous.identity.labels.is_empty() {
+                process.identity.labels.clone_from(&previous.identity.labels);
             }
         }
-        let foreign = settings.tracked_group.as_ref().is_some_and(|only| !only.has(&who));
-        if foreign && !managed {
+        let is_outside_group = settings.tracked_group.as_ref().is_some_and(|only| !only.has(&process));
+        if is_outside_group && !is_tracked {
             self.untracked_until = now + IDENTITY_CHECK_INTERVAL;
             return;
         }
         // Everything that decides with which processes it may share pages: a change is reported as a new arrival.
-        let standing = |who: &Process| {
-            let chosen = settings.tracked_group.as_ref().is_none_or(|only| only.has(who));
-            (settings.domains.domain(who), chosen, settings.exclusions.reason(who))
+        let sharing_rules = |process: &Process| {
+            let is_selected = settings.tracked_group.as_ref().is_none_or(|only| only.has(process));
+            (settings.domains.domain(process), is_selected, settings.exclusions.reason(process))
         };
-        let same = |(before, again): &(Process, Duration)| {
-            let program = (&before.comm, &before.arguments) == (&who.comm, &who.arguments);
-            program && standing(before) == standing(&who) && !again.is_zero()
+        let is_unchanged = |(previous, next_check): &(Process, Duration)| {
+            let program = (&previous.comm, &previous.arguments) == (&process.comm, &process.arguments);
+            program && sharing_rules(previous) == sharing_rules(&process) && !next_check.is_zero()
         };
-        if !self.tracked.as_ref().is_some_and(same) {
+        if !self.tracked.as_ref().is_some_and(is_unchanged) {
             // A process that was tracked before may have merged pages, so it stays known.
-            let not_chosen =
-                foreign.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
-            let arrival = build_arrival(&who, resident, settings);
+            let exclusion_reason =
+                is_outside_group.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
+            let arrival = build_arrival(&process, resident, settings);
             polled.events.push(Event::ProcessArrived(ProcessArrival {
-                exclusion_reason: not_chosen.or(arrival.exclusion_reason),
+                exclusion_reason: exclusion_reason.or(arrival.exclusion_reason),
                 ..arrival
             }));
         }
-        self.tracked = Some((who, now + IDENTITY_CHECK_INTERVAL));
+        self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
     }
 }
 
 impl PollResult {
     /// Report the exit of a tracked process.
-    fn untrack(&mut self, known: &mut KnownProcess) {
-        self.events.extend(known.tracked.take().map(|(who, _)| Event::ProcessExited(who.id)));
+    fn untrack(&mut self, entry: &mut KnownProcess) {
+        self.events.extend(entry.tracked.take().map(|(process, _)| Event::ProcessExited(process.id)));
     }
 }
 
@@ -388,14 +388,14 @@ fn detect_tuner(host: &dyn Host, handle: &dyn Handle) -> Option<Tuner> {
     observe::identify_tuner(host, &observe::process(host, handle).ok()?)
 }
 
-fn build_arrival(who: &Process, resident: Bytes, settings: &DaemonSettings) -> ProcessArrival {
-    let memory = who.identity.vm.as_ref().and_then(|vm| vm.memory_bytes);
+fn build_arrival(process: &Process, resident: Bytes, settings: &DaemonSettings) -> ProcessArrival {
+    let memory = process.identity.vm.as_ref().and_then(|vm| vm.memory_bytes);
     let size = memory.map(|bytes| format!(" {bytes}")).unwrap_or_default();
     ProcessArrival {
-        process: who.id,
-        domain: settings.domains.domain(who),
-        similarity_key: format!("{}{size}", who.comm),
-        exclusion_reason: settings.exclusions.reason(who),
+        process: process.id,
+        domain: settings.domains.domain(process),
+        similarity_key: format!("{}{size}", process.comm),
+        exclusion_reason: settings.exclusions.reason(process),
         resident,
     }
 }

@@ -51,7 +51,7 @@ pub struct DaemonReplay {
 impl DaemonReplay {
     /// A daemon before the first state, which is on `host`.
     pub fn new(settings: DaemonSettings, seed: u64, host: &dyn Host) -> Result<Self, Error> {
-        let began = host.now();
+        let started_at = host.now();
         Ok(Self {
             settings,
             seed,
@@ -59,25 +59,26 @@ impl DaemonReplay {
             cgroup_shortages: CgroupShortageReader::default(),
             other_tuner: None,
             state: None,
-            stable_ages: StableAges::new(host.page_size(), began)?,
-            started_at: began,
+            stable_ages: StableAges::new(host.page_size(), started_at)?,
+            started_at,
             census_cpu_time: Duration::ZERO,
             labels: BTreeMap::new(),
         })
     }
 
-    /// Replay the next state. `say` receives each decision with the names of the processes it is about.
+    /// Replay the next state. `on_decision` receives each decision with the names of the processes it is about.
     pub fn run_step(
         &mut self,
-        moment: &ReplayStep<'_>,
+        recorded: &ReplayStep<'_>,
         on_decision: &mut dyn FnMut(&[String], &Decision),
     ) -> Result<(), Error> {
-        let ReplayStep { host, elapsed: at, time_of_day: time } = *moment;
-        let roster = self.process_table.get_or_insert_with(|| ProcessTable::new(host));
-        let polled = roster.poll(host, at, &self.settings).map_err(Error::Processes)?;
-        self.labels = roster.tracked_processes().map(|who: &Process| (who.id, process_label(who))).collect();
+        let ReplayStep { host, elapsed, time_of_day } = *recorded;
+        let process_table = self.process_table.get_or_insert_with(|| ProcessTable::new(host));
+        let polled = process_table.poll(host, elapsed, &self.settings).map_err(Error::Processes)?;
+        self.labels =
+            process_table.tracked_processes().map(|process: &Process| (process.id, process_label(process))).collect();
         let mut events = VecDeque::from(polled.events);
-        let tuner = roster.tuner().map(|tuner| tuner.name().to_owned());
+        let tuner = process_table.tuner().map(|tuner| tuner.name().to_owned());
         if tuner != self.other_tuner {
             self.other_tuner.clone_from(&tuner);
             events.push_front(Event::TunerChanged(tuner));
@@ -88,23 +89,25 @@ impl DaemonReplay {
             cpu_spent: self.census_cpu_time + ksmd,
             available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
             total: memory.and_then(|memory| memory.total.ok()),
-            cgroup_shortages: self.cgroup_shortages.read_shortages(host, at, roster.tracked_processes()),
+            cgroup_shortages: self.cgroup_shortages.read_shortages(host, elapsed, process_table.tracked_processes()),
             pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
             // Waiting of programs is not recorded.
             wait_times: None,
-            time_of_day: time,
+            time_of_day,
             resident: polled.resident,
             cpu_times: polled.cpu_times,
         }));
-        let mut state =
-            self.state.take().unwrap_or_else(|| DaemonState::new(self.settings.rules.clone(), self.seed, at, ksmd));
+        let mut state = self
+            .state
+            .take()
+            .unwrap_or_else(|| DaemonState::new(self.settings.rules.clone(), self.seed, elapsed, ksmd));
         while let Some(event) = events.pop_front() {
             let effects;
-            (state, effects) = step(state, at, event);
+            (state, effects) = step(state, elapsed, event);
             for effect in effects {
                 match effect {
                     Effect::Report(decision) => on_decision(&self.process_names(&decision), &decision),
-                    Effect::Census(processes) => events.push_back(self.take_census(host, at, &processes)),
+                    Effect::Census(processes) => events.push_back(self.take_census(host, elapsed, &processes)),
                     Effect::Halt | Effect::End { .. } => {}
                     _ => events.push_back(Event::TaskFailed("a recording cannot be changed".to_owned())),
                 }
@@ -121,27 +124,27 @@ impl DaemonReplay {
         decision.processes.iter().map(name).collect()
     }
 
-    fn take_census(&mut self, host: &dyn Host, at: Duration, processes: &[ProcessId]) -> Event {
+    fn take_census(&mut self, host: &dyn Host, elapsed: Duration, processes: &[ProcessId]) -> Event {
         self.stable_ages.retain_processes(|process| self.labels.contains_key(&process));
         let settings = DaemonSettings { pass_interval: Duration::ZERO, census_threads: 1, ..self.settings.clone() };
         let excluded = exclusion_reason(processes, &settings);
         let progress = pagefold_census::ScanProgress::default();
-        let ages = Some((&mut self.stable_ages, self.started_at + at));
-        let never = AtomicBool::new(false);
+        let ages = Some((&mut self.stable_ages, self.started_at + elapsed));
+        let not_canceled = AtomicBool::new(false);
         let prepared =
-            prepare_plan(host, &census_plan_request(processes, &settings), &excluded, ages, &progress, &never);
+            prepare_plan(host, &census_plan_request(processes, &settings), &excluded, ages, &progress, &not_canceled);
         let prepared = match prepared {
             Ok(prepared) => prepared,
             Err(error) => return Event::TaskFailed(error.to_string()),
         };
-        let looked = host
+        let bytes_read = host
             .page_size()
             .bytes_of(prepared.census.subjects.iter().map(|subject| pages_read(subject, &self.stable_ages)).sum());
-        let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * INITIAL_CENSUS_SECONDS_PER_MIB);
-        self.census_cpu_time += cost;
+        let cpu_time = Duration::from_secs_f64(bytes_read.0 as f64 / 1048576.0 * INITIAL_CENSUS_SECONDS_PER_MIB);
+        self.census_cpu_time += cpu_time;
         Event::CensusDone(CensusSummary {
-            cpu_time: cost,
-            bytes_scanned: looked,
+            cpu_time,
+            bytes_scanned: bytes_read,
             cost_in_pages: scan_costs_in_pages(&prepared.census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, &settings),

@@ -115,9 +115,9 @@ impl SharingHistory {
     pub(super) fn add_census(&mut self, matrix: &Matrix) {
         self.parties.retain(|label| !matrix.parties.contains(label));
         self.parties.extend(matrix.parties.iter().cloned());
-        let more = self.parties.len().saturating_sub(MAX_SHARING_PARTIES);
-        let gone: BTreeSet<String> = self.parties.drain(..more).collect();
-        self.retain_parties(|label| !gone.contains(label));
+        let excess = self.parties.len().saturating_sub(MAX_SHARING_PARTIES);
+        let removed: BTreeSet<String> = self.parties.drain(..excess).collect();
+        self.retain_parties(|label| !removed.contains(label));
         for (one, row) in matrix.parties.iter().zip(&matrix.shared) {
             for (other, pages) in matrix.parties.iter().zip(row) {
                 self.shared_pages.insert((one.clone(), other.clone()), *pages);

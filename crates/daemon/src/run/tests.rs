@@ -50,11 +50,11 @@ fn confine_to_cgroup(host: &FakeHost, pid: u32, cgroup: &str, percent: &str) {
 }
 
 /// Poll the table some times, half a second apart. Returns the events.
-fn poll_table(roster: &mut ProcessTable, host: &dyn Host, now: &mut Duration, times: u32) -> Vec<Event> {
+fn poll_table(table: &mut ProcessTable, host: &dyn Host, now: &mut Duration, times: u32) -> Vec<Event> {
     let settings = DaemonSettings::default();
     let mut poll = || {
         *now += IDLE_POLL_INTERVALS[0];
-        roster.poll(host, *now, &settings).unwrap().events
+        table.poll(host, *now, &settings).unwrap().events
     };
     (0..times).flat_map(|_| poll()).collect()
 }
@@ -65,10 +65,10 @@ fn has_arrived(events: &[Event], pid: u32) -> bool {
 
 #[test]
 fn idle_merged_host_gets_few_reads() {
-    let (fake, asked) = (host(), AtomicUsize::new(0));
+    let (fake, read_count) = (host(), AtomicUsize::new(0));
     fake.enable_exec_events();
     let count = |_: &str| {
-        asked.fetch_add(1, Ordering::Relaxed);
+        read_count.fetch_add(1, Ordering::Relaxed);
         None::<InjectedFault>
     };
     let host = FaultyHost::new(&fake, count);
@@ -87,9 +87,9 @@ fn idle_merged_host_gets_few_reads() {
     };
     // Half an hour, and then another: unchanged processes are read less and less often.
     ticks(3600);
-    let before = asked.swap(0, Ordering::Relaxed);
+    let before = read_count.swap(0, Ordering::Relaxed);
     ticks(3600);
-    let after = asked.load(Ordering::Relaxed);
+    let after = read_count.load(Ordering::Relaxed);
     // Each tick reads available memory and memory pressure. About three more reads per tick come from other readings.
     // The size of every process is read once a minute, and that of the four tracked ones every 16 s. Their identities
     // follow every minute, their cgroups every 10 s, waiting every 2 s, and a list every 30 s.
@@ -100,58 +100,58 @@ fn idle_merged_host_gets_few_reads() {
 fn exec_is_seen_at_once_and_fork_soon() {
     let (host, mut now) = (host(), Duration::ZERO);
     host.enable_exec_events();
-    let mut roster = ProcessTable::new(&host);
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), FIRST_TRACKED_PID));
-    poll_table(&mut roster, &host, &mut now, 20);
+    let mut table = ProcessTable::new(&host);
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 1), FIRST_TRACKED_PID));
+    poll_table(&mut table, &host, &mut now, 20);
     host.start_process(7000, TRACKED_PROCESS_PAGES);
     host.exec_process(7000);
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), 7000));
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 1), 7000));
     host.start_process(7001, TRACKED_PROCESS_PAGES);
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 61), 7001), "no event was reported");
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 61), 7001), "no event was reported");
     // An exec of a known process is reported again, and so is an exit.
     host.exec_process(7000);
     host.put_file("proc/7000/stat", "7000 (other) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), 7000));
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 1), 7000));
     host.remove_process(7000);
     let process = ProcessId { pid: Pid(7000), start_time: 1 };
-    assert!(poll_table(&mut roster, &host, &mut now, 61).contains(&Event::ProcessExited(process)));
-    assert_eq!(roster.tracked_processes().count(), 5);
+    assert!(poll_table(&mut table, &host, &mut now, 61).contains(&Event::ProcessExited(process)));
+    assert_eq!(table.tracked_processes().count(), 5);
 }
 
 #[test]
 fn polls_list_all_without_exec_events() {
     let (host, mut now) = (host(), Duration::ZERO);
-    let mut roster = ProcessTable::new(&host);
-    assert!(roster.check_exec_events().is_err());
-    poll_table(&mut roster, &host, &mut now, 1);
+    let mut table = ProcessTable::new(&host);
+    assert!(table.check_exec_events().is_err());
+    poll_table(&mut table, &host, &mut now, 1);
     host.start_process(7000, TRACKED_PROCESS_PAGES);
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), 7000));
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 1), 7000));
 }
 
 #[test]
 fn exec_storm_hides_no_process() {
-    let (fake, mut now, asked) = (host(), Duration::ZERO, AtomicUsize::new(0));
+    let (fake, mut now, read_count) = (host(), Duration::ZERO, AtomicUsize::new(0));
     fake.enable_exec_events();
     let count = |_: &str| {
-        asked.fetch_add(1, Ordering::Relaxed);
+        read_count.fetch_add(1, Ordering::Relaxed);
         None::<InjectedFault>
     };
     let host = FaultyHost::new(&fake, count);
-    let mut roster = ProcessTable::new(&host);
-    poll_table(&mut roster, &host, &mut now, 20);
-    asked.store(0, Ordering::Relaxed);
+    let mut table = ProcessTable::new(&host);
+    poll_table(&mut table, &host, &mut now, 20);
+    read_count.store(0, Ordering::Relaxed);
     // Programs that exit before they are checked, and lost reports, one of them of a program that stays.
     for _ in 0..20 {
         (10_000..10_500).for_each(|pid| fake.exec_process(pid));
         fake.overflow_exec_events();
-        poll_table(&mut roster, &host, &mut now, 1);
+        poll_table(&mut table, &host, &mut now, 1);
     }
-    let questions = asked.load(Ordering::Relaxed);
+    let questions = read_count.load(Ordering::Relaxed);
     assert!(questions <= 20 * 1000 + 1000, "{questions}: two for each report");
     fake.start_process(7000, TRACKED_PROCESS_PAGES);
     fake.overflow_exec_events();
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 2), 7000), "all are listed within a second");
-    assert!(roster.check_exec_events().is_ok() && roster.tracked_processes().count() == 5);
+    assert!(has_arrived(&poll_table(&mut table, &host, &mut now, 2), 7000), "all are listed within a second");
+    assert!(table.check_exec_events().is_ok() && table.tracked_processes().count() == 5);
 }
 
 #[test]
@@ -167,12 +167,12 @@ fn exec_storm_keeps_to_the_poll_cpu_share() {
         None::<InjectedFault>
     };
     let faulty = FaultyHost::new(&fake, count);
-    let mut roster = ProcessTable::new(&faulty);
+    let mut table = ProcessTable::new(&faulty);
     let (mut now, mut execs, mut seen) = (Duration::ZERO, STORM_PIDS.cycle(), None);
     let mut poll = |now: Duration| {
         // Each process execs every 40 seconds.
         (0..37).for_each(|_| fake.exec_process(execs.next().expect("the iterator is endless")));
-        let events = roster.poll(&faulty, now, &settings).unwrap().events;
+        let events = table.poll(&faulty, now, &settings).unwrap().events;
         seen = seen.or(has_arrived(&events, 7000).then_some(now));
     };
     while now < Duration::from_secs(120) {
@@ -190,7 +190,7 @@ fn exec_storm_keeps_to_the_poll_cpu_share() {
         poll(now);
     }
     assert!(seen.is_some(), "a process that came was not seen within a minute");
-    assert_eq!(roster.tracked_processes().count(), 4 + STORM_PIDS.len() + 1);
+    assert_eq!(table.tracked_processes().count(), 4 + STORM_PIDS.len() + 1);
 }
 
 #[test]
@@ -200,12 +200,12 @@ fn other_tuner_is_known_after_first_poll() {
     host.put_file("proc/77/stat", "77 (ksmtuned) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
     host.put_file("proc/77/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
     host.put_file("proc/77/status", "Uid:\t0\t0\t0\t0\n");
-    let mut roster = ProcessTable::new(&host);
-    poll_table(&mut roster, &host, &mut now, 1);
-    assert!(roster.tuner().is_some());
+    let mut table = ProcessTable::new(&host);
+    poll_table(&mut table, &host, &mut now, 1);
+    assert!(table.tuner().is_some());
     host.remove_process(77);
-    poll_table(&mut roster, &host, &mut now, 5);
-    assert!(roster.tuner().is_none());
+    poll_table(&mut table, &host, &mut now, 5);
+    assert!(table.tuner().is_none());
 }
 
 #[test]
@@ -225,9 +225,9 @@ fn tuner_counts_only_if_run_by_root() {
         if cfg!(target_endian = "little") {
             host.put_file("proc/77/auxv", &text(privileged));
         }
-        let mut roster = ProcessTable::new(&host);
-        poll_table(&mut roster, &host, &mut now, 1);
-        assert_eq!(roster.tuner().is_some(), heeded, "{users} {privileged}");
+        let mut table = ProcessTable::new(&host);
+        poll_table(&mut table, &host, &mut now, 1);
+        assert_eq!(table.tuner().is_some(), heeded, "{users} {privileged}");
         let other = pagefold_merge::ksmd::find_other_tuner(&host).unwrap();
         assert_eq!(other.is_some(), heeded, "{users} {privileged}");
     }
@@ -281,12 +281,12 @@ fn cgroup_shortages_are_read_in_rotation() {
         fake.start_process(pid, TRACKED_PROCESS_PAGES);
         confine_to_cgroup(&fake, pid, &format!("/{pid}"), if pid % 2 == 0 { "50.00" } else { "0.00" });
     }
-    let mut roster = ProcessTable::new(&fake);
-    poll_table(&mut roster, &fake, &mut now, 1);
-    assert_eq!(roster.tracked_processes().count(), 4 + pids.len());
+    let mut table = ProcessTable::new(&fake);
+    poll_table(&mut table, &fake, &mut now, 1);
+    assert_eq!(table.tracked_processes().count(), 4 + pids.len());
     let mut short = BTreeMap::new();
     for second in 0..20 {
-        let found = cgroups.read_shortages(&fake, Duration::from_secs(second), roster.tracked_processes());
+        let found = cgroups.read_shortages(&fake, Duration::from_secs(second), table.tracked_processes());
         assert!(found.is_empty() || second % 10 == 0, "every ten seconds");
         short.extend(found.into_iter().map(|(process, shortage)| (process.pid, shortage.is_short(10.0))));
     }
@@ -296,47 +296,47 @@ fn cgroup_shortages_are_read_in_rotation() {
 
     // A process that left its cgroup is short of memory only if the host is.
     fake.put_file("proc/2000/cgroup", "0::/\n");
-    roster.recheck_all();
-    poll_table(&mut roster, &fake, &mut now, 1);
-    let found = cgroups.read_shortages(&fake, Duration::from_secs(60), roster.tracked_processes());
-    let told = found.iter().find(|(process, _)| process.pid == Pid(2000));
-    assert_eq!(told.map(|(_, shortage)| *shortage), Some(Shortage::default()));
+    table.recheck_all();
+    poll_table(&mut table, &fake, &mut now, 1);
+    let found = cgroups.read_shortages(&fake, Duration::from_secs(60), table.tracked_processes());
+    let moved = found.iter().find(|(process, _)| process.pid == Pid(2000));
+    assert_eq!(moved.map(|(_, shortage)| *shortage), Some(Shortage::default()));
 }
 
 /// A tracked process that leaves the managed group stays known, as it may have merged pages.
 #[test]
 fn leaving_the_group_excludes_the_process() {
     let (fake, mut now) = (host(), Duration::ZERO);
-    let mut roster = ProcessTable::new(&fake);
-    assert!(has_arrived(&poll_table(&mut roster, &fake, &mut now, 1), FIRST_TRACKED_PID));
-    let only = Some(TrustGroup { users: vec![12_345], ..TrustGroup::default() });
-    let settings = DaemonSettings { tracked_group: only, ..DaemonSettings::default() };
+    let mut table = ProcessTable::new(&fake);
+    assert!(has_arrived(&poll_table(&mut table, &fake, &mut now, 1), FIRST_TRACKED_PID));
+    let group = Some(TrustGroup { users: vec![12_345], ..TrustGroup::default() });
+    let settings = DaemonSettings { tracked_group: group, ..DaemonSettings::default() };
     fake.start_process(3000, TRACKED_PROCESS_PAGES);
-    roster.recheck_all();
+    table.recheck_all();
     let events: Vec<Event> = (1..10)
-        .flat_map(|second| roster.poll(&fake, now + Duration::from_secs(second), &settings).unwrap().events)
+        .flat_map(|second| table.poll(&fake, now + Duration::from_secs(second), &settings).unwrap().events)
         .collect();
     assert_eq!(events.len(), 4, "one event each: {events:?}");
     for event in events {
         let Event::ProcessArrived(arrival) = event else { panic!("the process is alive: {event:?}") };
         assert!(arrival.process.pid.0 < 3000 && arrival.exclusion_reason.unwrap().contains("[daemon.tracked]"));
     }
-    roster.recheck_all();
-    let again = roster.poll(&fake, now + Duration::from_secs(60), &DaemonSettings::default()).unwrap().events;
-    assert!(has_arrived(&again, FIRST_TRACKED_PID) && has_arrived(&again, 3000));
+    table.recheck_all();
+    let later_events = table.poll(&fake, now + Duration::from_secs(60), &DaemonSettings::default()).unwrap().events;
+    assert!(has_arrived(&later_events, FIRST_TRACKED_PID) && has_arrived(&later_events, 3000));
 }
 
 #[test]
 fn domain_change_is_reported_soon() {
     let (fake, mut now) = (host(), Duration::ZERO);
-    let mut roster = ProcessTable::new(&fake);
+    let mut table = ProcessTable::new(&fake);
     let settings = DaemonSettings { domains: DomainRule::Cgroup.into(), ..DaemonSettings::default() };
     let mut minutes = |count: u64| -> Vec<Event> {
         let end = now + Duration::from_secs(60 * count);
         let mut events = Vec::new();
         while now < end {
             now += Duration::from_secs(1);
-            events.extend(roster.poll(&fake, now, &settings).unwrap().events);
+            events.extend(table.poll(&fake, now, &settings).unwrap().events);
         }
         events
     };
@@ -372,8 +372,8 @@ fn process_short_of_memory_is_scanned_first() {
 fn hung_work_stops_the_alive_signal() {
     let (host, answers) = (host(), Arc::new(AtomicU64::new(0)));
     let (orders, work) = mpsc::channel();
-    let (said, told) = mpsc::channel();
-    let mut log = |line: &str| said.send(line.to_owned()).unwrap();
+    let (log_sender, log_lines) = mpsc::channel();
+    let mut log = |line: &str| log_sender.send(line.to_owned()).unwrap();
     let mut daemon = Daemon::new(
         &host,
         DaemonSettings::default(),
@@ -382,33 +382,36 @@ fn hung_work_stops_the_alive_signal() {
         &mut log,
     );
     let ticks = |daemon: &mut Daemon<'_, '_>, advances: bool| {
-        let all = (0..2 * HANG_TIMEOUT.as_secs()).map(|_| {
+        let results = (0..2 * HANG_TIMEOUT.as_secs()).map(|_| {
             daemon.event_time += Duration::from_secs(1);
             answers.fetch_add(u64::from(advances), Ordering::Relaxed);
             daemon.tick().unwrap();
             daemon.check_progress()
         });
-        all.collect::<Vec<bool>>()
+        results.collect::<Vec<bool>>()
     };
-    let well = ticks(&mut daemon, true);
+    let progress = ticks(&mut daemon, true);
     assert!(daemon.state().is_task_pending() && work.try_recv().is_ok(), "an order stays unanswered");
-    assert!(well.iter().all(|well| *well), "a long task that makes progress");
-    let well = ticks(&mut daemon, false);
+    assert!(progress.iter().all(|progress| *progress), "a long task that makes progress");
+    let progress = ticks(&mut daemon, false);
     let longest = HANG_TIMEOUT.as_secs() as usize;
-    assert!(well[..longest - 1].iter().all(|well| *well) && well[longest..].iter().all(|well| !well));
-    let hung = told.try_iter().filter(|line| line.contains("no answer from the host")).count();
+    assert!(
+        progress[..longest - 1].iter().all(|progress| *progress)
+            && progress[longest..].iter().all(|progress| !progress)
+    );
+    let hung = log_lines.try_iter().filter(|line| line.contains("no answer from the host")).count();
     assert_eq!(hung, 1, "it is logged once");
     daemon.apply_event(Event::TaskFailed("the task has ended".to_owned()));
-    assert!(ticks(&mut daemon, true).iter().all(|well| *well));
+    assert!(ticks(&mut daemon, true).iter().all(|progress| *progress));
 }
 
 #[test]
 fn work_progress_counts_host_answers() {
     let (host, answers) = (host(), Arc::new(AtomicU64::new(0)));
-    let counted = CountingHost::new(&host, Arc::clone(&answers));
+    let counting_host = CountingHost::new(&host, Arc::clone(&answers));
     let (sender, messages) = mpsc::channel();
     let directory = tempfile::tempdir().unwrap();
-    let worker = Worker::new(&counted, directory.path().to_owned(), sender).unwrap();
+    let worker = Worker::new(&counting_host, directory.path().to_owned(), sender).unwrap();
     let (orders, work) = mpsc::channel();
     let order = WorkOrder { effect: Effect::AcquireHost, settings: Arc::default(), cancel: Arc::default() };
     orders.send(order).unwrap();
@@ -427,28 +430,28 @@ fn split_zero_notes_are_capped_by_walks() {
     host.start_process(FIRST_TRACKED_PID, (fair_share::LARGEST.0 >> 12) + 1);
     let directory = StateDirectory::open(folder.path()).unwrap();
     let note = |pages| split_zeros::note(&host, &directory, &BTreeMap::from([(large, Pages(pages))])).unwrap();
-    let ((orders, _work), (walks, walked)) = (mpsc::channel(), mpsc::channel());
+    let ((orders, _work), (walk_requests, walk_receiver)) = (mpsc::channel(), mpsc::channel());
     let mut log = |_: &str| {};
-    let threads = WorkerChannels { walk_requests: walks, ..worker_channels(orders) };
+    let threads = WorkerChannels { walk_requests, ..worker_channels(orders) };
     let mut daemon = Daemon::new(&host, DaemonSettings::default(), 0, threads, &mut log);
     daemon.load_saved_state(folder.path());
     daemon.tick().unwrap();
     assert_eq!(daemon.take_snapshot().split_zero_pages, BTreeMap::new());
     note(100);
     assert_eq!(daemon.take_snapshot().split_zero_pages, BTreeMap::from([(large, Pages(100))]));
-    let cost = Duration::ZERO;
+    let cpu_time = Duration::ZERO;
     let mut walk_of_large = || {
         for _ in 0..1000 {
             daemon.event_time += IDLE_POLL_INTERVALS[0];
             daemon.tick().unwrap();
-            match walked.try_recv() {
+            match walk_receiver.try_recv() {
                 Ok(walk) if walk.process == large => return walk,
                 Ok(WalkRequest { process, .. }) => {
                     daemon.record_work_result(WorkResult::PageTableWalk {
                         process,
                         fair_share: None,
                         uncounted_zero_pages: None,
-                        cpu_time: cost,
+                        cpu_time,
                     });
                 }
                 Err(_) => {}
@@ -462,7 +465,7 @@ fn split_zero_notes_are_capped_by_walks() {
         process: large,
         fair_share: None,
         uncounted_zero_pages: Some(Pages(40)),
-        cpu_time: cost,
+        cpu_time,
     });
     assert_eq!(daemon.take_snapshot().split_zero_pages, BTreeMap::from([(large, Pages(40))]));
     note(10);
@@ -488,8 +491,8 @@ fn half_an_hour_of_the_daemon_passes_in_virtual_time() {
     };
     let mut log = |line: &str| lines.push(line.to_owned());
     let settings = DaemonSettings::default();
-    let done = run(&host, directory.path(), settings, 1, (sender, messages), &mut on_alive, &mut log);
-    assert!(matches!(done, Ok(true)), "{done:?}");
+    let restored = run(&host, directory.path(), settings, 1, (sender, messages), &mut on_alive, &mut log);
+    assert!(matches!(restored, Ok(true)), "{restored:?}");
     assert!(elapsed_since(&host, start) >= HALF_HOUR);
     let polls = HALF_HOUR.as_secs_f64() / IDLE_POLL_INTERVALS[0].as_secs_f64();
     assert!(

@@ -47,52 +47,52 @@ impl WaitReader {
         is_working: bool,
         tracked: impl Iterator<Item = ProcessId>,
     ) -> Option<WaitTimes> {
-        let before = self.last_read_at;
-        let turned = std::mem::replace(&mut self.was_working, is_working) != is_working;
-        if turned {
+        let last_read = self.last_read_at;
+        let state_changed = std::mem::replace(&mut self.was_working, is_working) != is_working;
+        if state_changed {
             self.state_changed_at = now;
         }
-        let calm = IDLE_READ_INTERVALS[usize::from(now >= self.state_changed_at + LONG_IDLE_TIME)];
-        if !is_working && !turned && before.is_some_and(|at| now < at + calm) {
+        let idle_interval = IDLE_READ_INTERVALS[usize::from(now >= self.state_changed_at + LONG_IDLE_TIME)];
+        if !is_working && !state_changed && last_read.is_some_and(|at| now < at + idle_interval) {
             return None;
         }
         self.last_read_at = Some(now);
         self.list_threads(host, now, tracked);
-        let queued = self.read_queue_times(host);
+        let queue_and_run_time = self.read_queue_times(host);
         let micros = observe::cpu_pressure(host).ok().map(|pressure| pressure.total);
         let stolen = host.read("proc/stat").and_then(|bytes| parse::cpu_ticks(&bytes)).ok();
         let pressure = std::mem::replace(&mut self.cpu_pressure_micros, micros).zip(micros);
-        let times = std::mem::replace(&mut self.stolen_time, stolen).zip(stolen);
+        let cpu_ticks = std::mem::replace(&mut self.stolen_time, stolen).zip(stolen);
         Some(WaitTimes {
-            elapsed: now.saturating_sub(before?),
-            queue_and_run_time: queued,
+            elapsed: now.saturating_sub(last_read?),
+            queue_and_run_time,
             cpu_pressure_seconds: pressure.map(|(before, now)| now.saturating_sub(before) as f64 / 1e6),
-            stolen_share: times.map(|(before, now)| before.steal_share(now)),
+            stolen_share: cpu_ticks.map(|(before, now)| before.steal_share(now)),
         })
     }
 
     /// List the threads. Readings of known threads stay.
-    fn list_threads(&mut self, host: &dyn Host, now: Duration, members: impl Iterator<Item = ProcessId>) {
-        let members: Vec<ProcessId> = members.collect();
-        if members == self.listed_processes
+    fn list_threads(&mut self, host: &dyn Host, now: Duration, tracked: impl Iterator<Item = ProcessId>) {
+        let tracked: Vec<ProcessId> = tracked.collect();
+        if tracked == self.listed_processes
             && self.threads_listed_at.is_some_and(|listed| now < listed + THREAD_LIST_INTERVAL)
         {
             return;
         }
         let mut threads = BTreeMap::new();
-        for process in &members {
+        for process in &tracked {
             let directory = format!("proc/{}/task", process.pid);
             for thread in
                 host.list(&directory).unwrap_or_default().into_iter().take(MAX_THREADS_TOTAL_AND_PER_PROCESS[1])
             {
                 if threads.len() < MAX_THREADS_TOTAL_AND_PER_PROCESS[0] {
                     let file = format!("{directory}/{thread}/schedstat");
-                    let known = self.thread_schedstats.get(&file).copied().flatten();
-                    threads.insert(file, known);
+                    let last_reading = self.thread_schedstats.get(&file).copied().flatten();
+                    threads.insert(file, last_reading);
                 }
             }
         }
-        (self.thread_schedstats, self.listed_processes, self.threads_listed_at) = (threads, members, Some(now));
+        (self.thread_schedstats, self.listed_processes, self.threads_listed_at) = (threads, tracked, Some(now));
     }
 
     /// Time that threads spent in run queues and running since they were read last; `None` if the kernel does not
@@ -119,15 +119,15 @@ mod tests {
     #[test]
     fn waits_are_read_seldom_while_idle() {
         let host = FakeHost::booted();
-        let mut probe = WaitReader::default();
-        let mut read = |seconds: std::ops::Range<u64>, works: bool| -> Vec<u64> {
+        let mut reader = WaitReader::default();
+        let mut read = |seconds: std::ops::Range<u64>, is_working: bool| -> Vec<u64> {
             let read = |second: &u64| {
-                probe.read_wait_times(&host, Duration::from_secs(*second), works, [].into_iter()).is_some()
+                reader.read_wait_times(&host, Duration::from_secs(*second), is_working, [].into_iter()).is_some()
             };
             seconds.filter(read).collect()
         };
-        let rest: Vec<u64> = (2..30).step_by(2).chain([36, 44, 52]).collect();
-        assert_eq!(read(0..60, false), rest);
+        let idle_seconds: Vec<u64> = (2..30).step_by(2).chain([36, 44, 52]).collect();
+        assert_eq!(read(0..60, false), idle_seconds);
         assert_eq!(read(60..63, true), [60, 61, 62]);
         assert_eq!(read(63..70, false), [63, 65, 67, 69], "the first interval is short again");
     }

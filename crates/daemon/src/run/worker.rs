@@ -6,8 +6,8 @@
 
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
-    CensusSummary, Effect, Event, MergeCandidate as Worth, MergeSummary, MergedCheckSummary, RemergeBackoff,
-    UnenrollScope, UnenrollSummary,
+    CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff, UnenrollScope,
+    UnenrollSummary,
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
@@ -93,8 +93,8 @@ impl<'h> Worker<'h> {
         directory: PathBuf,
         messages: Sender<Message>,
     ) -> Result<Self, pagefold_census::Error> {
-        let ages = StableAges::new(host.page_size(), host.now())?;
-        let trial = MergeMonitor::new(host);
+        let stable_ages = StableAges::new(host.page_size(), host.now())?;
+        let merge_monitor = MergeMonitor::new(host);
         Ok(Self {
             host,
             directory,
@@ -103,8 +103,8 @@ impl<'h> Worker<'h> {
             session: None,
             settings_overwritten: false,
             needs_sweep: true,
-            merge_monitor: trial,
-            stable_ages: ages,
+            merge_monitor,
+            stable_ages,
             remerge_backoff: RemergeBackoff::default(),
             enrolled_ranges: BTreeMap::new(),
             started_at: host.now(),
@@ -117,10 +117,10 @@ impl<'h> Worker<'h> {
         loop {
             match receive_timeout(self.host, orders, OVERWRITE_CHECK_INTERVAL) {
                 Ok(order) => {
-                    let takes_much = matches!(order.effect, Effect::Census(_) | Effect::Merge { .. });
+                    let uses_much_memory = matches!(order.effect, Effect::Census(_) | Effect::Merge { .. });
                     let event = self.execute(order);
                     self.send(Message::Event(event));
-                    if takes_much {
+                    if uses_much_memory {
                         trim_free_memory();
                     }
                 }
@@ -149,26 +149,26 @@ impl<'h> Worker<'h> {
         }
     }
 
-    fn execute(&mut self, WorkOrder { effect, settings, cancel: halt }: WorkOrder) -> Event {
-        self.cancel = halt;
+    fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
+        self.cancel = cancel;
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
-        let done = match effect {
+        let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
             Effect::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
-            Effect::Merge { processes, cpu_share: share } => {
-                self.merge(&processes, share, &settings).map(Event::MergeDone)
+            Effect::Merge { processes, cpu_share } => {
+                self.merge(&processes, cpu_share, &settings).map(Event::MergeDone)
             }
-            Effect::CheckMerged { unenroll: withdraw } => {
-                self.check_merged_pages(withdraw, self.time_since_start()).map(Event::MergedCheckDone)
+            Effect::CheckMerged { unenroll } => {
+                self.check_merged_pages(unenroll, self.time_since_start()).map(Event::MergedCheckDone)
             }
-            Effect::Sweep => self.sweep().map(|whole| Event::SweepDone { complete: whole }),
+            Effect::Sweep => self.sweep().map(|complete| Event::SweepDone { complete }),
             Effect::Unenroll(processes) => {
                 self.unenroll(&processes, settings.rules.pressure_percent).map(Event::UnenrollDone)
             }
-            Effect::RestoreSettings => self.restore_settings().map(|whole| Event::SettingsRestored { complete: whole }),
+            Effect::RestoreSettings => self.restore_settings().map(|complete| Event::SettingsRestored { complete }),
             Effect::Halt | Effect::Report(_) | Effect::End { .. } => return Event::TaskFailed("not a task".to_owned()),
         };
-        done.unwrap_or_else(|error| match error {
+        result.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
                 self.settings_overwritten = true;
                 self.send(Message::Event(Event::SettingsOverwritten(error.to_string())));
@@ -180,13 +180,13 @@ impl<'h> Worker<'h> {
 
     /// Acquire the host, undo what a killed run left, and stop ksmd with all merged pages kept.
     fn acquire_host(&mut self) -> Result<(), session::Error> {
-        let (mut session, undone, left) = Session::begin(self.host, &self.directory, ResourceClass::Ksm)?;
+        let (mut session, undone, failed_undos) = Session::begin(self.host, &self.directory, ResourceClass::Ksm)?;
         ksmd::check_writable(&session)?;
         pagefold_host::check_frame_access(self.host).map_err(session::Error::HostStateUnreadable)?;
-        for was in undone.iter().map(|undo| session::UndoDescription(undo).to_string()) {
-            self.send(Message::WorkResult(WorkResult::Undone(was)));
+        for description in undone.iter().map(|undo| session::UndoDescription(undo).to_string()) {
+            self.send(Message::WorkResult(WorkResult::Undone(description)));
         }
-        self.report_failed_undos(left);
+        self.report_failed_undos(failed_undos);
         ksmd::pause(&mut session)?;
         (self.session, self.settings_overwritten, self.needs_sweep) = (Some(session), false, true);
         Ok(())
@@ -195,27 +195,24 @@ impl<'h> Worker<'h> {
     /// Restore KSM's settings. Returns whether all are restored.
     fn restore_settings(&mut self) -> Result<bool, Error> {
         let Some(mut session) = self.session.take() else { return Ok(true) };
-        let remains = session.undo_all()?;
-        let whole = remains.is_empty();
-        self.report_failed_undos(remains);
-        Ok(whole)
+        let failed_undos = session.undo_all()?;
+        let complete = failed_undos.is_empty();
+        self.report_failed_undos(failed_undos);
+        Ok(complete)
     }
 
-    fn report_failed_undos(&self, remains: Vec<session::FailedUndo>) {
-        for remains in remains {
-            self.send(Message::WorkResult(WorkResult::UndoFailed(remains.to_string())));
+    fn report_failed_undos(&self, failed_undos: Vec<session::FailedUndo>) {
+        for failed in failed_undos {
+            self.send(Message::WorkResult(WorkResult::UndoFailed(failed.to_string())));
         }
     }
 
     fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
         self.prepared = None;
-        let before = self.host.own_cpu_time();
-        let (metadata, left_out) = (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
-        let request = PlanRequest {
-            max_added_metadata: metadata,
-            excluded_ranges: left_out,
-            ..census_plan_request(processes, settings)
-        };
+        let cpu_before = self.host.own_cpu_time();
+        let (max_added_metadata, excluded_ranges) =
+            (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
+        let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(processes, settings) };
         let excluded = exclusion_reason(processes, settings);
         let progress = pagefold_census::ScanProgress::default();
         let host = self.host;
@@ -227,102 +224,108 @@ impl<'h> Worker<'h> {
         let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
         let census = &prepared.census;
         // The cost of foreign processes is part of the cost of the processes that need them.
-        let chosen = || census.subjects.iter().filter(|subject| !subject.is_foreign);
-        let looked: Pages = chosen().map(|subject| pages_read(subject, &self.stable_ages)).sum();
-        let is_telling = looked.0 * 2 >= chosen().map(|subject| subject.counts.resident().0).sum();
-        let found = CensusSummary {
-            cpu_time: self.host.own_cpu_time().saturating_sub(before),
-            bytes_scanned: if is_telling { self.host.page_size().bytes_of(looked) } else { Bytes::ZERO },
+        let selected = || census.subjects.iter().filter(|subject| !subject.is_foreign);
+        let read_pages: Pages = selected().map(|subject| pages_read(subject, &self.stable_ages)).sum();
+        let is_representative = read_pages.0 * 2 >= selected().map(|subject| subject.counts.resident().0).sum();
+        let summary = CensusSummary {
+            cpu_time: self.host.own_cpu_time().saturating_sub(cpu_before),
+            bytes_scanned: if is_representative { self.host.page_size().bytes_of(read_pages) } else { Bytes::ZERO },
             cost_in_pages: scan_costs_in_pages(census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, settings),
             sketches: std::mem::take(&mut prepared.sketches),
             partial: census.partial,
         };
-        let mut counts = BTreeMap::new();
+        let mut page_counts = BTreeMap::new();
         for subject in census.subjects.iter().filter(|subject| !subject.is_foreign) {
-            counts.insert(subject.process.id, subject.counts);
+            page_counts.insert(subject.process.id, subject.counts);
         }
-        let unseen = census.unscanned.len() as u64;
+        let unscanned_processes = census.unscanned.len() as u64;
         let matrix = census.matrix.clone();
         self.send(Message::WorkResult(WorkResult::Census {
-            page_counts: counts,
-            unscanned_processes: unseen,
+            page_counts,
+            unscanned_processes,
             matrix,
             wall_seconds: census.wall_seconds,
-            cpu_time: found.cpu_time,
+            cpu_time: summary.cpu_time,
         }));
         prepared.census = Census::default();
-        self.prepared = Some(prepared).filter(|_| !found.partial);
-        Ok(found)
+        self.prepared = Some(prepared).filter(|_| !summary.partial);
+        Ok(summary)
     }
 
     /// Metadata that KSM may still allocate, if it is limited. Metadata of processes that exited before the host was
     /// acquired stays until ksmd visits them.
     fn remaining_metadata(&mut self, settings: &DaemonSettings) -> Result<Option<Bytes>, Error> {
-        let Some(most) = settings.max_metadata else { return Ok(None) };
-        if self.session.is_some() && self.needs_sweep && read_ksm_metadata(self.host).0 * 2 > most.0 {
+        let Some(limit) = settings.max_metadata else { return Ok(None) };
+        if self.session.is_some() && self.needs_sweep && read_ksm_metadata(self.host).0 * 2 > limit.0 {
             self.needs_sweep = false;
             self.sweep()?;
         }
-        Ok(Some(most.saturating_sub(read_ksm_metadata(self.host))))
+        Ok(Some(limit.saturating_sub(read_ksm_metadata(self.host))))
     }
 
-    fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &DaemonSettings) -> Result<MergeSummary, Error> {
+    fn merge(
+        &mut self,
+        processes: &[ProcessId],
+        cpu_share: f64,
+        settings: &DaemonSettings,
+    ) -> Result<MergeSummary, Error> {
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         let Some(mut prepared) = self.prepared.take() else { return Ok(MergeSummary::default()) };
         prepared.retain_processes(|process| processes.contains(&process));
         let PreparedPlan { plan, probes, .. } = prepared;
         let page_size = self.host.page_size();
         let predicted = Bytes(plan.predicted.effect.net(page_size).0.max(0).unsigned_abs());
-        let to_enroll = |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
-        let fresh = plan.targets.iter().map(|target| (target.process.id, to_enroll(target)));
-        let fresh: BTreeMap<_, _> = fresh.filter(|(_, ranges)| !ranges.is_empty()).collect();
-        let enrolled: Vec<ProcessId> = fresh.keys().copied().collect();
+        let ranges_to_enroll =
+            |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
+        let new_ranges = plan.targets.iter().map(|target| (target.process.id, ranges_to_enroll(target)));
+        let new_ranges: BTreeMap<_, _> = new_ranges.filter(|(_, ranges)| !ranges.is_empty()).collect();
+        let enrolled: Vec<ProcessId> = new_ranges.keys().copied().collect();
         // Recorded in any case: later unenrolling covers all ranges that may have been enrolled.
-        for (process, ranges) in fresh {
-            let before = self.enrolled_ranges.entry(process).or_default();
-            *before = unmerge::joined([std::mem::take(before), ranges].concat());
+        for (process, ranges) in new_ranges {
+            let known = self.enrolled_ranges.entry(process).or_default();
+            *known = unmerge::joined([std::mem::take(known), ranges].concat());
         }
-        let of = |process: &ProcessId| Some((*process, self.enrolled_ranges.get(process)?.len() as u64));
-        let ranges = enrolled.iter().filter_map(of).collect();
+        let range_count = |process: &ProcessId| Some((*process, self.enrolled_ranges.get(process)?.len() as u64));
+        let enrolled_ranges = enrolled.iter().filter_map(range_count).collect();
         let pids: BTreeMap<_, _> =
             plan.targets.iter().map(|target| (target.process.id.pid, target.process.id)).collect();
-        let how = merge::MergeOptions {
-            ksmd_cpu_share: share,
+        let options = merge::MergeOptions {
+            ksmd_cpu_share: cpu_share,
             deadline: None,
             watch_time: settings.watch_time,
             after_merge: AfterMerge::KeepKsmdPaused,
         };
-        let (before, started) = (self.host.own_cpu_time(), self.host.now());
-        let planned = PreparedMerge { plan, probes, started_at: started };
+        let (cpu_before, started) = (self.host.own_cpu_time(), self.host.now());
+        let prepared = PreparedMerge { plan, probes, started_at: started };
         let progress = merge::MergeProgress::default();
-        let outcome = execute_plan(session, planned, &how, &mut self.merge_monitor, &progress, &self.cancel)?;
+        let outcome = execute_plan(session, prepared, &options, &mut self.merge_monitor, &progress, &self.cancel)?;
         if let MergeEnd::SettingsOverwritten(_) = outcome.end {
             self.settings_overwritten = true;
         }
         session.drop_ended_processes()?;
         self.record_cow_breaks(self.time_since_start());
-        let cost = self.host.own_cpu_time().saturating_sub(before) + outcome.ksmd_time.clone().unwrap_or_default();
-        let remains = outcome.not_restored.clone();
-        for remains in remains {
-            self.send(Message::WorkResult(WorkResult::UndoFailed(remains)));
+        let cpu_time =
+            self.host.own_cpu_time().saturating_sub(cpu_before) + outcome.ksmd_time.clone().unwrap_or_default();
+        for failed in outcome.not_restored.clone() {
+            self.send(Message::WorkResult(WorkResult::UndoFailed(failed)));
         }
         let net = outcome.net(page_size);
         let seconds = elapsed_since(self.host, started);
         self.send(Message::WorkResult(WorkResult::Merge {
-            enrolled_ranges: ranges,
+            enrolled_ranges,
             predicted,
             measured_net: net,
             wall_time: seconds,
-            cpu_time: cost,
+            cpu_time,
         }));
         Ok(MergeSummary {
             enrolled,
             predicted,
             net,
             nets: outcome.nets.clone(),
-            cpu_time: cost,
+            cpu_time,
             unenrolled_bytes: page_size.bytes_of(outcome.merged_watch.unenrolled_pages),
             unenrolled_from: outcome.merged_watch.unenrolled_from.iter().copied().collect(),
             refused: refused_processes(&outcome, EnrollChange::Enroll, &pids),
@@ -343,32 +346,36 @@ impl<'h> Worker<'h> {
         for (process, range) in self.remerge_backoff.take_expired(now) {
             self.merge_monitor.allow_again(process, range);
         }
-        self.merge_monitor.unenrolled().iter().map(|(&process, withdrawn)| (process, withdrawn.all_ranges())).collect()
+        self.merge_monitor
+            .unenrolled()
+            .iter()
+            .map(|(&process, unenrolled)| (process, unenrolled.all_ranges()))
+            .collect()
     }
 
     /// Count the ranges that were unenrolled because of COW breaks.
     fn record_cow_breaks(&mut self, now: Duration) {
-        for (&process, withdrawn) in self.merge_monitor.unenrolled() {
-            for range in withdrawn.all_ranges() {
+        for (&process, unenrolled) in self.merge_monitor.unenrolled() {
+            for range in unenrolled.all_ranges() {
                 self.remerge_backoff.record_break(process, range, self.merge_monitor.break_count(process, range), now);
             }
         }
     }
 
     /// Check whether merged pages are still merged, and unenroll those with COW breaks.
-    fn check_merged_pages(&mut self, withdraw: bool, now: Duration) -> Result<MergedCheckSummary, Error> {
-        let before = self.host.own_cpu_time();
+    fn check_merged_pages(&mut self, unenroll: bool, now: Duration) -> Result<MergedCheckSummary, Error> {
+        let cpu_before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
-        let mut looked = MergedCheckSummary::default();
-        if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && withdraw {
-            let gone = self.merge_monitor.unenroll_unprofitable(session, UnenrollPhase::BetweenRounds)?;
-            looked.unenrolled_bytes = self.host.page_size().bytes_of(gone.values().copied().sum());
-            looked.unenrolled_from = gone.into_keys().collect();
-            looked.failed_unenrolls = Some(self.merge_monitor.failed_unenrolls());
+        let mut summary = MergedCheckSummary::default();
+        if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && unenroll {
+            let unenrolled = self.merge_monitor.unenroll_unprofitable(session, UnenrollPhase::BetweenRounds)?;
+            summary.unenrolled_bytes = self.host.page_size().bytes_of(unenrolled.values().copied().sum());
+            summary.unenrolled_from = unenrolled.into_keys().collect();
+            summary.failed_unenrolls = Some(self.merge_monitor.failed_unenrolls());
             self.record_cow_breaks(now);
         }
-        looked.cpu_time = self.host.own_cpu_time().saturating_sub(before);
-        Ok(looked)
+        summary.cpu_time = self.host.own_cpu_time().saturating_sub(cpu_before);
+        Ok(summary)
     }
 
     /// Run ksmd until it has visited exited processes. COW breaks are recorded first, because ksmd would merge those
@@ -386,42 +393,43 @@ impl<'h> Worker<'h> {
         processes: &BTreeMap<ProcessId, UnenrollScope>,
         pressure: f64,
     ) -> Result<UnenrollSummary, Error> {
-        let before = self.host.own_cpu_time();
+        let cpu_before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
-        let lives = |process: &ProcessId| is_alive(self.host, *process);
-        let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.keys().copied().partition(lives);
+        let is_running = |process: &ProcessId| is_alive(self.host, *process);
+        let (running, mut unenrolled): (Vec<ProcessId>, Vec<ProcessId>) =
+            processes.keys().copied().partition(is_running);
         let limits = unmerge::UnenrollLimits {
             staged: true,
             max_pressure_percent: Some(pressure),
             ..unmerge::UnenrollLimits::default()
         };
-        let mut refused = Vec::new();
+        let mut failures = Vec::new();
         // One process at a time: a lack of memory in one cgroup does not affect processes in others.
-        for process in there {
+        for process in running {
             if self.cancel.load(Ordering::Relaxed) {
-                refused.push((process, NO_TIME_REASON.to_owned()));
+                failures.push((process, NO_TIME_REASON.to_owned()));
                 continue;
             }
             let selection = ProcessSelection { pids: [process.pid].into(), ..ProcessSelection::default() };
-            let ours = (processes[&process] == UnenrollScope::DaemonEnrolled).then(|| {
+            let daemon_ranges = (processes[&process] == UnenrollScope::DaemonEnrolled).then(|| {
                 unmerge::UnenrollMethod::Ranges(self.enrolled_ranges.get(&process).cloned().unwrap_or_default())
             });
-            let plan = unmerge::make_plan(self.host, &selection, &|_, _| ours.clone())?;
-            let done = unmerge::execute_plan(session, &plan, limits, &self.cancel)?;
-            match failure_reason(&plan, done) {
-                Some(why) => refused.push((process, why)),
-                None => gone.push(process),
+            let plan = unmerge::make_plan(self.host, &selection, &|_, _| daemon_ranges.clone())?;
+            let outcome = unmerge::execute_plan(session, &plan, limits, &self.cancel)?;
+            match failure_reason(&plan, outcome) {
+                Some(why) => failures.push((process, why)),
+                None => unenrolled.push(process),
             }
         }
         // Unenrolled pages are not COW breaks.
-        for process in &gone {
+        for process in &unenrolled {
             self.merge_monitor.forget_process(*process);
             self.enrolled_ranges.remove(process);
         }
         Ok(UnenrollSummary {
-            unenrolled: gone,
-            failed_unenrolls: refused,
-            cpu_time: self.host.own_cpu_time().saturating_sub(before),
+            unenrolled,
+            failed_unenrolls: failures,
+            cpu_time: self.host.own_cpu_time().saturating_sub(cpu_before),
         })
     }
 }
@@ -430,39 +438,39 @@ impl<'h> Worker<'h> {
 const NO_TIME_REASON: &str = "there was no time for it";
 
 /// Why pages of the process in a plan are still merged, if any are.
-fn failure_reason(plan: &unmerge::UnenrollPlan, done: unmerge::UnenrollOutcome) -> Option<String> {
-    if let Some(unseen) = plan.unscanned.iter().find(|unseen| unseen.why != Absent::Vanished) {
-        return Some(unseen.why.to_string());
+fn failure_reason(plan: &unmerge::UnenrollPlan, outcome: unmerge::UnenrollOutcome) -> Option<String> {
+    if let Some(unscanned) = plan.unscanned.iter().find(|unscanned| unscanned.why != Absent::Vanished) {
+        return Some(unscanned.why.to_string());
     }
-    let interrupted = done.interrupted;
-    let mut done = done.targets.into_iter().next()?;
+    let interrupted = outcome.interrupted;
+    let mut target = outcome.targets.into_iter().next()?;
     // Ranges that the program has unmapped need no unenrolling.
-    done.missed_ranges.retain(|(_, why)| !why.is_not_mapped());
-    if done.is_complete() {
+    target.missed_ranges.retain(|(_, why)| !why.is_not_mapped());
+    if target.is_complete() {
         return None;
     }
-    let missed = done.missed_ranges.first().map(|(_, why)| why.to_string());
-    let short = match done.all_unenrolled {
+    let first_missed = target.missed_ranges.first().map(|(_, why)| why.to_string());
+    let default_reason = match target.all_unenrolled {
         true => "it still has merged pages",
         false if interrupted => NO_TIME_REASON,
         false => "not enough memory to unmerge its pages",
     };
-    Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
+    Some(target.error.or(first_missed).unwrap_or_else(|| default_reason.to_owned()))
 }
 
 /// Scan cost of each process, in pages read. The cost of foreign processes is part of the cost of the processes that
 /// need them.
 pub(super) fn scan_costs_in_pages(census: &Census, ages: &StableAges) -> BTreeMap<ProcessId, u64> {
-    let chosen = census.subjects.iter().filter(|subject| !subject.is_foreign);
-    let effort =
+    let selected = census.subjects.iter().filter(|subject| !subject.is_foreign);
+    let cost =
         |subject: &SubjectCensus| pages_read(subject, ages).0 + REGION_SCAN_COST_PAGES * subject.regions.len() as u64;
-    chosen.map(|subject| (subject.process.id, effort(subject))).collect()
+    selected.map(|subject| (subject.process.id, cost(subject))).collect()
 }
 
 /// Scan cost of a process without its regions, in pages read.
 pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
-    let spared = ages.reused_pages(subject.process.id).0;
-    Pages(subject.counts.resident().0.saturating_sub(spared) + spared / REMEMBERED_PAGES_PER_READ_PAGE)
+    let reused = ages.reused_pages(subject.process.id).0;
+    Pages(subject.counts.resident().0.saturating_sub(reused) + reused / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
 /// The plan request of a census of some processes.
@@ -492,33 +500,33 @@ pub(super) fn exclusion_reason(
     processes: &[ProcessId],
     settings: &DaemonSettings,
 ) -> impl Fn(&Process) -> Option<String> + use<> {
-    let (chosen, exclusions): (BTreeSet<ProcessId>, _) =
+    let (selected, exclusions): (BTreeSet<ProcessId>, _) =
         (processes.iter().copied().collect(), settings.exclusions.clone());
     move |process| {
-        exclusions.reason(process).or_else(|| (!chosen.contains(&process.id)).then(|| "not selected".to_owned()))
+        exclusions.reason(process).or_else(|| (!selected.contains(&process.id)).then(|| "not selected".to_owned()))
     }
 }
 
 /// Processes with enough savings in ranges that are not stable yet.
 pub(super) fn unstable_processes(prepared: &PreparedPlan, settings: &DaemonSettings) -> Vec<ProcessId> {
-    let enough = prepared.unstable_bytes.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
-    enough.map(|(process, _)| *process).collect()
+    let profitable = prepared.unstable_bytes.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
+    profitable.map(|(process, _)| *process).collect()
 }
 
 /// Predicted result for each target of a plan.
-pub(super) fn merge_candidates(plan: &MergePlan) -> Vec<Worth> {
+pub(super) fn merge_candidates(plan: &MergePlan) -> Vec<MergeCandidate> {
     let pages = |target: &PlanTarget| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
-    let all = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
-    let of = |target: &PlanTarget| {
+    let total_pages = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
+    let candidate = |target: &PlanTarget| {
         let freed: u64 = target.ranges.iter().map(|range| range.freed_bytes.0).sum();
         let metadata = pages(target).0 * RMAP_ITEM_BYTES;
-        Worth {
+        MergeCandidate {
             process: target.process.id,
             net_savings: NetBytes(freed.cast_signed() - metadata.cast_signed()),
-            ksmd_time: plan.predicted.ksmd_time.mul_f64(pages(target).0 as f64 / all),
+            ksmd_time: plan.predicted.ksmd_time.mul_f64(pages(target).0 as f64 / total_pages),
         }
     };
-    plan.targets.iter().map(of).collect()
+    plan.targets.iter().map(candidate).collect()
 }
 
 /// Processes in which no range could be enrolled, with the first reason of each.
@@ -528,9 +536,9 @@ fn refused_processes(
     pids: &BTreeMap<pagefold_base::Pid, ProcessId>,
 ) -> Vec<(ProcessId, String)> {
     let mut refused = BTreeMap::new();
-    for missed in outcome.failed_changes.iter().filter(|missed| missed.change == change && missed.range.is_none()) {
-        if let Some(&process) = pids.get(&missed.pid) {
-            refused.entry(process).or_insert_with(|| missed.why.clone());
+    for failed in outcome.failed_changes.iter().filter(|failed| failed.change == change && failed.range.is_none()) {
+        if let Some(&process) = pids.get(&failed.pid) {
+            refused.entry(process).or_insert_with(|| failed.why.clone());
         }
     }
     refused.into_iter().collect()

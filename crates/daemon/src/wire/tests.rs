@@ -36,7 +36,7 @@ fn fixture_figures_are_consistent() {
     let classes = status.census.unwrap().classes;
     let parts = classes.zero + classes.duplicate + classes.unique + classes.merged + classes.volatile;
     assert_eq!(classes.resident, parts);
-    assert!(status.tracked_processes.is_sorted_by_key(|member| std::cmp::Reverse(member.resident)));
+    assert!(status.tracked_processes.is_sorted_by_key(|process| std::cmp::Reverse(process.resident)));
     assert!(status.decisions.is_sorted_by_key(|decision| std::cmp::Reverse(decision.time_ms)));
     let counted: u64 = status.decisions_by_reason.values().sum();
     assert!(status.decisions.len() as u64 <= counted);
@@ -46,10 +46,13 @@ fn fixture_figures_are_consistent() {
     assert_eq!(group_footprints::sum_by_workload(&status.tracked_processes), status.workloads);
     assert_eq!(group_footprints::sum_by_cgroup(&status.tracked_processes), status.cgroups);
     for domain in &status.domains {
-        let merged =
-            status.tracked_processes.iter().filter(|member| member.domain == domain.name).map(|member| member.merged);
+        let merged = status
+            .tracked_processes
+            .iter()
+            .filter(|process| process.domain == domain.name)
+            .map(|process| process.merged);
         assert_eq!(domain.merged, merged.sum());
     }
-    assert!(status.tracked_processes.iter().all(|member| member.file_and_shmem <= member.resident));
+    assert!(status.tracked_processes.iter().all(|process| process.file_and_shmem <= process.resident));
     assert!(status.findings.iter().all(|finding| status.findings_by_verdict[&finding.verdict] > 0));
 }

@@ -93,7 +93,7 @@ const SETTLED_PASSES: u64 = 3;
 /// Limits: if a process was enrolled, or ksmd was started, long after the process started, one pass counts as three.
 pub(super) fn has_settled(
     facts: &HostFacts,
-    fleet: &HostProcesses,
+    host_processes: &HostProcesses,
     processes: &[&ProcessFacts],
     tracked: Pages,
 ) -> Result<bool, MissingReading> {
@@ -103,16 +103,16 @@ pub(super) fn has_settled(
     }
     let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
     let sleep = *require("sleep_millisecs", &ksm.sleep_millisecs)?;
-    let Some(pass) = pass_seconds(workload(facts, fleet)?.pages, to_scan, sleep) else { return Ok(false) };
+    let Some(pass) = pass_seconds(workload(facts, host_processes)?.pages, to_scan, sleep) else { return Ok(false) };
     let uptime = facts.ksmd.as_ref().map_or(f64::INFINITY, |ksmd| ksmd.uptime_seconds);
     let is_old = |process: &ProcessFacts| {
         uptime - process.process.id.start_time as f64 / USER_HZ >= pass * SETTLED_PASSES as f64
     };
     let mergeable = total(processes.iter().map(|process| process.mergeable()));
-    let old = total(processes.iter().filter(|process| is_old(process)).map(|process| process.mergeable()));
-    let known = bytes_of(facts.page_size, tracked);
+    let old_bytes = total(processes.iter().filter(|process| is_old(process)).map(|process| process.mergeable()));
+    let known_bytes = bytes_of(facts.page_size, tracked);
     Ok(mergeable == Bytes::ZERO
-        || (is_at_least_percent(known.0, mergeable.0, 90) && is_at_least_percent(old.0, mergeable.0, 50)))
+        || (is_at_least_percent(known_bytes.0, mergeable.0, 90) && is_at_least_percent(old_bytes.0, mergeable.0, 50)))
 }
 
 /// A net loss is a failure if ksmd runs and has completed its passes: the host has less memory because of merging.
@@ -120,7 +120,7 @@ pub(super) fn has_settled(
 ///
 /// `general_profit` is (pages_sharing + ksm_zero_pages) x page size - ksm_rmap_items x 64 (mm/ksm.c,
 /// `general_profit_show`); before 6.4 it is computed here in the same way (ksm.rst, "Monitoring KSM profit").
-fn judge_profit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_profit(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let tracked = tracked(ksm)?;
     let profit = match &ksm.general_profit {
@@ -138,10 +138,10 @@ fn judge_profit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
     if profit >= 0 {
         return Ok(rule.ok("merging pays for its metadata", value));
     }
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, value));
     }
-    let settled = has_settled(facts, fleet, &fleet.enrolled().collect::<Vec<_>>(), tracked)?;
+    let settled = has_settled(facts, host_processes, &host_processes.enrolled().collect::<Vec<_>>(), tracked)?;
     let verdict = if settled { Verdict::Fail } else { Verdict::Warn };
     Ok(rule
         .finding(verdict, "merging costs more memory than it saves", value)
@@ -160,22 +160,22 @@ fn vmstat_counter(facts: &HostFacts, name: &str) -> Result<u64, MissingReading> 
 
 /// More than ten copies since boot per page that is merged now is a warning: many merged pages had COW breaks. Reads of
 /// merged pages with process_vm_readv count, too.
-fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_copies(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let copied = vmstat_counter(facts, "cow_ksm")?;
     // A kernel built without swap lacks this counter, and makes no such copies.
     let swapped = vmstat_counter(facts, "ksm_swpin_copy").unwrap_or(0);
     let merged =
         require("pages_shared", &ksm.pages_shared)?.saturating_add(*require("pages_sharing", &ksm.pages_sharing)?);
-    let all = copied.saturating_add(swapped);
+    let total_copies = copied.saturating_add(swapped);
     let value = format!("{copied} copies on write, {swapped} on swapping in, {merged} pages merged now");
-    if all == 0 && merged == 0 {
+    if total_copies == 0 && merged == 0 {
         return Ok(rule.not_applicable("nothing was merged since boot", value));
     }
-    if all <= merged.saturating_mul(10) {
+    if total_copies <= merged.saturating_mul(10) {
         return Ok(rule.ok("merged pages stay merged", value));
     }
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable("nothing is enrolled any more", value));
     }
     Ok(rule
@@ -186,7 +186,7 @@ fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
 
 /// A warning if ksmd runs and a tenth or more of the enrolled memory is in huge pages, or as much was split since boot.
 /// The operator should decide this trade of speed for memory.
-fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let enabled = match &facts.thp_enabled {
         Err(Absent::NotOnThisKernel) => {
@@ -195,8 +195,8 @@ fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
         reading => require("transparent_hugepage/enabled", reading)?,
     };
     let run = *require("run", &ksm.run)?;
-    let mergeable = fleet.sum(|p| p.mergeable());
-    let huge = fleet.sum(|p| p.mergeable_huge());
+    let mergeable = host_processes.sum(|p| p.mergeable());
+    let huge = host_processes.sum(|p| p.mergeable_huge());
     let splits = vmstat_counter(facts, "thp_split_page")?;
     // A page table of the lowest level fills one page with entries of eight bytes: x86-64 and aarch64.
     let huge_page = facts.page_size.bytes().saturating_mul(facts.page_size.bytes() / 8);
@@ -204,7 +204,7 @@ fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
     let value =
         format!("enabled = {enabled}, {huge} of {mergeable} enrolled is in huge pages, {splits} split since boot");
     if mergeable == Bytes::ZERO {
-        fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
+        host_processes.require_readable("regions", |p| p.regions.clone().map(drop))?;
         return Ok(rule.not_applicable("nothing is enrolled", value));
     }
     let title = if run == 1 && is_at_least_percent(huge.0, mergeable.0, 10) {
@@ -212,7 +212,7 @@ fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
     } else if *require("pages_sharing", &ksm.pages_sharing)? > 0 && is_at_least_percent(split.0, mergeable.0, 10) {
         "huge pages were split, probably for merging"
     } else {
-        fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
+        host_processes.require_readable("regions", |p| p.regions.clone().map(drop))?;
         return Ok(rule.ok("merging costs few huge pages", value));
     };
     Ok(rule
@@ -238,25 +238,25 @@ fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
         return Ok(rule.ok(format!("ksmd takes {:.1} % of a CPU", share * 100.0), value));
     }
     // Five times the kernel's default, and always longer than now.
-    let now = *require("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
-    let wanted = now.saturating_mul(2).clamp(100, u64::from(u32::MAX));
+    let current = *require("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
+    let new_value = current.saturating_mul(2).clamp(100, u64::from(u32::MAX));
     Ok(rule
         .warn(format!("ksmd takes {:.0} % of a CPU", share * 100.0), value)
-        .remedy([set_command("sleep_millisecs", wanted)])
-        .verify(is_set_command("sleep_millisecs", wanted)))
+        .remedy([set_command("sleep_millisecs", new_value)])
+        .verify(is_set_command("sleep_millisecs", new_value)))
 }
 
 /// More saved than free memory is a warning. It becomes a failure only under memory pressure, which `memory-pressure`
 /// judges.
 fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
-    let lent = saved(facts)?;
+    let saved = saved(facts)?;
     let available = *require("MemAvailable", &facts.memory.available)?;
     let swap = *require("SwapFree", &facts.memory.swap_free)?;
-    let value = format!("{lent} saved, {available} available, {swap} of swap free");
-    if lent == Bytes::ZERO {
+    let value = format!("{saved} saved, {available} available, {swap} of swap free");
+    if saved == Bytes::ZERO {
         return Ok(rule.not_applicable("nothing is merged", value));
     }
-    if lent.0 <= available.0.saturating_add(swap.0) {
+    if saved.0 <= available.0.saturating_add(swap.0) {
         return Ok(rule.ok("everything could be unmerged", value));
     }
     Ok(rule

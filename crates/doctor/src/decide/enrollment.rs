@@ -61,16 +61,16 @@ pub(super) const START_ENROLLED_COMMAND: &str = "python3 -c 'import ctypes,os,sy
 
 /// If nothing is enrolled while ksmd is on, that is a failure: the operator turned it on for merging, and it merges
 /// nothing. While it is off, no merging is expected.
-fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let count = fleet.enrolled().count();
-    let bytes = fleet.sum(|p| if p.is_enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
+fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let count = host_processes.enrolled().count();
+    let bytes = host_processes.sum(|p| if p.is_enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
     if count > 0 {
         return Ok(rule.ok(format!("enrolled: {}", process_count_text(count)), format!("{bytes} mergeable")));
     }
-    if anything_enrolled(facts, fleet)? {
+    if anything_enrolled(facts, host_processes)? {
         return Ok(rule.ok("processes that cannot be seen are enrolled", "ksmd has metadata of their pages"));
     }
-    let value = format!("0 of {}", process_count_text(fleet.processes.len()));
+    let value = format!("0 of {}", process_count_text(host_processes.processes.len()));
     if *require("run", &ksm(facts)?.run)? != 1 {
         return Ok(rule.not_applicable("nothing is enrolled, and ksmd is off", value));
     }
@@ -100,18 +100,18 @@ pub(super) fn ineligible_bytes_by_reason<'a>(
 /// A tenth or more of ineligible memory is a warning, never a failure. Shared guest RAM or hugetlb pages are mostly
 /// chosen for good reasons, and the operator should know what they cost. Memory that several processes map is counted
 /// for each.
-fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let sums = ineligible_bytes_by_reason(fleet.processes.iter().copied());
-    let out = total(sums.values().copied());
-    let reach = fleet.sum(ProcessFacts::eligible);
+fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let sums = ineligible_bytes_by_reason(host_processes.processes.iter().copied());
+    let ineligible = total(sums.values().copied());
+    let eligible = host_processes.sum(ProcessFacts::eligible);
     let reasons: Vec<_> = sums.iter().map(|(why, bytes)| format!("{} {bytes}", why.phrase())).collect();
     let value = format!(
-        "{} out of reach, {reach} within",
+        "{} out of reach, {eligible} within",
         if reasons.is_empty() { "nothing".into() } else { reasons.join(", ") }
     );
-    if is_at_least_percent(out.0, out.0.saturating_add(reach.0), 10) {
+    if is_at_least_percent(ineligible.0, ineligible.0.saturating_add(eligible.0), 10) {
         return Ok(rule
-            .warn(format!("{out} cannot be merged"), value)
+            .warn(format!("{ineligible} cannot be merged"), value)
             .remedy([
                 "# see it by region: pagefold doctor --pid N. Guest RAM becomes eligible with",
                 "# -object memory-backend-ram (no share=on, no hugetlb) or, in libvirt, without <memoryBacking>",
@@ -119,22 +119,22 @@ fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> Ru
             ])
             .verify("pagefold census --all"));
     }
-    fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
+    host_processes.require_readable("regions", |p| p.regions.clone().map(drop))?;
     Ok(rule.ok("little memory is out of KSM's reach", value))
 }
 
 /// Filters are common in containers and no fault. They are a warning if much mergeable memory belongs to processes that
 /// are neither enrolled nor easy to enroll.
-fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let behind: Vec<_> = fleet
+fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let filtered: Vec<_> = host_processes
         .processes
         .iter()
         .filter(|p| matches!(p.process.seccomp, Ok(mode) if mode != 0) && p.is_enrolled() == Ok(false))
         .collect();
-    let bytes = total(behind.iter().map(|p| p.eligible()));
-    let all = fleet.sum(ProcessFacts::eligible);
-    let value = format!("{} with {bytes} of {all}", process_count_text(behind.len()));
-    if is_at_least_percent(bytes.0, all.0, 10) {
+    let bytes = total(filtered.iter().map(|p| p.eligible()));
+    let eligible = host_processes.sum(ProcessFacts::eligible);
+    let value = format!("{} with {bytes} of {eligible}", process_count_text(filtered.len()));
+    if is_at_least_percent(bytes.0, eligible.0, 10) {
         return Ok(rule
             .warn("memory that is not enrolled lies behind seccomp filters", value)
             .remedy([
@@ -144,8 +144,8 @@ fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
             ])
             .verify("grep -q -s 'ksm_merge_any: yes' /proc/[0-9]*/ksm_stat"));
     }
-    fleet.require_readable("seccomp mode", |p| p.process.seccomp.clone())?;
-    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
+    host_processes.require_readable("seccomp mode", |p| p.process.seccomp.clone())?;
+    host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
     Ok(rule.ok("seccomp keeps little memory from being enrolled", value))
 }
 
@@ -162,19 +162,21 @@ pub(super) fn lacks_parent_merge_flag(facts: &ProcessFacts) -> Reading<bool> {
 
 /// A warning only: the parent may have enrolled itself after it started the child, or the child may have unenrolled
 /// itself.
-fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let lost: Vec<_> =
-        fleet.processes.iter().filter(|p| lacks_parent_merge_flag(p) == Ok(true)).map(|p| p.name()).collect();
-    if lost.is_empty() {
-        fleet.require_readable("ksm_merge_any", lacks_parent_merge_flag)?;
-        return Ok(rule.ok("every process has the flag of its parent", process_count_text(fleet.processes.len())));
+fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let without_flag: Vec<_> =
+        host_processes.processes.iter().filter(|p| lacks_parent_merge_flag(p) == Ok(true)).map(|p| p.name()).collect();
+    if without_flag.is_empty() {
+        host_processes.require_readable("ksm_merge_any", lacks_parent_merge_flag)?;
+        return Ok(
+            rule.ok("every process has the flag of its parent", process_count_text(host_processes.processes.len()))
+        );
     }
     let release = facts.kernel.as_deref().unwrap_or("unknown release");
     Ok(rule
         .finding(
             Verdict::Warn,
-            format!("{} without the merge flag of the parent", process_count_text(lost.len())),
-            format!("{}; kernel {release}", join_first_names(&lost)),
+            format!("{} without the merge flag of the parent", process_count_text(without_flag.len())),
+            format!("{}; kernel {release}", join_first_names(&without_flag)),
         )
         .remedy([
             "# check each one: pagefold doctor --pid N",

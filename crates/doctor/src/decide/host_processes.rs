@@ -79,10 +79,10 @@ fn is_mergeable(region: &Region) -> bool {
 pub(super) fn ineligible_bytes(facts: &ProcessFacts, region: &Region) -> Option<(Ineligible, Bytes)> {
     let why = region.ineligible()?;
     // Guest RAM may be any file if a memory backend of the machine is shared.
-    let shares = facts.process.identity.vm.iter().flat_map(|vm| &vm.backends).any(|backend| backend.share);
+    let has_shared_backend = facts.process.identity.vm.iter().flat_map(|vm| &vm.backends).any(|backend| backend.share);
     let bytes = match why {
         Ineligible::Hugetlb => region.hugetlb,
-        Ineligible::Shared if !shares && !is_memory_object(&region.name) => return None,
+        Ineligible::Shared if !has_shared_backend && !is_memory_object(&region.name) => return None,
         Ineligible::Shared | Ineligible::Secret => region.rss,
         _ => region.anonymous,
     };
@@ -133,16 +133,16 @@ impl<'a> HostProcesses<'a> {
     /// Processes that have exited are not relevant.
     pub fn require_readable<T>(
         &self,
-        what: &str,
+        reading_name: &str,
         read: impl Fn(&ProcessFacts) -> Reading<T>,
     ) -> Result<(), MissingReading> {
-        let unseen = self.processes.iter().filter_map(|p| Some((p, read(p).err()?)));
-        let unseen: Vec<_> = unseen.filter(|(_, absent)| *absent != Absent::Vanished).collect();
-        let Some((first, _)) = unseen.first() else { return Ok(()) };
-        let who = if unseen.len() == 1 { first.name() } else { process_count_text(unseen.len()) };
+        let unreadable = self.processes.iter().filter_map(|p| Some((p, read(p).err()?)));
+        let unreadable: Vec<_> = unreadable.filter(|(_, absent)| *absent != Absent::Vanished).collect();
+        let Some((first, _)) = unreadable.first() else { return Ok(()) };
+        let subject = if unreadable.len() == 1 { first.name() } else { process_count_text(unreadable.len()) };
         // The smallest reason, so that the result does not depend on the order of processes.
-        let absent = unseen.iter().map(|(_, absent)| absent).min().cloned().unwrap_or(Absent::Denied);
-        Err(MissingReading { reading_name: format!("{what} of {who}"), absent })
+        let absent = unreadable.iter().map(|(_, absent)| absent).min().cloned().unwrap_or(Absent::Denied);
+        Err(MissingReading { reading_name: format!("{reading_name} of {subject}"), absent })
     }
 }
 
@@ -179,11 +179,15 @@ pub(super) struct ScanWorkload {
 
 /// The larger of the enrolled memory of readable processes and the pages with ksmd metadata. The latter covers all
 /// processes once a pass is complete, even those whose regions cannot be read.
-pub(super) fn workload(facts: &HostFacts, fleet: &HostProcesses) -> Result<ScanWorkload, MissingReading> {
+pub(super) fn workload(facts: &HostFacts, host_processes: &HostProcesses) -> Result<ScanWorkload, MissingReading> {
     let ksm = super::require("/sys/kernel/mm/ksm", &facts.ksm)?;
-    let seen = facts.page_size.pages_in(fleet.sum(ProcessFacts::mergeable));
+    let mergeable = facts.page_size.pages_in(host_processes.sum(ProcessFacts::mergeable));
     let tracked = tracked(ksm)?;
-    let scanned = *super::require("full_scans", &ksm.full_scans)? > 0 && tracked > Pages::ZERO;
-    let complete = if scanned { Ok(()) } else { fleet.require_readable("regions", |p| p.regions.clone().map(drop)) };
-    Ok(ScanWorkload { pages: seen.max(tracked), complete })
+    let has_completed_pass = *super::require("full_scans", &ksm.full_scans)? > 0 && tracked > Pages::ZERO;
+    let complete = if has_completed_pass {
+        Ok(())
+    } else {
+        host_processes.require_readable("regions", |p| p.regions.clone().map(drop))
+    };
+    Ok(ScanWorkload { pages: mergeable.max(tracked), complete })
 }

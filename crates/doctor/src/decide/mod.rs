@@ -162,11 +162,11 @@ pub fn worst(findings: &[Finding]) -> Verdict {
 
 /// Judge the host by every host rule, worst first. The order of the processes does not matter.
 pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
-    let fleet = HostProcesses::new(facts);
+    let host_processes = HostProcesses::new(facts);
     let groups = [settings::RULES, enrollment::RULES, writers::RULES, cost::RULES, security::RULES];
     let findings = groups.into_iter().flatten().map(|HostRule { rule, judge }| match &facts.ksm {
         Err(Absent::NotOnThisKernel) if rule.needs_ksm => rule.not_applicable("this kernel has no KSM", "absent"),
-        _ => judge(rule, facts, &fleet).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
+        _ => judge(rule, facts, &host_processes).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
     });
     worst_first(findings.collect())
 }
@@ -207,8 +207,8 @@ struct MissingReading {
 }
 
 /// The value of a reading, or the error that it is missing.
-fn require<'a, T>(what: &str, reading: &'a Reading<T>) -> Result<&'a T, MissingReading> {
-    reading.as_ref().map_err(|absent| MissingReading { reading_name: what.to_owned(), absent: absent.clone() })
+fn require<'a, T>(reading_name: &str, reading: &'a Reading<T>) -> Result<&'a T, MissingReading> {
+    reading.as_ref().map_err(|absent| MissingReading { reading_name: reading_name.to_owned(), absent: absent.clone() })
 }
 
 impl RuleInfo {
@@ -242,11 +242,12 @@ impl RuleInfo {
         self.finding(Verdict::NotApplicable, title, value)
     }
 
-    /// The finding for a missing reading; `again` is the command to repeat with more privilege.
-    fn unknown(&self, missing: &MissingReading, again: &str) -> Finding {
-        let MissingReading { reading_name: what, absent } = missing;
-        let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
-        if *absent == Absent::Denied { finding.remedy([format!("sudo {again}")]) } else { finding }
+    /// The finding for a missing reading; `retry_command` is the command to repeat with more privilege.
+    fn unknown(&self, missing: &MissingReading, retry_command: &str) -> Finding {
+        let MissingReading { reading_name, absent } = missing;
+        let finding =
+            self.finding(Verdict::Unknown, format!("cannot tell: {reading_name}"), format!("{reading_name}: {absent}"));
+        if *absent == Absent::Denied { finding.remedy([format!("sudo {retry_command}")]) } else { finding }
     }
 }
 

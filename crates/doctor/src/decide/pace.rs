@@ -28,11 +28,11 @@ pub fn pass_seconds(pages: Pages, pages_to_scan: u64, sleep_millisecs: u64) -> O
 pub fn pages_to_scan_for(pages: Pages, sleep_millisecs: u64, target_seconds: f64) -> Option<u64> {
     let sleep = (sleep_millisecs > 0).then_some(sleep_millisecs as f64 / 1e3)?;
     let cost = SCAN_MICROSECONDS_PER_PAGE / 1e6;
-    let half = sleep / cost;
-    let rest = target_seconds - pages.0 as f64 * cost;
-    let wanted = if rest > 0.0 { pages.0 as f64 * sleep / rest } else { half };
+    let max_pages = sleep / cost;
+    let total_sleep = target_seconds - pages.0 as f64 * cost;
+    let needed_pages = if total_sleep > 0.0 { pages.0 as f64 * sleep / total_sleep } else { max_pages };
     // The kernel takes an unsigned int; the cast saturates.
-    Some(u64::from((wanted.min(half) / 100.0).ceil().max(1.0).min(f64::from(u32::MAX / 100)) as u32) * 100)
+    Some(u64::from((needed_pages.min(max_pages) / 100.0).ceil().max(1.0).min(f64::from(u32::MAX / 100)) as u32) * 100)
 }
 
 /// A duration as text.

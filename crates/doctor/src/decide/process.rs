@@ -111,20 +111,23 @@ const REGION_RULE: RuleInfo = process_rule(
 
 pub(super) fn examine(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
     let pid = facts.process.id.pid;
-    let kernel = match &host.ksm {
+    let skip_reason = match &host.ksm {
         Err(Absent::NotOnThisKernel) => Some("this kernel has no KSM"),
         _ if facts.process.kernel_thread => Some("a kernel thread has no memory of its own"),
         _ if facts.process.is_zombie() => Some("a dead process has no memory"),
         _ => None,
     };
-    let again = format!("pagefold doctor --pid {pid}");
-    let settle =
-        |rule: &RuleInfo, outcome: RuleResult| outcome.unwrap_or_else(|missing| rule.unknown(&missing, &again));
-    let mut findings: Vec<_> = match kernel {
+    let retry_command = format!("pagefold doctor --pid {pid}");
+    let finding_or_unknown =
+        |rule: &RuleInfo, outcome: RuleResult| outcome.unwrap_or_else(|missing| rule.unknown(&missing, &retry_command));
+    let mut findings: Vec<_> = match skip_reason {
         Some(reason) => vec![PROCESS_RULES[1].0.not_applicable(reason, facts.name())],
         None => {
-            let judged = PROCESS_RULES.iter().map(|(rule, judge)| settle(rule, judge(rule, host, facts)));
-            judged.chain([settle(&PACE_RULE, judge_process_pace(host, facts))]).chain(region_findings(facts)).collect()
+            let judged = PROCESS_RULES.iter().map(|(rule, judge)| finding_or_unknown(rule, judge(rule, host, facts)));
+            judged
+                .chain([finding_or_unknown(&PACE_RULE, judge_process_pace(host, facts))])
+                .chain(region_findings(facts))
+                .collect()
         }
     };
     for finding in &mut findings {
@@ -251,11 +254,11 @@ fn judge_mem_merge(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> Rule
     if vm.monitor != Monitor::Qemu {
         return Ok(rule.not_applicable("this monitor does not enroll guest RAM by itself", facts.name()));
     }
-    let off: Vec<_> = vm.backends.iter().filter(|backend| !backend.merge).map(|b| b.id.clone()).collect();
-    let value = match (vm.mem_merge, off.as_slice()) {
+    let opted_out: Vec<_> = vm.backends.iter().filter(|backend| !backend.merge).map(|b| b.id.clone()).collect();
+    let value = match (vm.mem_merge, opted_out.as_slice()) {
         (true, []) => return Ok(rule.ok("QEMU enrolls guest RAM", "mem-merge=on")),
         (false, _) => "mem-merge=off".to_owned(),
-        (true, off) => format!("merge=off of {}", off.join(", ")),
+        (true, opted_out) => format!("merge=off of {}", opted_out.join(", ")),
     };
     // The property may have been changed over QMP since.
     let verdict = if facts.is_enrolled() == Ok(true) { Verdict::Warn } else { Verdict::Fail };
@@ -276,16 +279,20 @@ fn judge_mem_merge(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> Rule
 fn judge_eligible(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("regions", &facts.regions)?;
     let sums = ineligible_bytes_by_reason([facts].into_iter());
-    let out = total(sums.values().copied());
-    let reach = facts.eligible();
-    let all = out.0.saturating_add(reach.0);
-    let value = format!("{reach} eligible, {out} not");
-    if all == 0 {
+    let ineligible = total(sums.values().copied());
+    let eligible = facts.eligible();
+    let total_bytes = ineligible.0.saturating_add(eligible.0);
+    let value = format!("{eligible} eligible, {ineligible} not");
+    if total_bytes == 0 {
         return Ok(rule.not_applicable("no resident memory of its own", value));
     }
     let (verdict, title) = match () {
-        () if is_at_least_percent(out.0, all, 50) => (Verdict::Fail, "most of its memory cannot be merged"),
-        () if is_at_least_percent(out.0, all, 10) => (Verdict::Warn, "part of its memory cannot be merged"),
+        () if is_at_least_percent(ineligible.0, total_bytes, 50) => {
+            (Verdict::Fail, "most of its memory cannot be merged")
+        }
+        () if is_at_least_percent(ineligible.0, total_bytes, 10) => {
+            (Verdict::Warn, "part of its memory cannot be merged")
+        }
         () => return Ok(rule.ok("its memory can be merged", value)),
     };
     let worst = sums.into_iter().max_by_key(|&(why, bytes)| (bytes, std::cmp::Reverse(why)));
@@ -329,15 +336,16 @@ const MIN_LISTED_REGION_BYTES: Bytes = Bytes(1 << 20);
 /// A warning for each region of a MiB or more that KSM cannot merge, the largest first. The failure is judged over all
 /// regions.
 fn region_findings(facts: &ProcessFacts) -> Vec<Finding> {
-    let mut out: Vec<(&Region, Ineligible, Bytes)> = facts
+    let mut ineligible: Vec<(&Region, Ineligible, Bytes)> = facts
         .regions
         .iter()
         .flatten()
         .filter_map(|region| ineligible_bytes(facts, region).map(|(why, bytes)| (region, why, bytes)))
         .filter(|&(_, _, bytes)| bytes >= MIN_LISTED_REGION_BYTES)
         .collect();
-    out.sort_by_key(|&(region, _, bytes)| (std::cmp::Reverse(bytes), region.range));
-    out.into_iter()
+    ineligible.sort_by_key(|&(region, _, bytes)| (std::cmp::Reverse(bytes), region.range));
+    ineligible
+        .into_iter()
         .map(|(region, why, bytes)| {
             let name = if region.name.is_empty() { "anonymous" } else { &region.name };
             let name = name.escape_debug();
@@ -443,12 +451,12 @@ fn judge_merging(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rul
     let zeros = placed_zeros(host, &facts.process.ksm.zero_pages)?;
     let pages = Pages(merged.saturating_add(zeros));
     // The counters are from ksmd's last scan of it; smaps is current, from 6.6 on.
-    let now = facts.regions.iter().flatten().map(|region| region.ksm.clone()).collect::<Result<Vec<_>, _>>();
-    let now = match now {
+    let merged_now = facts.regions.iter().flatten().map(|region| region.ksm.clone()).collect::<Result<Vec<_>, _>>();
+    let merged_now = match merged_now {
         Ok(regions) if !regions.is_empty() => format!("; {} now", total(regions.into_iter())),
         _ => String::new(),
     };
-    let value = format!("{merged} pages merged, {zeros} zero pages: {}{now}", bytes_of(host.page_size, pages));
+    let value = format!("{merged} pages merged, {zeros} zero pages: {}{merged_now}", bytes_of(host.page_size, pages));
     if pages > Pages::ZERO {
         return Ok(rule.ok("it is merging", value));
     }

@@ -46,9 +46,9 @@ const OPT_OUT_WHY: &str = "\
 
 /// More than one trust domain is a warning, not a failure: the operator may have chosen it. If only one domain is
 /// visible, there is no verdict while some processes cannot be read.
-fn judge_domains(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_domains(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let mut sizes = BTreeMap::<_, Bytes>::new();
-    for process in fleet.enrolled() {
+    for process in host_processes.enrolled() {
         let size = sizes.entry(&process.domain).or_default();
         *size = total([*size, process.mergeable()].into_iter());
     }
@@ -65,19 +65,19 @@ fn judge_domains(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
             ])
             .verify("pagefold doctor"));
     }
-    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
+    host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
     Ok(match names.as_slice() {
-        [one] => rule.ok("one trust domain is enrolled", one.clone()),
+        [name] => rule.ok("one trust domain is enrolled", name.clone()),
         _ => rule.not_applicable("nothing is enrolled", "none"),
     })
 }
 
 /// A warning only: harmless by itself, and easily avoided.
-fn judge_keys(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let names: Vec<_> = fleet.enrolled().filter(|p| p.holds_secrets()).map(ProcessFacts::name).collect();
+fn judge_keys(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let names: Vec<_> = host_processes.enrolled().filter(|p| p.holds_secrets()).map(ProcessFacts::name).collect();
     if names.is_empty() {
-        fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
-        fleet.require_readable("command lines", |p| p.process.arguments.clone())?;
+        host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
+        host_processes.require_readable("command lines", |p| p.process.arguments.clone())?;
         return Ok(rule.ok("no program that is known to hold keys is enrolled", "none"));
     }
     Ok(rule
@@ -87,21 +87,22 @@ fn judge_keys(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResu
 }
 
 /// A warning: the owner forbids merging, but another program has enrolled it.
-fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
-    let opted_out: Vec<_> = fleet.processes.iter().copied().filter(|process| process.opt_out().is_some()).collect();
+fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+    let opted_out: Vec<_> =
+        host_processes.processes.iter().copied().filter(|process| process.opt_out().is_some()).collect();
     // If one backend opts out, QEMU itself enrolls the other backends.
-    let against = |process: &&&ProcessFacts| process.forbids_all() && process.is_enrolled() == Ok(true);
-    let named = |process: &&ProcessFacts| {
+    let is_enrolled_anyway = |process: &&&ProcessFacts| process.forbids_all() && process.is_enrolled() == Ok(true);
+    let describe = |process: &&ProcessFacts| {
         let setting = process.opt_out().unwrap_or_default();
         format!("{}: {setting}", process.name())
     };
-    let enrolled: Vec<_> = opted_out.iter().filter(against).copied().collect();
+    let enrolled: Vec<_> = opted_out.iter().filter(is_enrolled_anyway).copied().collect();
     if !enrolled.is_empty() {
         let pids: Vec<_> = enrolled.iter().map(|process| format!("--pid {}", process.process.id.pid)).collect();
         return Ok(rule
             .warn(
                 "virtual machines are enrolled although their owner forbids merging",
-                join_first_names(&enrolled.iter().map(named).collect::<Vec<_>>()),
+                join_first_names(&enrolled.iter().map(describe).collect::<Vec<_>>()),
             )
             .remedy([
                 "# give them pages of their own again:".to_owned(),
@@ -109,11 +110,11 @@ fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
             ])
             .verify("pagefold doctor"));
     }
-    fleet.require_readable("command lines", |p| p.process.arguments.clone())?;
+    host_processes.require_readable("command lines", |p| p.process.arguments.clone())?;
     if opted_out.is_empty() {
         return Ok(rule.not_applicable("no virtual machine forbids merging", "none"));
     }
-    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
-    let names: Vec<_> = opted_out.iter().map(named).collect();
+    host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
+    let names: Vec<_> = opted_out.iter().map(describe).collect();
     Ok(rule.ok("virtual machines that forbid merging are left alone", join_first_names(&names)))
 }

@@ -121,11 +121,11 @@ pub(super) const STALE_COUNTERS_TITLE: &str = "nothing is enrolled; the counters
 /// Whether anything is enrolled: seen in a process, or shown by ksmd's metadata if some processes cannot be read. The
 /// metadata of a stopped ksmd shows nothing: it includes exited processes until ksmd visits them (mm/ksm.c,
 /// `__ksm_exit`).
-pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &HostProcesses) -> Result<bool, MissingReading> {
-    if fleet.enrolled().next().is_some() {
+pub(super) fn anything_enrolled(facts: &HostFacts, host_processes: &HostProcesses) -> Result<bool, MissingReading> {
+    if host_processes.enrolled().next().is_some() {
         return Ok(true);
     }
-    let Err(missing) = fleet.require_readable("enrollment", |p| p.is_enrolled()) else { return Ok(false) };
+    let Err(missing) = host_processes.require_readable("enrollment", |p| p.is_enrolled()) else { return Ok(false) };
     let ksm = ksm(facts)?;
     if *require("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
 }
@@ -148,7 +148,7 @@ fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
 /// A stopped ksmd is a failure while something is enrolled: merging was requested and does not happen. It is only a
 /// warning while nothing is enrolled, or while that is unknown. For future merging it makes no difference whether `run`
 /// is 0 or 2.
-fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_run(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let run = *require("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");
     let state = match run {
@@ -157,15 +157,15 @@ fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleR
         2 => "stopped and everything is unmerged",
         _ => return Err(MissingReading { reading_name: "run".into(), absent: Absent::Malformed(run.to_string()) }),
     };
-    let finding = match anything_enrolled(facts, fleet) {
+    let finding = match anything_enrolled(facts, host_processes) {
         Ok(true) => {
-            let bytes = fleet.sum(|p| p.mergeable());
+            let bytes = host_processes.sum(|p| p.mergeable());
             rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
         }
         Ok(false) => rule.warn(format!("ksmd is {state}, and nothing is enrolled"), value),
-        Err(MissingReading { reading_name: what, absent }) => rule.warn(
+        Err(MissingReading { reading_name, absent }) => rule.warn(
             format!("ksmd is {state}; whether anything is enrolled is not known"),
-            format!("{value}; {what}: {absent}"),
+            format!("{value}; {reading_name}: {absent}"),
         ),
     };
     Ok(finding
@@ -194,18 +194,18 @@ pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, MissingReading> {
 /// A pass slower than the kernel's own target is a warning. Over an hour is a failure, since then almost nothing
 /// merges. A fast enough pass over the visible processes is no verdict if other processes could not be read. For a
 /// stopped ksmd, the pace is judged as if it ran.
-pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
     let sleep = *require("sleep_millisecs", &ksm.sleep_millisecs)?;
-    let work = workload(facts, fleet)?;
+    let work = workload(facts, host_processes)?;
     let bytes = bytes_of(facts.page_size, work.pages);
     let settings = format!("pages_to_scan = {to_scan}, sleep_millisecs = {sleep}, {bytes} to scan");
     if work.pages == Pages::ZERO {
         work.complete?;
         return Ok(rule.not_applicable("nothing to scan", settings));
     }
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, settings));
     }
     let (verdict, title) = match pass_seconds(work.pages, to_scan, sleep) {
@@ -226,15 +226,15 @@ pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcess
 }
 
 /// The remedy for a slow pass.
-fn with_faster_pass_remedy(finding: Finding, advised: bool, pages: Pages, to_scan: u64, sleep: u64) -> Finding {
-    if advised {
+fn with_faster_pass_remedy(finding: Finding, has_advisor: bool, pages: Pages, to_scan: u64, sleep: u64) -> Finding {
+    if has_advisor {
         return finding
             .remedy([set_command("advisor_target_scan_time", TARGET_PASS_SECONDS)])
             .verify(is_set_command("advisor_target_scan_time", TARGET_PASS_SECONDS));
     }
     match pages_to_scan_for(pages, sleep, TARGET_PASS_SECONDS) {
-        Some(wanted) if wanted > to_scan => {
-            finding.remedy([set_command("pages_to_scan", wanted)]).verify(is_set_command("pages_to_scan", wanted))
+        Some(new_value) if new_value > to_scan => {
+            finding.remedy([set_command("pages_to_scan", new_value)]).verify(is_set_command("pages_to_scan", new_value))
         }
         _ => finding
             .remedy([
@@ -246,30 +246,32 @@ fn with_faster_pass_remedy(finding: Finding, advised: bool, pages: Pages, to_sca
 }
 
 /// A target slower than the kernel's default settings is a warning: without the advisor, pages merge sooner.
-fn judge_advisor_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_advisor_pace(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if !advisor_is_on(ksm)? {
         return Ok(rule.not_applicable("the advisor is off", mode(&ksm.advisor_mode)));
     }
     let target = *require("advisor_target_scan_time", &ksm.advisor_target_scan_time)?;
-    let work = workload(facts, fleet)?;
+    let work = workload(facts, host_processes)?;
     let value = format!("scan-time, target {target} s, {} to scan", bytes_of(facts.page_size, work.pages));
     // DEFAULT_PAGES_TO_SCAN and the initial ksm_thread_sleep_millisecs (mm/ksm.c).
-    let default = pass_seconds(work.pages, 100, 20).unwrap_or(f64::INFINITY);
-    if default >= target as f64 {
+    let default_seconds = pass_seconds(work.pages, 100, 20).unwrap_or(f64::INFINITY);
+    if default_seconds >= target as f64 {
         return Ok(rule.ok("the advisor is on, and its target is within reach", value));
     }
     work.complete?;
     if work.pages == Pages::ZERO {
         return Ok(rule.not_applicable("nothing to scan", value));
     }
-    let wanted = (default / 10.0).ceil().max(1.0);
-    let title =
-        format!("the advisor stretches a pass to {target} s; the defaults would take {}", format_duration(default));
+    let new_target = (default_seconds / 10.0).ceil().max(1.0);
+    let title = format!(
+        "the advisor stretches a pass to {target} s; the defaults would take {}",
+        format_duration(default_seconds)
+    );
     Ok(rule
         .warn(title, value)
-        .remedy([set_command("advisor_target_scan_time", wanted)])
-        .verify(is_set_command("advisor_target_scan_time", wanted)))
+        .remedy([set_command("advisor_target_scan_time", new_target)])
+        .verify(is_set_command("advisor_target_scan_time", new_target)))
 }
 
 fn mode(reading: &Reading<String>) -> String {
@@ -283,9 +285,9 @@ fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Ru
         return Ok(rule.not_applicable("smart scan came with 6.7", "absent"));
     }
     if *require("smart_scan", &ksm.smart_scan)? == 0 {
-        let finding = if tracked(ksm)? == Pages::ZERO { Verdict::NotApplicable } else { Verdict::Warn };
+        let verdict = if tracked(ksm)? == Pages::ZERO { Verdict::NotApplicable } else { Verdict::Warn };
         return Ok(rule
-            .finding(finding, "every pass scans every page", "smart_scan = 0")
+            .finding(verdict, "every pass scans every page", "smart_scan = 0")
             .remedy([set_command("smart_scan", 1)])
             .verify(is_set_command("smart_scan", 1)));
     }
@@ -303,14 +305,14 @@ const SETTLED_PASSES: u64 = 3;
 /// Only ksmd's own counters can show that the setting is harmless when off. Without a single chain after a few passes,
 /// no content, zeros included, has more than `max_page_sharing` copies. That is little if it is less than a hundredth
 /// of the pages ksmd scans. Otherwise only a census can tell.
-fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if *require("use_zero_pages", &ksm.use_zero_pages)? != 0 {
         let placed = ksm.ksm_zero_pages.as_ref().map_or_else(ToString::to_string, ToString::to_string);
         return Ok(rule.ok("pages of zeros go to the zero page", format!("use_zero_pages = 1, {placed} placed")));
     }
     let value = "use_zero_pages = 0";
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable("nothing is enrolled", value));
     }
     let passes = *require("full_scans", &ksm.full_scans)?;
@@ -335,35 +337,35 @@ fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
 const MAX_CHAIN_COST_PERCENT: u64 = 5;
 
 /// Frames lost to chains are a warning if they are a noticeable part of the savings.
-fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let chains = *require("stable_node_chains", &ksm.stable_node_chains)?;
     let dups = *require("stable_node_dups", &ksm.stable_node_dups)?;
     let sharing = *require("pages_sharing", &ksm.pages_sharing)?;
     let limit = *require("max_page_sharing", &ksm.max_page_sharing)?;
-    let lost = dups.saturating_sub(chains);
-    let bytes = bytes_of(facts.page_size, Pages(lost));
+    let extra_copies = dups.saturating_sub(chains);
+    let bytes = bytes_of(facts.page_size, Pages(extra_copies));
     let value = format!(
         "stable_node_chains = {chains}, stable_node_dups = {dups}, max_page_sharing = {limit}: {bytes} in further copies"
     );
-    if !is_at_least_percent(lost, sharing.saturating_add(lost), MAX_CHAIN_COST_PERCENT) {
+    if !is_at_least_percent(extra_copies, sharing.saturating_add(extra_copies), MAX_CHAIN_COST_PERCENT) {
         return Ok(rule.ok("chains cost next to nothing", value));
     }
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, value));
     }
-    let wanted = limit.saturating_mul(4).clamp(256, i32::MAX as u64);
+    let new_limit = limit.saturating_mul(4).clamp(256, i32::MAX as u64);
     Ok(with_remerge_remedy(
         rule.warn("chains keep many copies of one content", value),
         facts,
         "max_page_sharing",
-        wanted,
+        new_limit,
     ))
 }
 
 /// More than two nodes is a warning, as ksm.rst advises 0 for "systems with more nodes, at significant NUMA distances".
 /// With two nodes either setting is fine.
-fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.merge_across_nodes == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("the kernel knows no nodes", "absent"));
@@ -375,7 +377,7 @@ fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Rul
         (0 | 1, _) => rule.not_applicable("one node", value),
         (_, 0) => rule.ok("each node merges for itself", value),
         (2, _) => rule.ok("two nodes share merged pages", value),
-        _ if !anything_enrolled(facts, fleet)? => rule.not_applicable("nothing is enrolled", value),
+        _ if !anything_enrolled(facts, host_processes)? => rule.not_applicable("nothing is enrolled", value),
         _ => with_remerge_remedy(
             rule.warn(format!("{nodes} nodes share merged pages"), value),
             facts,
@@ -423,7 +425,7 @@ pub(super) fn saved(facts: &HostFacts) -> Result<Bytes, MissingReading> {
 
 /// A stopped ksmd with merged pages is a warning: the savings are real, but their figures are outdated. Before the
 /// first complete pass there is no verdict.
-fn judge_counters(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+fn judge_counters(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let run = *require("run", &ksm.run)?;
     let passes = *require("full_scans", &ksm.full_scans)?;
@@ -432,7 +434,7 @@ fn judge_counters(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> 
     if run != 1 {
         return Ok(if tracked == Pages::ZERO {
             rule.not_applicable("nothing is counted", value)
-        } else if !anything_enrolled(facts, fleet)? {
+        } else if !anything_enrolled(facts, host_processes)? {
             rule.not_applicable(STALE_COUNTERS_TITLE, value)
         } else {
             rule.warn("the counters are those of the last scan", value)
@@ -443,7 +445,7 @@ fn judge_counters(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> 
     if passes > 0 {
         return Ok(rule.ok("ksmd has completed passes", value));
     }
-    if !anything_enrolled(facts, fleet)? {
+    if !anything_enrolled(facts, host_processes)? {
         return Ok(rule.not_applicable("nothing is enrolled", value));
     }
     Ok(rule

@@ -66,7 +66,8 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
         tuners => tuners?,
     };
     let daemons: Vec<_> = tuners.iter().copied().filter(|tuner| tuner.writes_rate()).collect();
-    let stop = |which: &[Tuner]| which.iter().flat_map(|tuner| tuner.stop_commands()).copied().collect::<Vec<_>>();
+    let stop_commands =
+        |tuners: &[Tuner]| tuners.iter().flat_map(|tuner| tuner.stop_commands()).copied().collect::<Vec<_>>();
     Ok(match daemons.as_slice() {
         [] if !facts.rewritten_settings.is_empty() => rule
             .warn("another program changes KSM's settings now", facts.rewritten_settings.join(", "))
@@ -80,23 +81,23 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
             .remedy(
                 ["tuned-adm active", "# realtime-virtual-host and cpu-partitioning do; another profile does not:"]
                     .into_iter()
-                    .chain(stop(&[Tuner::Tuned])),
+                    .chain(stop_commands(&[Tuner::Tuned])),
             )
             .verify("tuned-adm active | grep -v -e realtime-virtual-host -e cpu-partitioning"),
         [] if tuners.is_empty() => rule.ok("no program that is known to tune KSM runs", describe_pace_changes(facts)),
         [] => rule.ok("nothing tunes KSM after boot", tuner_names(&tuners)),
-        [one] => rule
-            .warn(format!("{} tunes KSM", one.name()), tuner_names(&tuners))
+        [daemon] => rule
+            .warn(format!("{} tunes KSM", daemon.name()), tuner_names(&tuners))
             .remedy(
                 ["# to set KSM by hand instead:"]
                     .into_iter()
-                    .chain(stop(&[*one]))
+                    .chain(stop_commands(&[*daemon]))
                     .chain(["# it may have stopped ksmd at the end: cat /sys/kernel/mm/ksm/run"]),
             )
             .verify("pagefold doctor"),
         several => rule
             .fail(format!("{} programs tune KSM against each other", several.len()), tuner_names(&tuners))
-            .remedy(["# keep one of them and stop the others:"].into_iter().chain(stop(several)))
+            .remedy(["# keep one of them and stop the others:"].into_iter().chain(stop_commands(several)))
             .verify("pagefold doctor"),
     })
 }

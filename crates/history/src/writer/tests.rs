@@ -61,13 +61,13 @@ fn committed_rows_are_read_back() {
     assert!(!writer.is_pending());
     let mut reader = HistoryReader::open(&path).unwrap();
     assert_eq!(reader.last_sample_time().unwrap(), Some(NOW_SECONDS + 10.0));
-    let kept = reader.load_span(0.0, f64::INFINITY).unwrap();
-    assert_eq!((kept.host.as_str(), kept.samples.len()), ("node17", 2));
-    assert_eq!(kept.samples[1], HistorySample::from_status(&status, 1));
-    let times: Vec<u64> = kept.decisions.iter().map(|decision| decision.time_ms).collect();
+    let span = reader.load_span(0.0, f64::INFINITY).unwrap();
+    assert_eq!((span.host.as_str(), span.samples.len()), ("node17", 2));
+    assert_eq!(span.samples[1], HistorySample::from_status(&status, 1));
+    let times: Vec<u64> = span.decisions.iter().map(|decision| decision.time_ms).collect();
     assert_eq!(times, [1_794_999_000_000, 1_795_000_000_000, 1_795_000_009_000, 1_795_000_009_000]);
-    assert_eq!(kept.footprints.len(), status.tracked_processes.len().min(MAX_FOOTPRINTS_PER_NOTE));
-    assert!(kept.footprints.iter().any(|footprint| footprint.kind == WorkloadKind::Vm));
+    assert_eq!(span.footprints.len(), status.tracked_processes.len().min(MAX_FOOTPRINTS_PER_NOTE));
+    assert!(span.footprints.iter().any(|footprint| footprint.kind == WorkloadKind::Vm));
     assert_eq!(reader.load_span(NOW_SECONDS + 1.0, NOW_SECONDS + 20.0).unwrap().samples.len(), 1);
 }
 
@@ -138,9 +138,9 @@ fn short_pass_is_timed_between_samples() {
     moment.time += 10.0;
     writer.note_status(&moment);
     writer.commit().unwrap();
-    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
-    assert_eq!(kept.samples.len(), 3, "samples for measuring a pass are not stored");
-    assert!((kept.passes[0].seconds_to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", kept.passes[0]);
+    let span = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
+    assert_eq!(span.samples.len(), 3, "samples for measuring a pass are not stored");
+    assert!((span.passes[0].seconds_to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", span.passes[0]);
 }
 
 #[test]
@@ -162,9 +162,9 @@ fn old_samples_are_thinned() {
     writer.samples = all.into_iter().map(sample).collect();
     writer.commit().unwrap();
     thin_tables(&mut writer.connection, end, HistoryLimits::default()).unwrap();
-    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples;
+    let thinned = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples;
     let within = |from: i64, to: i64| {
-        kept.iter().filter(|sample| (from..to).contains(&(end - seconds_to_millis(sample.time)))).count() as i64
+        thinned.iter().filter(|sample| (from..to).contains(&(end - seconds_to_millis(sample.time)))).count() as i64
     };
     let near = |count: i64, expect: i64| assert!((count - expect).abs() <= 2, "{count} instead of {expect}");
     near(within(0, MILLIS_PER_DAY), MILLIS_PER_DAY / 20_000);
@@ -175,7 +175,7 @@ fn old_samples_are_thinned() {
     assert_eq!(within(366 * MILLIS_PER_DAY + 1, i64::MAX), 0);
     // Thinning again changes nothing.
     thin_tables(&mut writer.connection, end, HistoryLimits::default()).unwrap();
-    assert_eq!(HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples, kept);
+    assert_eq!(HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples, thinned);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn files_stay_within_their_bound() {
     let (_folder, path, mut writer) = new_writer(limits, NOW_SECONDS);
     let mut status = status(NOW_SECONDS);
     let long = TrackedProcessReport { label: "x".repeat(5000), ..status.tracked_processes[0].clone() };
-    let mut most = 0;
+    let mut max_bytes = 0;
     for minute in 0..250_u32 {
         for second in 0..6_u32 {
             status.time = NOW_SECONDS + f64::from(minute * 60 + second * 10);
@@ -196,13 +196,13 @@ fn files_stay_within_their_bound() {
         }
         writer.note_footprints(status.time, &vec![long.clone(); 100]);
         writer.commit().unwrap();
-        most = most.max(total_file_bytes(&path));
+        max_bytes = max_bytes.max(total_file_bytes(&path));
     }
-    assert!(most <= limits.max_bytes, "{most} bytes");
-    assert!(most >= limits.max_bytes / 3, "{most} bytes: the limit was not reached");
-    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
-    assert_eq!(kept.samples.last().map(|sample| sample.time), Some(status.time), "the latest sample stays");
-    assert!(kept.samples.len() < 1500 && !kept.footprints.is_empty());
+    assert!(max_bytes <= limits.max_bytes, "{max_bytes} bytes");
+    assert!(max_bytes >= limits.max_bytes / 3, "{max_bytes} bytes: the limit was not reached");
+    let span = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
+    assert_eq!(span.samples.last().map(|sample| sample.time), Some(status.time), "the latest sample stays");
+    assert!(span.samples.len() < 1500 && !span.footprints.is_empty());
 }
 
 fn decision() -> DecisionReport {
@@ -236,8 +236,8 @@ fn reader_of_the_log_only_delays_writes() {
     writer.connection.busy_timeout(std::time::Duration::ZERO).unwrap();
     let reader = Connection::open(&path).unwrap();
     reader.execute_batch("BEGIN; SELECT count(*) FROM sample;").unwrap();
-    let held = write(&mut writer, 1000);
-    assert!(matches!(held, Err(Error::LogBlockedByReader(_)) | Err(Error::Database(..))), "{held:?}");
+    let result = write(&mut writer, 1000);
+    assert!(matches!(result, Err(Error::LogBlockedByReader(_)) | Err(Error::Database(..))), "{result:?}");
     assert!(total_file_bytes(&path) <= limits.max_bytes, "{} bytes", total_file_bytes(&path));
     drop(reader);
     write(&mut writer, 2).unwrap();

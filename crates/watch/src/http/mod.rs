@@ -88,14 +88,13 @@ impl Server {
         let listener = TcpListener::bind(address)?;
         let address = listener.local_addr()?;
         listener.set_nonblocking(true)?;
-        let places = Arc::new(ResponseSlots::new(MAX_CONNECTIONS, MAX_EVENT_STREAMS));
-        let shared =
-            Arc::new(ServerState { listener, host_names, board, slots: places, closed: AtomicBool::new(false) });
-        let accepting = thread::Builder::new().name("http".to_owned()).stack_size(THREAD_STACK_BYTES).spawn({
+        let slots = Arc::new(ResponseSlots::new(MAX_CONNECTIONS, MAX_EVENT_STREAMS));
+        let shared = Arc::new(ServerState { listener, host_names, board, slots, closed: AtomicBool::new(false) });
+        let accept_thread = thread::Builder::new().name("http".to_owned()).stack_size(THREAD_STACK_BYTES).spawn({
             let shared = Arc::clone(&shared);
             move || run_accept_loop(&shared)
         })?;
-        Ok(Self { address, shared, accept_thread: Some(accepting) })
+        Ok(Self { address, shared, accept_thread: Some(accept_thread) })
     }
 
     /// The address at which it listens.
@@ -110,8 +109,8 @@ impl Drop for Server {
         self.shared.closed.store(true, Ordering::Relaxed);
         // On Linux this ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, Shutdown::Both);
-        if let Some(accepting) = self.accept_thread.take() {
-            let _ = accepting.join();
+        if let Some(accept_thread) = self.accept_thread.take() {
+            let _ = accept_thread.join();
         }
     }
 }
@@ -124,15 +123,15 @@ fn run_accept_loop(shared: &Arc<ServerState>) {
         queue.wait_for_requests(&shared.listener, &shared.host_names, pause, &mut waiting);
         waiting.sort_by_key(request_priority);
         waiting.truncate(MAX_WAITING_REQUESTS);
-        let mut left = Vec::new();
+        let mut remaining = Vec::new();
         for (stream, request) in waiting.drain(..) {
             let stream = Arc::new(stream);
-            match if left.is_empty() { shared.slots.acquire(&stream) } else { None } {
-                Some(place) => spawn_response(stream, request, place, shared),
-                None => left.extend(Arc::into_inner(stream).map(|stream| (stream, request))),
+            match if remaining.is_empty() { shared.slots.acquire(&stream) } else { None } {
+                Some(slot) => spawn_response(stream, request, slot, shared),
+                None => remaining.extend(Arc::into_inner(stream).map(|stream| (stream, request))),
             }
         }
-        waiting = left;
+        waiting = remaining;
     }
 }
 
@@ -149,7 +148,7 @@ fn request_priority((_, request): &ReceivedRequest) -> u8 {
 fn spawn_response(
     stream: Arc<TcpStream>,
     request: Result<request::HttpRequest, HttpResponse>,
-    place: ResponseSlot,
+    slot: ResponseSlot,
     shared: &Arc<ServerState>,
 ) {
     let shared = Arc::clone(shared);
@@ -159,16 +158,16 @@ fn spawn_response(
             Err(refusal) => RouteReply::Response(refusal),
         };
         // Errors concern only this peer.
-        let _ = send_reply(&stream, reply, &place, &shared.board);
+        let _ = send_reply(&stream, reply, &slot, &shared.board);
     });
 }
 
-fn send_reply(stream: &TcpStream, reply: RouteReply, place: &ResponseSlot, board: &StatusBoard) -> io::Result<()> {
+fn send_reply(stream: &TcpStream, reply: RouteReply, slot: &ResponseSlot, board: &StatusBoard) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     match reply {
         RouteReply::Response(answer) => answer.send(stream),
-        RouteReply::EventStream if place.reserve_event_stream() => response::send_events(stream, board),
+        RouteReply::EventStream if slot.reserve_event_stream() => response::send_events(stream, board),
         RouteReply::EventStream => HttpResponse::refusal(503, "too many event streams").send(stream),
     }
 }

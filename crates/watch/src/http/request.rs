@@ -96,7 +96,9 @@ impl HttpRequest {
             None => (target.to_owned(), None),
         };
         let accepted = |value: &[u8]| {
-            value.windows(OPENMETRICS_MEDIA_TYPE.len()).any(|at| at.eq_ignore_ascii_case(OPENMETRICS_MEDIA_TYPE))
+            value
+                .windows(OPENMETRICS_MEDIA_TYPE.len())
+                .any(|window| window.eq_ignore_ascii_case(OPENMETRICS_MEDIA_TYPE))
         };
         Ok(Some(Self { path, query, accepts_openmetrics: values("accept").any(accepted) }))
     }
@@ -111,10 +113,10 @@ fn is_own_host(host: &str, names: &[String]) -> bool {
         Some((address, port)) => return address.parse().is_ok_and(|ip: IpAddr| ip.is_ipv6()) && is_port(port),
         None => host.split_at(host.find(':').unwrap_or(host.len())),
     };
-    let known = name.parse().is_ok_and(|ip: IpAddr| ip.is_ipv4())
+    let is_own = name.parse().is_ok_and(|ip: IpAddr| ip.is_ipv4())
         || name.eq_ignore_ascii_case("localhost")
-        || names.iter().any(|ours| ours.eq_ignore_ascii_case(name));
-    known && is_port(port)
+        || names.iter().any(|own_name| own_name.eq_ignore_ascii_case(name));
+    is_own && is_port(port)
 }
 
 /// Empty, or a colon and a number.
@@ -133,7 +135,7 @@ mod tests {
 
     #[test]
     fn only_own_hosts_are_accepted() {
-        let check = |host: &str, ours| assert_eq!(is_own_host(host, &["node17".to_owned()]), ours, "{host}");
+        let check = |host: &str, expected| assert_eq!(is_own_host(host, &["node17".to_owned()]), expected, "{host}");
         for host in ["127.0.0.1", "127.0.0.1:9750", "[::1]:9750", "[::1]", "localhost", "LOCALHOST:1", "Node17:9750"] {
             check(host, true);
         }

@@ -41,14 +41,14 @@ impl RequestQueue {
     /// An empty queue. It uses at most a quarter of the descriptors that this process may have.
     pub fn new() -> Self {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        let most = limit.map_or(MAX_PENDING_CONNECTIONS, |limit| {
+        let max_pending = limit.map_or(MAX_PENDING_CONNECTIONS, |limit| {
             usize::try_from(limit / 4).unwrap_or(MAX_PENDING_CONNECTIONS).clamp(1, MAX_PENDING_CONNECTIONS)
         });
-        Self { pending: VecDeque::new(), max_pending: most }
+        Self { pending: VecDeque::new(), max_pending }
     }
 
     /// Wait until something happens, at most this long; then accept new connections and read available bytes. Complete
-    /// requests, and refusals of invalid ones, go to `arrived`.
+    /// requests, and refusals of invalid ones, go to `received`.
     pub fn wait_for_requests(
         &mut self,
         listener: &TcpListener,
@@ -57,9 +57,10 @@ impl RequestQueue {
         received: &mut Vec<ReceivedRequest>,
     ) {
         let now = Instant::now();
-        let first = self.pending.front().map_or(max_wait, |oldest| oldest.deadline.saturating_duration_since(now));
-        let timeout = Timespec::try_from(first.min(max_wait)).unwrap_or_default();
-        let streams = self.pending.iter().map(|arriving| PollFd::new(&arriving.stream, PollFlags::IN));
+        let until_deadline =
+            self.pending.front().map_or(max_wait, |oldest| oldest.deadline.saturating_duration_since(now));
+        let timeout = Timespec::try_from(until_deadline.min(max_wait)).unwrap_or_default();
+        let streams = self.pending.iter().map(|connection| PollFd::new(&connection.stream, PollFlags::IN));
         let mut polled: Vec<PollFd<'_>> = [PollFd::new(listener, PollFlags::IN)].into_iter().chain(streams).collect();
         match poll(&mut polled, Some(&timeout)) {
             Ok(_) | Err(Errno::INTR) => {}
@@ -69,9 +70,9 @@ impl RequestQueue {
         let ready: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
         drop(polled);
         let now = Instant::now();
-        let all = std::mem::take(&mut self.pending);
-        for (arriving, ready) in all.into_iter().zip(&ready[1..]) {
-            self.read_request(arriving, *ready, now, host_names, received);
+        let connections = std::mem::take(&mut self.pending);
+        for (connection, ready) in connections.into_iter().zip(&ready[1..]) {
+            self.read_request(connection, *ready, now, host_names, received);
         }
         if ready[0] {
             self.accept_connections(listener, host_names, received);
@@ -81,25 +82,25 @@ impl RequestQueue {
     /// Read the available bytes of a request.
     fn read_request(
         &mut self,
-        mut one: PendingConnection,
+        mut connection: PendingConnection,
         ready: bool,
         now: Instant,
         names: &[String],
-        arrived: &mut Vec<ReceivedRequest>,
+        received: &mut Vec<ReceivedRequest>,
     ) {
-        match if ready { one.head.read(&one.stream, names) } else { Ok(None) } {
-            Ok(Some(Some(request))) => arrived.push((one.stream, Ok(request))),
+        match if ready { connection.head.read(&connection.stream, names) } else { Ok(None) } {
+            Ok(Some(Some(request))) => received.push((connection.stream, Ok(request))),
             // The peer closed the connection without sending anything.
             Ok(Some(None)) => {}
-            Ok(None) if now >= one.deadline => {
-                arrived.push((one.stream, Err(HttpResponse::refusal(408, "the request took too long"))));
+            Ok(None) if now >= connection.deadline => {
+                received.push((connection.stream, Err(HttpResponse::refusal(408, "the request took too long"))));
             }
-            Ok(None) => self.pending.push_back(one),
-            Err(refusal) => arrived.push((one.stream, Err(refusal))),
+            Ok(None) => self.pending.push_back(connection),
+            Err(refusal) => received.push((connection.stream, Err(refusal))),
         }
     }
 
-    fn accept_connections(&mut self, listener: &TcpListener, names: &[String], arrived: &mut Vec<ReceivedRequest>) {
+    fn accept_connections(&mut self, listener: &TcpListener, names: &[String], received: &mut Vec<ReceivedRequest>) {
         for _ in 0..MAX_ACCEPTS_PER_POLL {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
@@ -121,9 +122,10 @@ impl RequestQueue {
                 self.pending.pop_front();
             }
             let now = Instant::now();
-            let arriving = PendingConnection { stream, head: PartialRequest::default(), deadline: now + MAX_READ_TIME };
+            let connection =
+                PendingConnection { stream, head: PartialRequest::default(), deadline: now + MAX_READ_TIME };
             // Most requests arrive together with their connection.
-            self.read_request(arriving, true, now, names, arrived);
+            self.read_request(connection, true, now, names, received);
         }
     }
 }

@@ -89,12 +89,12 @@ impl HttpResponse {
 /// The peer has closed the connection or takes too long.
 pub fn send_events(stream: &TcpStream, board: &StatusBoard) -> io::Result<()> {
     send_all(stream, format!("{}\r\nretry: 2000\n\n", response_head(200, "text/event-stream")).as_bytes())?;
-    let mut seen = 0;
+    let mut last_number = 0;
     while !board.is_closed() {
-        match board.wait_for_newer(seen, HEARTBEAT_INTERVAL) {
-            Some(sheet) => {
-                seen = sheet.number;
-                send_all(stream, format!("id: {seen}\nevent: status\ndata: {}\n\n", sheet.json).as_bytes())?;
+        match board.wait_for_newer(last_number, HEARTBEAT_INTERVAL) {
+            Some(published) => {
+                last_number = published.number;
+                send_all(stream, format!("id: {last_number}\nevent: status\ndata: {}\n\n", published.json).as_bytes())?;
             }
             None => send_all(stream, b":\n\n")?,
         }
@@ -126,13 +126,13 @@ fn response_head(status: u16, kind: &str) -> String {
 
 /// Send bytes within [`MAX_SEND_TIME`], however slow the peer is.
 fn send_all(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
-    let until = Instant::now() + MAX_SEND_TIME;
+    let deadline = Instant::now() + MAX_SEND_TIME;
     while !bytes.is_empty() {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        stream.set_write_timeout(Some(left))?;
+        stream.set_write_timeout(Some(remaining))?;
         match stream.write(bytes) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(sent) => bytes = &bytes[sent..],
@@ -146,18 +146,18 @@ fn send_all(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
 /// Read what the peer still sends. Closing earlier would reset the connection, and the peer could lose the answer.
 fn drain_peer(mut stream: &TcpStream) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)?;
-    let until = Instant::now() + MAX_DRAIN_TIME;
+    let deadline = Instant::now() + MAX_DRAIN_TIME;
     let mut chunk = [0; 8 << 10];
     let mut read = 0;
     while read < MAX_DRAIN_BYTES {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
             break;
         }
-        stream.set_read_timeout(Some(left))?;
+        stream.set_read_timeout(Some(remaining))?;
         match stream.read(&mut chunk)? {
             0 => break,
-            more => read += more,
+            count => read += count,
         }
     }
     Ok(())

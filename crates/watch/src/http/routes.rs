@@ -30,14 +30,14 @@ pub fn route(request: &HttpRequest, board: &StatusBoard) -> RouteReply {
     route_with_max_age(request, board, MAX_STATUS_AGE)
 }
 
-fn route_with_max_age(request: &HttpRequest, board: &StatusBoard, fresh: Duration) -> RouteReply {
-    let latest = |answer: &dyn Fn(PublishedStatus) -> HttpResponse| {
+fn route_with_max_age(request: &HttpRequest, board: &StatusBoard, max_age: Duration) -> RouteReply {
+    let answer_latest = |answer: &dyn Fn(PublishedStatus) -> HttpResponse| {
         let answer = match board.latest() {
             None => HttpResponse::refusal(503, "the daemon has no status yet"),
-            Some(sheet) if sheet.published_at.elapsed() > fresh => {
+            Some(published) if published.published_at.elapsed() > max_age => {
                 HttpResponse::refusal(503, "the daemon hangs: its status is too old")
             }
-            Some(sheet) => answer(sheet),
+            Some(published) => answer(published),
         };
         answer.into()
     };
@@ -46,9 +46,11 @@ fn route_with_max_age(request: &HttpRequest, board: &StatusBoard, fresh: Duratio
         ("/metrics", _) => {
             let format =
                 if request.accepts_openmetrics { MetricsFormat::OpenMetrics } else { MetricsFormat::Prometheus };
-            latest(&|sheet| HttpResponse::text(format.media_type(), metrics::render_metrics(&sheet.status, format)))
+            answer_latest(&|published| {
+                HttpResponse::text(format.media_type(), metrics::render_metrics(&published.status, format))
+            })
         }
-        ("/api/status", None) => latest(&|sheet| HttpResponse::json(sheet.json)),
+        ("/api/status", None) => answer_latest(&|published| HttpResponse::json(published.json)),
         ("/api/history", query) => match parse_since(query) {
             Some(since) => HttpResponse::json(wire::to_json_line(&board.history(since)).into()).into(),
             None => HttpResponse::refusal(400, "since is a time in seconds since 1970: /api/history?since=1790000000")
@@ -76,9 +78,9 @@ mod tests {
         let board = StatusBoard::default();
         board.publish(serde_json::from_str(include_str!("../../../../fixtures/status.json")).unwrap());
         let request = |path: &str| HttpRequest { path: path.to_owned(), query: None, accepts_openmetrics: false };
-        for (path, old) in [("/metrics", 503), ("/api/status", 503), ("/", 200), ("/api/history", 200)] {
-            for (fresh, expect) in [(Duration::from_secs(3600), 200), (Duration::ZERO, old)] {
-                let RouteReply::Response(answer) = route_with_max_age(&request(path), &board, fresh) else {
+        for (path, stale_status) in [("/metrics", 503), ("/api/status", 503), ("/", 200), ("/api/history", 200)] {
+            for (max_age, expect) in [(Duration::from_secs(3600), 200), (Duration::ZERO, stale_status)] {
+                let RouteReply::Response(answer) = route_with_max_age(&request(path), &board, max_age) else {
                     panic!("expected a response, not a stream")
                 };
                 assert_eq!(answer.status, expect, "{path}");

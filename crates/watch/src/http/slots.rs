@@ -37,10 +37,10 @@ impl ResponseSlots {
     /// Take a slot for the answer to a peer. If there is none, the oldest answer that has had its minimum time is cut
     /// off, and its slot becomes free soon.
     pub fn acquire(self: &Arc<Self>, peer: &Arc<TcpStream>) -> Option<ResponseSlot> {
-        let mut taken = self.lock_used();
-        if taken.len() < self.max_slots {
-            let number = taken.last_key_value().map_or(0, |(last, _)| last + 1);
-            taken.insert(
+        let mut used = self.lock_used();
+        if used.len() < self.max_slots {
+            let number = used.last_key_value().map_or(0, |(last, _)| last + 1);
+            used.insert(
                 number,
                 UsedSlot {
                     taken_at: Instant::now(),
@@ -51,9 +51,8 @@ impl ResponseSlots {
             );
             return Some(ResponseSlot { slots: Arc::clone(self), number });
         }
-        let mut answers = taken.values_mut().filter(|answer| !answer.is_event_stream && !answer.is_cut_off);
-        if let Some(oldest) = answers.next().filter(|answer| answer.taken_at.elapsed() >= MAX_RESPONSE_TIME_UNDER_LOAD)
-        {
+        let mut cuttable = used.values_mut().filter(|slot| !slot.is_event_stream && !slot.is_cut_off);
+        if let Some(oldest) = cuttable.next().filter(|slot| slot.taken_at.elapsed() >= MAX_RESPONSE_TIME_UNDER_LOAD) {
             oldest.is_cut_off = true;
             // A peer that has gone has no connection to shut down.
             let _ = oldest.peer.shutdown(Shutdown::Both);
@@ -76,11 +75,11 @@ pub struct ResponseSlot {
 impl ResponseSlot {
     /// Use it for an event stream from now on; `false` if the maximum number of streams is reached.
     pub fn reserve_event_stream(&self) -> bool {
-        let mut taken = self.slots.lock_used();
-        let free = taken.values().filter(|answer| answer.is_event_stream).count() < self.slots.max_event_streams;
-        match taken.get_mut(&self.number) {
-            Some(own) if free && !own.is_cut_off => {
-                own.is_event_stream = true;
+        let mut used = self.slots.lock_used();
+        let free = used.values().filter(|slot| slot.is_event_stream).count() < self.slots.max_event_streams;
+        match used.get_mut(&self.number) {
+            Some(slot) if free && !slot.is_cut_off => {
+                slot.is_event_stream = true;
                 true
             }
             _ => false,

@@ -8,37 +8,37 @@ use pagefold_daemon::wire::{
 use pagefold_doctor::wire::VerdictName;
 use std::ops::Add;
 
-pub fn write_status(status: &StatusReport, to: &mut Exposition) {
-    write_daemon(status, to);
-    write_host(status, to);
+pub fn write_status(status: &StatusReport, out: &mut Exposition) {
+    write_daemon(status, out);
+    write_host(status, out);
     if let Some(ksm) = &status.ksm {
-        write_ksm(ksm, to);
+        write_ksm(ksm, out);
     }
-    write_savings(status, to);
+    write_savings(status, out);
     if let Some(census) = &status.census {
-        write_page_classes(census, to);
+        write_page_classes(census, out);
     }
-    write_domains(status, to);
-    write_processes(status, to);
-    write_groups(status, to);
+    write_domains(status, out);
+    write_processes(status, out);
+    write_groups(status, out);
 }
 
-fn write_daemon(status: &StatusReport, to: &mut Exposition) {
+fn write_daemon(status: &StatusReport, out: &mut Exposition) {
     let samples = vec![(vec![("version", status.version.as_str())], 1.0)];
-    to.add_family(&MetricFamily {
+    out.add_family(&MetricFamily {
         kind: MetricKind::Gauge,
         name: "pagefold_build_info",
         help: "The running version of the daemon.",
         samples,
     });
     let start = Some(status.time - status.uptime_seconds);
-    to.add_gauge("pagefold_start_time_seconds", "Start time of the daemon, since 1970.", start);
-    to.add_gauge("pagefold_status_timestamp_seconds", "Time of these readings, since 1970.", Some(status.time));
+    out.add_gauge("pagefold_start_time_seconds", "Start time of the daemon, since 1970.", start);
+    out.add_gauge("pagefold_status_timestamp_seconds", "Time of these readings, since 1970.", Some(status.time));
 
     let modes =
         [("observe", DaemonModeName::Observe), ("advise", DaemonModeName::Advise), ("act", DaemonModeName::Act)];
     write_state_set(
-        to,
+        out,
         "pagefold_mode",
         "1 for the mode of the daemon, 0 for the other modes.",
         "mode",
@@ -53,50 +53,54 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
         ("yielding", DaemonStateName::Yielding),
     ];
     write_state_set(
-        to,
+        out,
         "pagefold_state",
         "1 for the state of the daemon, 0 for the other states.",
         "state",
         &states,
         status.state,
     );
-    write_daemon_resources(status, to);
-    write_decisions_and_findings(status, to);
+    write_daemon_resources(status, out);
+    write_decisions_and_findings(status, out);
 }
 
-fn write_daemon_resources(status: &StatusReport, to: &mut Exposition) {
-    to.add_gauge("pagefold_resident_bytes", "Resident memory of the daemon.", status.resident);
-    let uses = [("ksmd", status.cpu.ksmd), ("pagefold", status.cpu.pagefold)];
-    let of = |figure: fn(CpuUsageReport) -> f64| {
-        uses.iter().filter_map(|(who, cpu)| Some((vec![("of", *who)], figure((*cpu)?)))).collect::<Vec<_>>()
+fn write_daemon_resources(status: &StatusReport, out: &mut Exposition) {
+    out.add_gauge("pagefold_resident_bytes", "Resident memory of the daemon.", status.resident);
+    let usages = [("ksmd", status.cpu.ksmd), ("pagefold", status.cpu.pagefold)];
+    let samples_of = |figure: fn(CpuUsageReport) -> f64| {
+        usages
+            .iter()
+            .filter_map(|(component, cpu)| Some((vec![("of", *component)], figure((*cpu)?))))
+            .collect::<Vec<_>>()
     };
     let help = "CPU time since the daemon started.";
-    to.add_family(&MetricFamily {
+    out.add_family(&MetricFamily {
         kind: MetricKind::Counter,
         name: "pagefold_cpu_seconds",
         help,
-        samples: of(|cpu| cpu.seconds),
+        samples: samples_of(|cpu| cpu.seconds),
     });
     let help = "CPU time over the last minute, 1 for one CPU.";
-    to.add_family(&MetricFamily {
+    out.add_family(&MetricFamily {
         kind: MetricKind::Gauge,
         name: "pagefold_cpu_ratio",
         help,
-        samples: of(|cpu| cpu.percent / 100.0),
+        samples: samples_of(|cpu| cpu.percent / 100.0),
     });
 
     let bounds = &status.bounds;
     let help = "Limit of the mean CPU use of ksmd and the daemon together, 1 for one CPU.";
-    to.add_gauge("pagefold_bound_cpu_ratio", help, Some(bounds.cpu_percent / 100.0));
+    out.add_gauge("pagefold_bound_cpu_ratio", help, Some(bounds.cpu_percent / 100.0));
     let help = "CPU time left in the token bucket, negative after it was exceeded.";
-    to.add_gauge("pagefold_burst_available_seconds", help, Some(bounds.burst_available_seconds));
-    to.add_gauge("pagefold_bound_metadata_bytes", "Limit of ksmd's metadata.", bounds.metadata);
+    out.add_gauge("pagefold_burst_available_seconds", help, Some(bounds.burst_available_seconds));
+    out.add_gauge("pagefold_bound_metadata_bytes", "Limit of ksmd's metadata.", bounds.metadata);
 }
 
-fn write_decisions_and_findings(status: &StatusReport, to: &mut Exposition) {
-    let samples =
-        bounded_series(status.decisions_by_reason.iter().map(|(word, n)| (vec![("reason", &**word)], Some(*n))));
-    to.add_family(&MetricFamily {
+fn write_decisions_and_findings(status: &StatusReport, out: &mut Exposition) {
+    let samples = bounded_series(
+        status.decisions_by_reason.iter().map(|(reason, count)| (vec![("reason", &**reason)], Some(*count))),
+    );
+    out.add_family(&MetricFamily {
         kind: MetricKind::Counter,
         name: "pagefold_decisions",
         help: "Decisions by reason.",
@@ -112,67 +116,67 @@ fn write_decisions_and_findings(status: &StatusReport, to: &mut Exposition) {
     let count = |verdict| status.findings_by_verdict.get(&verdict).copied();
     let samples = bounded_series(verdicts.into_iter().map(|(name, verdict)| (vec![("verdict", name)], count(verdict))));
     let help = "Findings of the doctor by verdict, including ok.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_findings", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_findings", help, samples });
 }
 
-fn write_host(status: &StatusReport, to: &mut Exposition) {
+fn write_host(status: &StatusReport, out: &mut Exposition) {
     let memory = &status.memory;
-    to.add_gauge("pagefold_memory_size_bytes", "Memory of the host (MemTotal).", memory.total);
-    to.add_gauge("pagefold_memory_available_bytes", "Memory available to programs (MemAvailable).", memory.available);
-    to.add_gauge("pagefold_memory_free_bytes", "Unused memory (MemFree).", memory.free);
+    out.add_gauge("pagefold_memory_size_bytes", "Memory of the host (MemTotal).", memory.total);
+    out.add_gauge("pagefold_memory_available_bytes", "Memory available to programs (MemAvailable).", memory.available);
+    out.add_gauge("pagefold_memory_free_bytes", "Unused memory (MemFree).", memory.free);
     let help = "Anonymous memory in huge pages that are mapped as such (AnonHugePages).";
-    to.add_gauge("pagefold_memory_anon_huge_bytes", help, memory.anon_huge);
+    out.add_gauge("pagefold_memory_anon_huge_bytes", help, memory.anon_huge);
     let help = "Goal for MemAvailable; absent if all profitable merges are done.";
-    to.add_gauge("pagefold_goal_available_bytes", help, status.goal.keep_available);
+    out.add_gauge("pagefold_goal_available_bytes", help, status.goal.keep_available);
     let help = "Share of the last ten seconds in which some task waited for memory (PSI).";
-    to.add_gauge("pagefold_memory_pressure_ratio", help, memory.pressure_percent.map(|percent| percent / 100.0));
+    out.add_gauge("pagefold_memory_pressure_ratio", help, memory.pressure_percent.map(|percent| percent / 100.0));
     let help = "Huge pages that the kernel split since the daemon started, for any reason.";
-    to.add_counter("pagefold_huge_pages_split", help, status.huge_pages_split);
+    out.add_counter("pagefold_huge_pages_split", help, status.huge_pages_split);
 }
 
-fn write_ksm(ksm: &KsmReport, to: &mut Exposition) {
-    to.add_gauge("pagefold_ksm_run", "ksmd: 0 stopped, 1 running, 2 unmerging all pages.", ksm.run);
-    to.add_gauge(
+fn write_ksm(ksm: &KsmReport, out: &mut Exposition) {
+    out.add_gauge("pagefold_ksm_run", "ksmd: 0 stopped, 1 running, 2 unmerging all pages.", ksm.run);
+    out.add_gauge(
         "pagefold_ksm_batch_pages",
         "Pages that ksmd scans between two sleeps (pages_to_scan).",
         ksm.pages_to_scan,
     );
     let sleep = ksm.sleep_millisecs.map(|millis| millis as f64 / 1e3);
-    to.add_gauge("pagefold_ksm_sleep_seconds", "Time that ksmd sleeps between two batches (sleep_millisecs).", sleep);
-    to.add_gauge("pagefold_ksm_shared_pages", "Shared frames (pages_shared).", ksm.pages_shared);
-    to.add_gauge(
+    out.add_gauge("pagefold_ksm_sleep_seconds", "Time that ksmd sleeps between two batches (sleep_millisecs).", sleep);
+    out.add_gauge("pagefold_ksm_shared_pages", "Shared frames (pages_shared).", ksm.pages_shared);
+    out.add_gauge(
         "pagefold_ksm_sharing_pages",
         "Additional mappings of shared frames (pages_sharing).",
         ksm.pages_sharing,
     );
-    to.add_gauge("pagefold_ksm_unshared_pages", "Pages without a copy (pages_unshared).", ksm.pages_unshared);
-    to.add_gauge(
+    out.add_gauge("pagefold_ksm_unshared_pages", "Pages without a copy (pages_unshared).", ksm.pages_unshared);
+    out.add_gauge(
         "pagefold_ksm_volatile_pages",
         "Pages that change between scans (pages_volatile).",
         ksm.pages_volatile,
     );
-    to.add_gauge("pagefold_ksm_zero_pages", "Pages mapped to the zero page (ksm_zero_pages).", ksm.ksm_zero_pages);
-    to.add_counter(
+    out.add_gauge("pagefold_ksm_zero_pages", "Pages mapped to the zero page (ksm_zero_pages).", ksm.ksm_zero_pages);
+    out.add_counter(
         "pagefold_ksm_scanned_pages",
         "Pages scanned by ksmd since boot (pages_scanned).",
         ksm.pages_scanned,
     );
-    to.add_counter(
+    out.add_counter(
         "pagefold_ksm_skipped_pages",
         "Pages skipped by ksmd since boot (pages_skipped).",
         ksm.pages_skipped,
     );
-    to.add_counter("pagefold_ksm_full_scans", "Complete scans since boot (full_scans).", ksm.full_scans);
-    to.add_counter("pagefold_ksm_cow_pages", "COW breaks of merged pages since boot (cow_ksm).", ksm.cow_ksm);
-    to.add_gauge(
+    out.add_counter("pagefold_ksm_full_scans", "Complete scans since boot (full_scans).", ksm.full_scans);
+    out.add_counter("pagefold_ksm_cow_pages", "COW breaks of merged pages since boot (cow_ksm).", ksm.cow_ksm);
+    out.add_gauge(
         "pagefold_ksm_general_profit_bytes",
         "Savings less metadata, by the kernel's count (general_profit).",
         ksm.general_profit,
     );
 }
 
-fn write_savings(status: &StatusReport, to: &mut Exposition) {
-    to.add_gauge(
+fn write_savings(status: &StatusReport, out: &mut Exposition) {
+    out.add_gauge(
         "pagefold_saved_gross_bytes",
         "Gross savings by merging on this host, before metadata.",
         status.saved.gross,
@@ -182,7 +186,7 @@ fn write_savings(status: &StatusReport, to: &mut Exposition) {
     let samples = bounded_series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
     let help = "Savings by class: merged with equal pages, mapped to the kernel's zero page by KSM, or freed as zeros \
                 of split huge pages, which KSM does not count.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
     let zero = status.saved.zero.map(u64::cast_signed);
     let split_zero = split_zero.map(u64::cast_signed);
     let unmerged = || {
@@ -193,47 +197,51 @@ fn write_savings(status: &StatusReport, to: &mut Exposition) {
     let by_class = [("duplicate", net), ("zero", zero), ("split_zero", split_zero), ("unmerged", unmerged())];
     let samples = bounded_series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
     let help = "Net savings by class, less metadata. Pages that are not merged (unmerged) also have metadata.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });
-    to.add_gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for merging.", status.saved.metadata);
-    to.add_gauge(
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });
+    out.add_gauge(
+        "pagefold_saved_metadata_bytes",
+        "Metadata that the kernel keeps for merging.",
+        status.saved.metadata,
+    );
+    out.add_gauge(
         "pagefold_saved_net_bytes",
         "Net savings: gross savings less metadata, negative if the metadata is larger.",
         status.saved.net,
     );
     let passes = &status.passes;
-    to.add_counter("pagefold_passes", "Passes: a census, and a merge if it is profitable.", Some(passes.passes));
-    to.add_counter("pagefold_merges", "Passes that merged pages.", Some(passes.merges));
-    to.add_counter("pagefold_passes_seconds", "Total duration of all passes.", Some(passes.seconds));
+    out.add_counter("pagefold_passes", "Passes: a census, and a merge if it is profitable.", Some(passes.passes));
+    out.add_counter("pagefold_merges", "Passes that merged pages.", Some(passes.merges));
+    out.add_counter("pagefold_passes_seconds", "Total duration of all passes.", Some(passes.seconds));
     let help = "CPU time of all passes, including ksmd.";
-    to.add_counter("pagefold_passes_cpu_seconds", help, Some(passes.cpu_seconds));
+    out.add_counter("pagefold_passes_cpu_seconds", help, Some(passes.cpu_seconds));
     let help = "Predicted net savings of all merges since the daemon started.";
-    to.add_gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
-    to.add_gauge(
+    out.add_gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
+    out.add_gauge(
         "pagefold_measured_bytes",
         "Measured net savings of all merges since the daemon started.",
         Some(passes.measured),
     );
     if let Some(last) = &passes.last {
-        to.add_gauge("pagefold_last_pass_timestamp_seconds", "End of the last pass, since 1970.", Some(last.time));
-        to.add_gauge("pagefold_last_pass_duration_seconds", "Duration of the last pass.", Some(last.seconds));
-        to.add_gauge(
+        out.add_gauge("pagefold_last_pass_timestamp_seconds", "End of the last pass, since 1970.", Some(last.time));
+        out.add_gauge("pagefold_last_pass_duration_seconds", "Duration of the last pass.", Some(last.seconds));
+        out.add_gauge(
             "pagefold_last_pass_cpu_seconds",
             "CPU time of the last pass, including ksmd.",
             Some(last.cpu_seconds),
         );
     }
-    to.add_counter("pagefold_cow_pages", "COW breaks of merged pages since the daemon started.", status.cow_breaks);
+    out.add_counter("pagefold_cow_pages", "COW breaks of merged pages since the daemon started.", status.cow_breaks);
 }
 
-fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
+fn write_page_classes(census: &CensusTotalsReport, out: &mut Exposition) {
     let classes = &census.classes;
-    to.add_gauge("pagefold_census_timestamp_seconds", "Time of the last census of any process.", Some(census.time));
-    to.add_gauge(
+    out.add_gauge("pagefold_census_timestamp_seconds", "Time of the last census of any process.", Some(census.time));
+    out.add_gauge(
         "pagefold_census_processes",
         "Scanned processes; figures of each are from its last census.",
         Some(census.processes),
     );
-    to.add_gauge(
+    out.add_gauge(
         "pagefold_census_unscanned_processes",
         "Processes that the last census could not scan.",
         Some(census.unscanned_processes),
@@ -247,7 +255,7 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
     ];
     let samples = by_class.map(|(class, bytes)| (vec![("class", class)], bytes.to_f64())).into();
     let help = "Resident private anonymous memory by page class.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_bytes", help, samples });
     let by_partner = [
         ("process", classes.duplicate_within_process),
         ("domain", classes.duplicate_within_domain),
@@ -255,12 +263,12 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
     ];
     let samples = by_partner.map(|(nearest, bytes)| (vec![("nearest", nearest)], bytes.to_f64())).into();
     let help = "Duplicates by the place of the nearest copy.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_duplicate_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_duplicate_bytes", help, samples });
     let help = "Duplicates beyond one copy of each content.";
-    to.add_gauge("pagefold_census_redundant_bytes", help, Some(classes.redundant));
+    out.add_gauge("pagefold_census_redundant_bytes", help, Some(classes.redundant));
 }
 
-fn write_domains(status: &StatusReport, to: &mut Exposition) {
+fn write_domains(status: &StatusReport, out: &mut Exposition) {
     let figures: [GroupMetric<DomainSavingsReport>; 4] = [
         ("pagefold_domain_saved_bytes", "Estimated savings by merging in a trust domain.", |domain| domain.saved),
         ("pagefold_domain_merged_bytes", "Merged memory of a trust domain, including kept copies.", |domain| {
@@ -273,15 +281,15 @@ fn write_domains(status: &StatusReport, to: &mut Exposition) {
             Some(domain.tracked_processes)
         }),
     ];
-    write_group_metrics(to, &figures, &status.domains, |domain| vec![("domain", domain_name(&domain.name))]);
+    write_group_metrics(out, &figures, &status.domains, |domain| vec![("domain", domain_name(&domain.name))]);
     let net = |domain: &DomainSavingsReport| net_saved(domain.saved, domain.metadata);
     let samples =
         bounded_series(status.domains.iter().map(|domain| (vec![("domain", domain_name(&domain.name))], net(domain))));
     let help = "Estimated net savings of the processes in a trust domain, less the metadata of their pages.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
 }
 
-fn write_processes(status: &StatusReport, to: &mut Exposition) {
+fn write_processes(status: &StatusReport, out: &mut Exposition) {
     let states = [
         ("arriving", TrackingState::Arriving),
         ("tracked", TrackingState::Tracked),
@@ -293,16 +301,16 @@ fn write_processes(status: &StatusReport, to: &mut Exposition) {
     let count = |state| status.tracked_processes.iter().filter(|process| process.state == state).count() as u64;
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).to_f64())).into();
     let help = "Listed tracked processes by state.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_tracked_processes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_tracked_processes", help, samples });
     let known = status.tracked_processes.iter().filter(|process| process.footprint.is_some());
     let ages = || known.clone().map(|process| process.footprint_age_seconds);
     let help = "Listed tracked processes with an estimated footprint: their fair share was not read.";
     let estimated = ages().filter(Option::is_none).count() as u64;
-    to.add_gauge("pagefold_tracked_processes_footprint_estimated", help, Some(estimated));
+    out.add_gauge("pagefold_tracked_processes_footprint_estimated", help, Some(estimated));
     let help = "Maximum age of the fair share of a tracked process.";
-    to.add_gauge("pagefold_tracked_processes_footprint_age_max_seconds", help, ages().flatten().max());
+    out.add_gauge("pagefold_tracked_processes_footprint_age_max_seconds", help, ages().flatten().max());
     let help = "Tracked processes that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_tracked_processes_omitted", help, Some(status.tracked_processes_omitted));
+    out.add_gauge("pagefold_tracked_processes_omitted", help, Some(status.tracked_processes_omitted));
 
     let figures: [GroupMetric<TrackedProcessReport>; 4] = [
         (
@@ -326,7 +334,7 @@ fn write_processes(status: &StatusReport, to: &mut Exposition) {
             |process| process.saved,
         ),
     ];
-    write_group_metrics(to, &figures, &status.tracked_processes, |process| {
+    write_group_metrics(out, &figures, &status.tracked_processes, |process| {
         vec![("kind", kind_name(process.kind)), ("process", &*process.label), ("domain", domain_name(&process.domain))]
     });
 }
@@ -341,7 +349,7 @@ fn kind_name(kind: WorkloadKind) -> &'static str {
 }
 
 /// Write the metrics of workloads and cgroups.
-fn write_groups(status: &StatusReport, to: &mut Exposition) {
+fn write_groups(status: &StatusReport, out: &mut Exposition) {
     let figures: [GroupMetric<WorkloadReport>; 3] = [
         (
             "pagefold_workload_footprint_bytes",
@@ -359,13 +367,13 @@ fn write_groups(status: &StatusReport, to: &mut Exposition) {
     ];
     // Other processes have series by their name; with their PID each would be a new series.
     let workloads = status.workloads.iter().filter(|workload| workload.kind != WorkloadKind::Process);
-    write_group_metrics(to, &figures, workloads.clone(), workload_labels);
+    write_group_metrics(out, &figures, workloads.clone(), workload_labels);
     let net_of = |sum: &GroupFootprint| net_saved(sum.saved, sum.metadata);
     let samples = bounded_series(workloads.map(|workload| (workload_labels(workload), net_of(&workload.sum))));
     let help = "Estimated net savings of a virtual machine, container or job, less the metadata of its pages.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_workload_saved_net_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_workload_saved_net_bytes", help, samples });
     let help = "Workloads that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_workloads_omitted", help, Some(status.workloads_omitted));
+    out.add_gauge("pagefold_workloads_omitted", help, Some(status.workloads_omitted));
 
     let figures: [GroupMetric<CgroupReport>; 2] = [
         (
@@ -379,13 +387,13 @@ fn write_groups(status: &StatusReport, to: &mut Exposition) {
             |cgroup| cgroup.sum.saved,
         ),
     ];
-    write_group_metrics(to, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
+    write_group_metrics(out, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
     let samples =
         bounded_series(status.cgroups.iter().map(|cgroup| (vec![("cgroup", &*cgroup.path)], net_of(&cgroup.sum))));
     let help = "Estimated net savings of the tracked processes in a cgroup, less the metadata of their pages.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
     let help = "Cgroups that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_cgroups_omitted", help, Some(status.cgroups_omitted));
+    out.add_gauge("pagefold_cgroups_omitted", help, Some(status.cgroups_omitted));
 }
 
 /// The labels of a workload.
@@ -393,8 +401,7 @@ fn workload_labels(workload: &WorkloadReport) -> Labels<'_> {
     vec![("kind", kind_name(workload.kind)), ("workload", &*workload.name), ("domain", domain_name(&workload.domain))]
 }
 
-/// The domain as a label. Domains of a single process get a common label without the PID: otherwise each restart would
-/// be a new series.
+/// Net savings: gross savings less metadata.
 fn net_saved(saved: Option<u64>, metadata: Option<u64>) -> Option<i64> {
     Some(saved?.cast_signed() - metadata?.cast_signed())
 }
@@ -415,15 +422,15 @@ type GroupMetric<T> = (&'static str, &'static str, fn(&T) -> Option<u64>);
 /// Write a family for each figure. Items with equal labels are one series; the first [`MAX_NAMED_SERIES`] are named,
 /// and the rest is summed up.
 fn write_group_metrics<'a, T: 'a>(
-    to: &mut Exposition,
+    out: &mut Exposition,
     figures: &[GroupMetric<T>],
-    things: impl IntoIterator<Item = &'a T, IntoIter: Clone>,
+    items: impl IntoIterator<Item = &'a T, IntoIter: Clone>,
     labels: impl Fn(&'a T) -> Labels<'a>,
 ) {
-    let things = things.into_iter();
+    let items = items.into_iter();
     for (name, help, figure) in figures {
-        let samples = bounded_series(things.clone().map(|thing| (labels(thing), figure(thing))));
-        to.add_family(&MetricFamily { kind: MetricKind::Gauge, name, help, samples });
+        let samples = bounded_series(items.clone().map(|item| (labels(item), figure(item))));
+        out.add_family(&MetricFamily { kind: MetricKind::Gauge, name, help, samples });
     }
 }
 
@@ -434,10 +441,10 @@ fn bounded_series<'a, N: MetricValue + Add<Output = N> + Copy>(
 ) -> Vec<MetricSample<'a>> {
     let mut sums: Vec<(Labels, Option<N>)> = Vec::new();
     for (mut labels, value) in rows {
-        if sums.len() >= MAX_NAMED_SERIES && sums[..MAX_NAMED_SERIES].iter().all(|(known, _)| *known != labels) {
+        if sums.len() >= MAX_NAMED_SERIES && sums[..MAX_NAMED_SERIES].iter().all(|(named, _)| *named != labels) {
             labels.iter_mut().for_each(|(_, value)| *value = "others");
         }
-        match sums.iter_mut().find(|(known, _)| *known == labels) {
+        match sums.iter_mut().find(|(named, _)| *named == labels) {
             Some((_, sum)) => {
                 *sum = match (*sum, value) {
                     (Some(sum), Some(value)) => Some(sum + value),
@@ -452,13 +459,13 @@ fn bounded_series<'a, N: MetricValue + Add<Output = N> + Copy>(
 
 /// A metric that is 1 for the current state and 0 for the others.
 fn write_state_set<T: Copy + PartialEq>(
-    to: &mut Exposition,
+    out: &mut Exposition,
     name: &'static str,
     help: &'static str,
     label: &'static str,
-    words: &[(&'static str, T)],
+    states: &[(&'static str, T)],
     current: T,
 ) {
-    let samples = words.iter().map(|(word, value)| (vec![(label, *word)], f64::from(u8::from(*value == current))));
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name, help, samples: samples.collect() });
+    let samples = states.iter().map(|(state, value)| (vec![(label, *state)], f64::from(u8::from(*value == current))));
+    out.add_family(&MetricFamily { kind: MetricKind::Gauge, name, help, samples: samples.collect() });
 }

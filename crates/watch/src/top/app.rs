@@ -117,14 +117,14 @@ impl App {
 
     fn handle_command_key(&mut self, key: KeyCode) -> bool {
         let views = TableView::ALL_WITH_TITLES.len();
-        let place = self.view.position();
+        let index = self.view.position();
         match key {
             KeyCode::Char('q') => return true,
             KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.is_help_shown = true,
             KeyCode::Char('/') => self.is_editing_filter = true,
             KeyCode::Esc => self.filter.clear(),
-            KeyCode::Tab | KeyCode::Right => self.select_view((place + 1) % views),
-            KeyCode::BackTab | KeyCode::Left => self.select_view((place + views - 1) % views),
+            KeyCode::Tab | KeyCode::Right => self.select_view((index + 1) % views),
+            KeyCode::BackTab | KeyCode::Left => self.select_view((index + views - 1) % views),
             KeyCode::Char(digit @ '1'..='9') => self.select_view(digit as usize - '1' as usize),
             KeyCode::Char('s') => self.sort_order.select_next_column(),
             KeyCode::Char('r') => self.sort_order.descending = !self.sort_order.descending,
@@ -139,8 +139,8 @@ impl App {
         false
     }
 
-    fn select_view(&mut self, place: usize) {
-        if let Some((view, _)) = TableView::ALL_WITH_TITLES.get(place) {
+    fn select_view(&mut self, index: usize) {
+        if let Some((view, _)) = TableView::ALL_WITH_TITLES.get(index) {
             self.view = *view;
             self.selection = TableState::new().with_selected(0);
         }
@@ -148,7 +148,7 @@ impl App {
 
     /// The current table, fitted to a width in columns of the terminal.
     pub(super) fn visible_table(&self, status: &StatusReport, width: u16) -> DataTable {
-        let mut sheet = match self.view {
+        let mut table = match self.view {
             TableView::Processes => table::process_table(status, self.sort_order),
             TableView::Workloads => table::workload_table(status),
             TableView::Decisions => table::decision_table(status),
@@ -156,8 +156,8 @@ impl App {
             TableView::Sharing => table::sharing_table(status),
             TableView::Kernel => table::ksm_table(status),
         };
-        sheet.filter_rows(&self.filter);
-        sheet.fit_columns(width);
-        sheet
+        table.filter_rows(&self.filter);
+        table.fit_columns(width);
+        table
     }
 }

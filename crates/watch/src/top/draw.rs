@@ -32,47 +32,47 @@ const FIGURE_HELP: [&str; 4] = [
 impl App {
     /// Draw the frame at any terminal size.
     pub fn draw(&mut self, frame: &mut Frame) {
-        let room = frame.area();
-        let glance = if room.height >= 16 { 5 } else { 2 };
-        let detail = match room.height {
+        let area = frame.area();
+        let summary_height = if area.height >= 16 { 5 } else { 2 };
+        let detail_height = match area.height {
             0..20 => 0,
             30.. if self.view == TableView::Findings => 9,
             _ => 3,
         };
-        let [top, tabs, table, words, keys] = Layout::vertical([
-            Constraint::Length(glance),
+        let [summary_area, tabs_area, table_area, detail_area, keys_area] = Layout::vertical([
+            Constraint::Length(summary_height),
             Constraint::Length(1),
             Constraint::Min(0),
-            Constraint::Length(detail),
+            Constraint::Length(detail_height),
             Constraint::Length(1),
         ])
-        .areas(room);
-        frame.render_widget(Paragraph::new(self.tab_line()), tabs);
-        frame.render_widget(Paragraph::new(self.key_line()), keys);
+        .areas(area);
+        frame.render_widget(Paragraph::new(self.tab_line()), tabs_area);
+        frame.render_widget(Paragraph::new(self.key_line()), keys_area);
         if let Some(status) = self.status.take() {
-            self.draw_summary(frame, top, &status);
-            let sheet = self.visible_table(&status, table.width);
-            self.draw_table(frame, table, &sheet);
-            let row = self.selection.selected().and_then(|row| sheet.rows.get(row));
+            self.draw_summary(frame, summary_area, &status);
+            let table = self.visible_table(&status, table_area.width);
+            self.draw_table(frame, table_area, &table);
+            let row = self.selection.selected().and_then(|row| table.rows.get(row));
             if let Some(row) = row {
                 let text: Vec<Line> = row.detail.lines().map(|line| Line::raw(escape_unprintable(line))).collect();
                 let text = Paragraph::new(text).style(self.mark_style(RowMark::Dim)).wrap(Wrap { trim: true });
-                frame.render_widget(text, words);
+                frame.render_widget(text, detail_area);
             }
             self.status = Some(status);
         } else {
             let why = self.last_error.as_deref().unwrap_or("waiting for the daemon");
             frame.render_widget(
                 Paragraph::new(escape_unprintable(why).into_owned()).wrap(Wrap { trim: true }),
-                top.union(table),
+                summary_area.union(table_area),
             );
         }
         if self.is_help_shown {
-            self.draw_help(frame, room);
+            self.draw_help(frame, area);
         }
     }
 
-    fn draw_summary(&self, frame: &mut Frame, room: Rect, status: &StatusReport) {
+    fn draw_summary(&self, frame: &mut Frame, area: Rect, status: &StatusReport) {
         let lines = vec![
             self.title_line(status),
             self.savings_line(status),
@@ -80,11 +80,11 @@ impl App {
             self.available_memory_line(status),
             self.measured_savings_line(status),
         ];
-        let [words, line] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(room);
+        let [text_area, chart_area] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(area);
         // The title may use the whole width.
-        frame.render_widget(Paragraph::new(Text::from(lines)), room);
-        if room.height >= 5 && line.width >= 20 && words.width >= 70 {
-            let chart = Rect { y: room.y + 1, height: 3, ..line };
+        frame.render_widget(Paragraph::new(Text::from(lines)), area);
+        if area.height >= 5 && chart_area.width >= 20 && text_area.width >= 70 {
+            let chart = Rect { y: area.y + 1, height: 3, ..chart_area };
             frame.render_widget(Clear, chart);
             let skip = self.saved_history.len().saturating_sub(usize::from(chart.width));
             frame.render_widget(
@@ -111,8 +111,8 @@ impl App {
         let strong = Style::new().add_modifier(Modifier::BOLD);
         let mut title = vec![Span::styled(format!("pagefold {}  ", status.version), strong)];
         match &self.last_error {
-            Some(trouble) => {
-                title.push(Span::styled(format!("OLD: {}", escape_unprintable(trouble)), self.mark_style(RowMark::Bad)))
+            Some(error) => {
+                title.push(Span::styled(format!("OLD: {}", escape_unprintable(error)), self.mark_style(RowMark::Bad)))
             }
             None => {
                 title.push(Span::styled(format!("{mode}, {state}: "), strong));
@@ -128,14 +128,14 @@ impl App {
     }
 
     fn savings_line(&self, status: &StatusReport) -> Line<'static> {
-        let loss = status.saved.net.is_some_and(|net| net < 0);
+        let is_loss = status.saved.net.is_some_and(|net| net < 0);
         let split = status.saved.split_zero.filter(|bytes| *bytes > 0);
         let split =
             split.map(|bytes| format!(" ({} {ZEROS_IN_SPLIT_HUGE_PAGES})", format_amount(bytes))).unwrap_or_default();
         self.figure_line(
             "Saved",
             &format_optional(status.saved.net, format_net),
-            loss,
+            is_loss,
             &format!(
                 "net; {} gross{split}, {} metadata",
                 format_optional(status.saved.gross, format_amount),
@@ -148,11 +148,11 @@ impl App {
         let cpu = &status.cpu;
         let used: Vec<f64> = [cpu.ksmd, cpu.pagefold].iter().flatten().map(|cpu| cpu.percent).collect();
         let sum = (!used.is_empty()).then(|| used.iter().sum::<f64>());
-        let over = sum.is_some_and(|sum| sum > 1.5 * status.bounds.cpu_percent);
+        let is_over_limit = sum.is_some_and(|sum| sum > 1.5 * status.bounds.cpu_percent);
         self.figure_line(
             "CPU",
             &format_optional(sum, format_percent),
-            over,
+            is_over_limit,
             &format!(
                 "bound {}; ksmd {}, pagefold {}",
                 format_percent(status.bounds.cpu_percent),
@@ -164,7 +164,8 @@ impl App {
 
     fn available_memory_line(&self, status: &StatusReport) -> Line<'static> {
         let memory = &status.memory;
-        let short = memory.available.zip(status.goal.keep_available).is_some_and(|(available, goal)| available < goal);
+        let is_below_goal =
+            memory.available.zip(status.goal.keep_available).is_some_and(|(available, goal)| available < goal);
         let goal = status
             .goal
             .keep_available
@@ -172,7 +173,7 @@ impl App {
         self.figure_line(
             "Available",
             &format_optional(memory.available, format_amount),
-            short,
+            is_below_goal,
             &format!(
                 "of {}; {goal}; pressure {}",
                 format_optional(memory.total, format_amount),
@@ -209,14 +210,14 @@ impl App {
 
     fn tab_line(&self) -> Line<'static> {
         let mut spans = Vec::new();
-        for (place, (view, name)) in TableView::ALL_WITH_TITLES.iter().enumerate() {
+        for (index, (view, name)) in TableView::ALL_WITH_TITLES.iter().enumerate() {
             let style = if *view == self.view { Style::new().add_modifier(Modifier::REVERSED) } else { Style::new() };
-            spans.push(Span::styled(format!(" {} {name} ", place + 1), style));
+            spans.push(Span::styled(format!(" {} {name} ", index + 1), style));
         }
         if self.view == TableView::Processes {
-            let way = if self.sort_order.descending { "down" } else { "up" };
+            let direction = if self.sort_order.descending { "down" } else { "up" };
             spans.push(Span::styled(
-                format!("  sorted by {}, {way}", self.sort_order.column_name()),
+                format!("  sorted by {}, {direction}", self.sort_order.column_name()),
                 self.mark_style(RowMark::Dim),
             ));
         }
@@ -231,34 +232,34 @@ impl App {
                 Span::raw(format!("{filter}_")),
             ]);
         }
-        let shown = if filter.is_empty() { String::new() } else { format!("   filter: {filter} (Esc)") };
+        let filter_note = if filter.is_empty() { String::new() } else { format!("   filter: {filter} (Esc)") };
         Line::styled(
-            format!("q quit  ? help  / filter  s sort  r reverse  Tab table{shown}"),
+            format!("q quit  ? help  / filter  s sort  r reverse  Tab table{filter_note}"),
             self.mark_style(RowMark::Dim),
         )
     }
 
-    fn draw_table(&mut self, frame: &mut Frame, room: Rect, sheet: &DataTable) {
-        if sheet.rows.is_empty() {
-            let word = if self.filter.is_empty() { sheet.empty_text } else { "no row matches the filter" };
-            frame.render_widget(Paragraph::new(word), room);
+    fn draw_table(&mut self, frame: &mut Frame, area: Rect, data: &DataTable) {
+        if data.rows.is_empty() {
+            let message = if self.filter.is_empty() { data.empty_text } else { "no row matches the filter" };
+            frame.render_widget(Paragraph::new(message), area);
             return;
         }
-        let side = |right| if right { Alignment::Right } else { Alignment::Left };
-        let header = sheet
+        let alignment = |right| if right { Alignment::Right } else { Alignment::Left };
+        let header = data
             .columns
             .iter()
-            .map(|column| Cell::new(Text::raw(column.title.clone()).alignment(side(column.right_aligned))));
-        let rows = sheet.rows.iter().map(|row| {
-            let cells = row.cells.iter().zip(&sheet.columns).map(|(cell, column)| {
-                let text = Text::raw(cell.text.clone()).alignment(side(column.right_aligned));
+            .map(|column| Cell::new(Text::raw(column.title.clone()).alignment(alignment(column.right_aligned))));
+        let rows = data.rows.iter().map(|row| {
+            let cells = row.cells.iter().zip(&data.columns).map(|(cell, column)| {
+                let text = Text::raw(cell.text.clone()).alignment(alignment(column.right_aligned));
                 Cell::new(text).style(self.heat_style(cell.heat_level))
             });
             Row::new(cells.collect::<Vec<_>>()).style(self.mark_style(row.mark))
         });
         // The last column gets the remaining width.
-        let mut widths: Vec<Constraint> = sheet.columns.iter().map(|column| Constraint::Length(column.width)).collect();
-        if let (Some(last), Some(column)) = (widths.last_mut(), sheet.columns.last())
+        let mut widths: Vec<Constraint> = data.columns.iter().map(|column| Constraint::Length(column.width)).collect();
+        if let (Some(last), Some(column)) = (widths.last_mut(), data.columns.last())
             && !column.right_aligned
         {
             *last = Constraint::Min(column.width);
@@ -266,19 +267,19 @@ impl App {
         let table = Table::new(rows.collect::<Vec<_>>(), widths)
             .header(Row::new(header).style(self.mark_style(RowMark::Dim)))
             .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
-        frame.render_stateful_widget(table, room, &mut self.selection);
+        frame.render_stateful_widget(table, area, &mut self.selection);
     }
 
-    fn draw_help(&self, frame: &mut Frame, room: Rect) {
+    fn draw_help(&self, frame: &mut Frame, frame_area: Rect) {
         let mut lines = vec![Line::raw("")];
-        for (keys, what) in KEY_HELP {
+        for (keys, description) in KEY_HELP {
             lines.push(Line::styled(format!(" {keys}"), Style::new().add_modifier(Modifier::BOLD)));
-            lines.push(Line::raw(format!("     {what}")));
+            lines.push(Line::raw(format!("     {description}")));
         }
         lines.push(Line::raw(""));
         lines.extend(FIGURE_HELP.map(Line::raw));
         let height = lines.len() as u16 + 2;
-        let area = room.centered(Constraint::Max(80), Constraint::Max(height));
+        let area = frame_area.centered(Constraint::Max(80), Constraint::Max(height));
         frame.render_widget(Clear, area);
         let block = Block::bordered().title(" pagefold top: any key closes this ");
         frame.render_widget(Paragraph::new(lines).block(block), area);
@@ -305,8 +306,8 @@ impl App {
         if !self.color || share < 0.1 {
             return Style::new();
         }
-        let place = ((share * HEAT_MAP_COLORS.len() as f64) as usize).min(HEAT_MAP_COLORS.len() - 1);
-        Style::new().bg(Color::Indexed(HEAT_MAP_COLORS[place])).fg(Color::White)
+        let index = ((share * HEAT_MAP_COLORS.len() as f64) as usize).min(HEAT_MAP_COLORS.len() - 1);
+        Style::new().bg(Color::Indexed(HEAT_MAP_COLORS[index])).fg(Color::White)
     }
 }
 

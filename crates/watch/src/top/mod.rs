@@ -49,9 +49,9 @@ pub fn run<E: Display>(
     let stop = Arc::new(AtomicBool::new(false));
     stop_on_signals(Arc::clone(&stop))?;
     let mut terminal = ratatui::try_init()?;
-    let end = run_event_loop(&mut terminal, App::new(color), &statuses, &stop);
+    let result = run_event_loop(&mut terminal, App::new(color), &statuses, &stop);
     let restored = ratatui::try_restore();
-    end.and(restored)
+    result.and(restored)
 }
 
 /// On a signal set a flag, and end the process if that has no effect.
@@ -76,8 +76,8 @@ fn run_event_loop(
 ) -> io::Result<()> {
     let mut changed = true;
     while !stop.load(Ordering::Relaxed) {
-        while let Ok(read) = statuses.try_recv() {
-            app.update(read);
+        while let Ok(result) = statuses.try_recv() {
+            app.update(result);
             changed = true;
         }
         if changed {

@@ -55,13 +55,13 @@ pub struct DataTable {
 }
 
 impl DataTable {
-    fn new(columns: &[(&str, u16, bool)], empty: &'static str) -> Self {
-        let columns = columns.iter().map(|&(title, width, right)| TableColumn {
+    fn new(columns: &[(&str, u16, bool)], empty_text: &'static str) -> Self {
+        let columns = columns.iter().map(|&(title, width, right_aligned)| TableColumn {
             title: title.to_owned(),
             width,
-            right_aligned: right,
+            right_aligned,
         });
-        Self { columns: columns.collect(), rows: Vec::new(), empty_text: empty }
+        Self { columns: columns.collect(), rows: Vec::new(), empty_text }
     }
 
     fn add_row(&mut self, cells: impl IntoIterator<Item = TableCell>, mark: RowMark, detail: String) {
@@ -70,9 +70,9 @@ impl DataTable {
 
     /// Keep the rows that contain a text, ignoring case.
     pub fn filter_rows(&mut self, search_text: &str) {
-        let wanted = search_text.to_lowercase();
-        let fits = |text: &str| text.to_lowercase().contains(&wanted);
-        self.rows.retain(|row| fits(&row.detail) || row.cells.iter().any(|cell| fits(&cell.text)));
+        let needle = search_text.to_lowercase();
+        let matches = |text: &str| text.to_lowercase().contains(&needle);
+        self.rows.retain(|row| matches(&row.detail) || row.cells.iter().any(|cell| matches(&cell.text)));
     }
 
     /// Remove the last columns that do not fit the width.
@@ -123,19 +123,19 @@ impl SortOrder {
 
     fn compare(self, a: &TrackedProcessReport, b: &TrackedProcessReport) -> Ordering {
         // Unknown values come last in both directions.
-        let figure = |of: fn(&TrackedProcessReport) -> Option<u64>| match (of(a), of(b)) {
+        let figure = |field: fn(&TrackedProcessReport) -> Option<u64>| match (field(a), field(b)) {
             (Some(a), Some(b)) if self.descending => b.cmp(&a),
             (Some(a), Some(b)) => a.cmp(&b),
             (a, b) => b.is_some().cmp(&a.is_some()),
         };
-        let word = |order: Ordering| if self.descending { order.reverse() } else { order };
+        let directed = |order: Ordering| if self.descending { order.reverse() } else { order };
         match self.column_name() {
-            "Process" => word(a.label.cmp(&b.label)),
-            "Kind" => word(a.kind.cmp(&b.kind)),
-            "Domain" => word(a.domain.cmp(&b.domain)),
-            "Footprint" => figure(|member| member.footprint),
-            "Saved" => figure(|member| member.saved),
-            _ => figure(|member| member.resident),
+            "Process" => directed(a.label.cmp(&b.label)),
+            "Kind" => directed(a.kind.cmp(&b.kind)),
+            "Domain" => directed(a.domain.cmp(&b.domain)),
+            "Footprint" => figure(|process| process.footprint),
+            "Saved" => figure(|process| process.saved),
+            _ => figure(|process| process.resident),
         }
     }
 }
@@ -148,7 +148,7 @@ pub fn format_optional<T>(value: Option<T>, format: impl Fn(T) -> String) -> Str
 const BAR_COLUMNS: u16 = 16;
 
 pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable {
-    let mut sheet = DataTable::new(
+    let mut table = DataTable::new(
         &[
             ("Process", 18, false),
             ("Footprint", 9, true),
@@ -162,35 +162,35 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
         ],
         "no process is tracked yet",
     );
-    let mut members: Vec<&TrackedProcessReport> = status.tracked_processes.iter().collect();
-    members.sort_by(|a, b| sort_order.compare(a, b));
-    let most = members.iter().filter_map(|member| member.footprint).max();
-    for member in members {
-        let (state, mark) = state_label(member.state);
+    let mut processes: Vec<&TrackedProcessReport> = status.tracked_processes.iter().collect();
+    processes.sort_by(|a, b| sort_order.compare(a, b));
+    let max_footprint = processes.iter().filter_map(|process| process.footprint).max();
+    for process in processes {
+        let (state, mark) = state_label(process.state);
         let cells = [
-            escape_unprintable(&member.label).into(),
-            format_optional(member.footprint, |value| format_footprint(value, member.footprint_age_seconds)).into(),
-            format_optional(member.saved, format_bytes).into(),
+            escape_unprintable(&process.label).into(),
+            format_optional(process.footprint, |value| format_footprint(value, process.footprint_age_seconds)).into(),
+            format_optional(process.saved, format_bytes).into(),
             state.into(),
-            format_optional(member.resident, format_bytes).into(),
-            share_bar(member.footprint, most).into(),
-            kind_name(member.kind).into(),
-            escape_unprintable(&member.domain).into(),
-            format_number(member.enrolled_ranges).into(),
+            format_optional(process.resident, format_bytes).into(),
+            share_bar(process.footprint, max_footprint).into(),
+            kind_name(process.kind).into(),
+            escape_unprintable(&process.domain).into(),
+            format_number(process.enrolled_ranges).into(),
         ];
-        let cgroup = member.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
+        let cgroup = process.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
         let detail = format!(
             "{}: {state}, {}. pid {}{cgroup}, {}; {} merged in {} ranges.",
-            member.label,
-            member.why,
-            member.pid,
-            member.domain,
-            format_optional_amount(member.merged),
-            format_number(member.enrolled_ranges)
+            process.label,
+            process.why,
+            process.pid,
+            process.domain,
+            format_optional_amount(process.merged),
+            format_number(process.enrolled_ranges)
         );
-        sheet.add_row(cells, mark, detail);
+        table.add_row(cells, mark, detail);
     }
-    sheet
+    table
 }
 
 /// Virtual machines, containers, jobs and other processes, the largest first.
@@ -204,8 +204,8 @@ pub fn workload_table(status: &StatusReport) -> DataTable {
         ("Kind", 9, false),
         ("Domain", 20, false),
     ];
-    let mut sheet = DataTable::new(&columns, "no process is tracked yet");
-    let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint).max();
+    let mut table = DataTable::new(&columns, "no process is tracked yet");
+    let max_footprint = status.workloads.iter().filter_map(|workload| workload.sum.footprint).max();
     for workload in &status.workloads {
         let sum = &workload.sum;
         let cells = [
@@ -213,15 +213,15 @@ pub fn workload_table(status: &StatusReport) -> DataTable {
             format_optional(sum.footprint, |value| format_footprint(value, sum.footprint_age_seconds)).into(),
             format_optional(sum.saved, format_bytes).into(),
             format_number(sum.processes).into(),
-            share_bar(sum.footprint, most).into(),
+            share_bar(sum.footprint, max_footprint).into(),
             kind_name(workload.kind).into(),
             escape_unprintable(&workload.domain).into(),
         ];
         let (name, kind, merged) = (&workload.name, kind_name(workload.kind), format_optional_amount(sum.merged));
         let detail = format!("{name}: {kind}, {}; {merged} merged.", workload.domain);
-        sheet.add_row(cells, RowMark::Plain, detail);
+        table.add_row(cells, RowMark::Plain, detail);
     }
-    sheet
+    table
 }
 
 fn kind_name(kind: WorkloadKind) -> &'static str {
@@ -238,8 +238,8 @@ fn format_optional_amount(value: Option<u64>) -> String {
 }
 
 /// A bar for a figure, relative to the largest.
-fn share_bar(figure: Option<u64>, most: Option<u64>) -> String {
-    let share = figure.zip(most).map_or(0.0, |(figure, most)| figure as f64 / most.max(1) as f64);
+fn share_bar(figure: Option<u64>, max: Option<u64>) -> String {
+    let share = figure.zip(max).map_or(0.0, |(figure, max)| figure as f64 / max.max(1) as f64);
     format_bar(share, usize::from(BAR_COLUMNS))
 }
 
@@ -263,7 +263,7 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
         ("Reason", 14, false),
         ("Why", 20, false),
     ];
-    let mut sheet = DataTable::new(&columns, "no decision yet");
+    let mut table = DataTable::new(&columns, "no decision yet");
     for decision in &status.decisions {
         let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
         let cells = [
@@ -274,20 +274,21 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
             escape_unprintable(&decision.reason).into(),
             escape_unprintable(&decision.explanation).into(),
         ];
-        let done = if decision.carried_out { "" } else { " Not carried out." };
-        let save =
-            decision.predicted.map_or_else(String::new, |save| format!(" Predicted savings: {}.", format_bytes(save)));
+        let carried_out_note = if decision.carried_out { "" } else { " Not carried out." };
+        let savings = decision
+            .predicted
+            .map_or_else(String::new, |savings| format!(" Predicted savings: {}.", format_bytes(savings)));
         let detail = format!(
-            "{} {}, because {} ({}).{save}{done}",
+            "{} {}, because {} ({}).{savings}{carried_out_note}",
             decision.kind, decision.subject, decision.explanation, decision.reason
         );
-        sheet.add_row(cells, if decision.carried_out { RowMark::Plain } else { RowMark::Dim }, detail);
+        table.add_row(cells, if decision.carried_out { RowMark::Plain } else { RowMark::Dim }, detail);
     }
-    sheet
+    table
 }
 
 pub fn finding_table(status: &StatusReport) -> DataTable {
-    let mut sheet =
+    let mut table =
         DataTable::new(&[("Verdict", 8, false), ("Rule", 16, false), ("Finding", 40, false)], "no findings");
     for finding in &status.findings {
         let (word, mark) = match finding.verdict {
@@ -299,44 +300,48 @@ pub fn finding_table(status: &StatusReport) -> DataTable {
         };
         let remedy = finding.remedy.join("\n");
         let detail = format!("{}: {}. {}\n{remedy}", finding.source, finding.value, finding.why);
-        sheet.add_row(
+        table.add_row(
             [word.into(), escape_unprintable(&finding.rule).into(), escape_unprintable(&finding.title).into()],
             mark,
             detail,
         );
     }
-    sheet
+    table
 }
 
 pub fn sharing_table(status: &StatusReport) -> DataTable {
-    let mut sheet = DataTable::new(&[("shares with", 18, false)], "no census yet");
-    let Some(sharing) = &status.sharing else { return sheet };
-    let most = sharing.shared_bytes.iter().flatten().copied().max().unwrap_or(1).max(1);
+    let mut table = DataTable::new(&[("shares with", 18, false)], "no census yet");
+    let Some(sharing) = &status.sharing else { return table };
+    let max_shared = sharing.shared_bytes.iter().flatten().copied().max().unwrap_or(1).max(1);
     for number in 1..=sharing.parties.len() {
-        sheet.columns.push(TableColumn { title: number.to_string(), width: 5, right_aligned: true });
+        table.columns.push(TableColumn { title: number.to_string(), width: 5, right_aligned: true });
     }
     for (row, (party, shared)) in sharing.parties.iter().zip(&sharing.shared_bytes).enumerate() {
         let mut cells = vec![TableCell::from(format!("{:>2} {}", row + 1, escape_unprintable(party)))];
         cells.extend(shared.iter().map(|&value| TableCell {
             text: format_short_bytes(value),
-            heat_level: (value as f64 / most as f64).sqrt(),
+            heat_level: (value as f64 / max_shared as f64).sqrt(),
         }));
         let mut others: Vec<(u64, usize)> =
             shared.iter().copied().zip(0..).filter(|(_, other)| *other != row).collect();
         others.sort_by_key(|&(value, _)| Reverse(value));
-        let most: Vec<String> = others
+        let partners: Vec<String> = others
             .iter()
             .take(3)
             .map(|(value, other)| format!("{} with {}", format_bytes(*value), sharing.parties[*other]))
             .collect();
-        let own = shared.get(row).copied().unwrap_or_default();
-        sheet.add_row(
+        let duplicated_within = shared.get(row).copied().unwrap_or_default();
+        table.add_row(
             cells,
             RowMark::Plain,
-            format!("{party} shares {}; {} are duplicated within it.", most.join(", "), format_bytes(own)),
+            format!(
+                "{party} shares {}; {} are duplicated within it.",
+                partners.join(", "),
+                format_bytes(duplicated_within)
+            ),
         );
     }
-    sheet
+    table
 }
 
 /// Bytes in at most four characters, empty below 1 MiB.
@@ -351,8 +356,8 @@ fn format_short_bytes(value: u64) -> String {
 }
 
 pub fn ksm_table(status: &StatusReport) -> DataTable {
-    let mut sheet = DataTable::new(&[("Counter", 20, false), ("Value", 18, true)], "this kernel has no KSM");
-    let Some(ksm) = &status.ksm else { return sheet };
+    let mut table = DataTable::new(&[("Counter", 20, false), ("Value", 18, true)], "this kernel has no KSM");
+    let Some(ksm) = &status.ksm else { return table };
     let counters: [(&str, Option<i64>, &str); 13] = [
         ("run", ksm.run.map(u64::cast_signed), "0 stopped with merges kept, 1 running, 2 unmerging all pages."),
         ("pages_to_scan", ksm.pages_to_scan.map(u64::cast_signed), "Pages in a batch."),
@@ -376,9 +381,9 @@ pub fn ksm_table(status: &StatusReport) -> DataTable {
         let digits =
             |value: i64| format!("{}{}", if value < 0 { "-" } else { "" }, format_number(value.unsigned_abs()));
         let mark = if value.is_some() { RowMark::Plain } else { RowMark::Dim };
-        sheet.add_row([name.into(), format_optional(value, digits).into()], mark, format!("{name}: {meaning}"));
+        table.add_row([name.into(), format_optional(value, digits).into()], mark, format!("{name}: {meaning}"));
     }
-    sheet
+    table
 }
 
 /// A duration in its two largest units.

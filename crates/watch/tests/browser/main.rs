@@ -137,8 +137,9 @@ fn page_says_what_is_unknown() {
     let text = text.as_str().expect("text");
     assert_eq!(text.matches("No census yet.").count(), 2, "{text}");
     assert_eq!(text.matches("No data.").count(), 3, "{text}");
-    for said in ["None yet.", "No findings.", "This kernel has no KSM.", "goal: all profitable merges", "no pass yet"] {
-        assert!(text.contains(said), "{said:?} is not in {text}");
+    for labels in ["None yet.", "No findings.", "This kernel has no KSM.", "goal: all profitable merges", "no pass yet"]
+    {
+        assert!(text.contains(labels), "{labels:?} is not in {text}");
     }
     for never in ["NaN", "undefined", "null", "[object"] {
         assert!(!text.contains(never), "{never} is in {text}");
@@ -180,9 +181,12 @@ fn bound_and_goal_lines_are_drawn() {
         assert_ne!(browser.evaluate(&stroke), "none");
     }
     assert_eq!(limit(&mut browser, "saved"), [0.0; 0]);
-    let said = "[...document.querySelectorAll('#charts svg')].map(chart => chart.getAttribute('aria-label')).join()";
-    let said = browser.evaluate(said);
-    assert!(said.as_str().is_some_and(|said| said.contains("bound 10 %") && said.contains("goal 16.0 GiB")), "{said}");
+    let labels = "[...document.querySelectorAll('#charts svg')].map(chart => chart.getAttribute('aria-label')).join()";
+    let labels = browser.evaluate(labels);
+    assert!(
+        labels.as_str().is_some_and(|labels| labels.contains("bound 10 %") && labels.contains("goal 16.0 GiB")),
+        "{labels}"
+    );
 
     // Without a goal that line ends, and the limit's line continues.
     let mut later = status;
@@ -236,20 +240,20 @@ fn processes_are_sorted_and_filtered() {
     let Some((mut browser, _server, board)) = open_page("processes") else { return };
     browser.evaluate(SHOW_PROCESSES_SCRIPT);
     let first = "document.querySelector('#process-table tbody th').textContent";
-    let mut members = fixture_status().tracked_processes;
-    members.sort_by_key(|member| std::cmp::Reverse(member.footprint));
-    assert_eq!(browser.evaluate(first), members[0].label);
+    let mut processes = fixture_status().tracked_processes;
+    processes.sort_by_key(|process| std::cmp::Reverse(process.footprint));
+    assert_eq!(browser.evaluate(first), processes[0].label);
     browser.evaluate(
         "[...document.querySelectorAll('#process-table thead button')].find(b => b.textContent === 'Saved').click()",
     );
-    members.sort_by_key(|member| std::cmp::Reverse(member.saved));
-    assert_eq!(browser.evaluate(first), members[0].label);
+    processes.sort_by_key(|process| std::cmp::Reverse(process.saved));
+    assert_eq!(browser.evaluate(first), processes[0].label);
     assert_eq!(browser.evaluate("document.querySelectorAll('th[aria-sort]').length"), 1);
     browser.evaluate(
         "[...document.querySelectorAll('#process-table thead button')].find(b => b.textContent === 'Process').click()",
     );
-    members.sort_by(|a, b| a.label.cmp(&b.label));
-    assert_eq!(browser.evaluate(first), members[0].label);
+    processes.sort_by(|a, b| a.label.cmp(&b.label));
+    assert_eq!(browser.evaluate(first), processes[0].label);
 
     browser.evaluate("document.querySelector('#filter').focus()");
     browser.call_method("Input.insertText", json!({ "text": "GROUP build" }));
@@ -258,7 +262,7 @@ fn processes_are_sorted_and_filtered() {
     // A new status keeps the selection and the focus.
     let mut later = fixture_status();
     later.time += 1.0;
-    later.tracked_processes.retain(|member| member.label != "build-2");
+    later.tracked_processes.retain(|process| process.label != "build-2");
     board.publish(later);
     browser.wait_until("document.querySelectorAll('#process-table tbody th').length === 2");
     assert_eq!(browser.evaluate("document.activeElement.id"), "filter");

@@ -11,9 +11,9 @@ fn merged_process_sets(host: &SimulatedHost) -> Vec<Vec<ProcessId>> {
     merges.collect()
 }
 
-fn first_explanation(host: &SimulatedHost, what: DecisionKind) -> Option<&str> {
+fn first_explanation(host: &SimulatedHost, kind: DecisionKind) -> Option<&str> {
     host.trace.iter().find_map(|(_, effect)| match effect {
-        Effect::Report(said) if said.kind == what => Some(said.explanation.as_str()),
+        Effect::Report(decision) if decision.kind == kind => Some(decision.explanation.as_str()),
         _ => None,
     })
 }
@@ -28,18 +28,25 @@ fn unprofitable_process_is_skipped_and_others_are_merged() {
     host.run(9);
     assert_eq!(merged_process_sets(&host), [[id(1)]]);
     assert_eq!(first_explanation(&host, DecisionKind::Merge), Some("it should save 16.0 MiB at 0.009 CPU s per MiB"));
-    let dear = "it would save 1.00 MiB at 0.150 CPU s per MiB (limit: 0.02)";
-    assert_eq!(first_explanation(&host, DecisionKind::Skip), Some(dear));
+    let unprofitable = "it would save 1.00 MiB at 0.150 CPU s per MiB (limit: 0.02)";
+    assert_eq!(first_explanation(&host, DecisionKind::Skip), Some(unprofitable));
     let pauses = [1, 3].map(|pid| host.state.tracked()[&id(pid)].scan_interval);
     assert!(pauses[1] > pauses[0], "it is scanned less and less often: {pauses:?}");
     // As a partner of other processes it is judged again, but reported only when its own scan is due.
     host.deliver(arrival(5));
     host.run(60);
-    let turn = |effect: &Effect| matches!(effect, Effect::Report(said) if said.kind == DecisionKind::Census && said.processes.contains(&id(3)));
-    let looks = host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&id(3))));
-    let (turns, told) =
-        (host.count_effects(turn), host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable));
-    assert!(told < turns && turns < looks, "{told}, {turns}, {looks}: the first scan only records its pages");
+    let is_due_scan = |effect: &Effect| match effect {
+        Effect::Report(decision) => decision.kind == DecisionKind::Census && decision.processes.contains(&id(3)),
+        _ => false,
+    };
+    let scan_count =
+        host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&id(3))));
+    let (due_scan_count, report_count) =
+        (host.count_effects(is_due_scan), host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable));
+    assert!(
+        report_count < due_scan_count && due_scan_count < scan_count,
+        "{report_count}, {due_scan_count}, {scan_count}: the first scan only records its pages"
+    );
 }
 
 /// A fruitless scan of a big process is not charged to a small one in the same census.
@@ -71,27 +78,27 @@ proptest! {
     /// GiB are one portion.
     #[test]
     fn each_process_is_judged_by_its_own_cost(
-        gains in prop::collection::vec((0i64..40, 16u64..400), 1..6),
-        price in 0.001f64..0.1,
+        savings in prop::collection::vec((0i64..40, 16u64..400), 1..6),
+        max_cost in 0.001f64..0.1,
         seconds in 1u32..8,
     ) {
-        let mut host = SimulatedHost::new(DaemonRules { max_cpu_seconds_per_mib: price, burst: Duration::from_secs(1000), ..rules(DaemonMode::Act) });
+        let mut host = SimulatedHost::new(DaemonRules { max_cpu_seconds_per_mib: max_cost, burst: Duration::from_secs(1000), ..rules(DaemonMode::Act) });
         host.census_seconds = f64::from(seconds) / 4.0;
-        let all: u64 = gains.iter().map(|(_, resident)| resident).sum();
-        let mut pays = BTreeSet::new();
-        for (&(gain, resident), pid) in gains.iter().zip((0..).step_by(2)) {
-            let Event::ProcessArrived(known) = arrival(pid) else { unreachable!() };
-            host.planned_net.insert(id(pid), NetBytes(gain * MIB as i64));
-            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(resident * MIB), ..known }));
-            let cost = 0.05 + host.census_seconds * resident as f64 / all as f64;
+        let total_mib: u64 = savings.iter().map(|(_, resident)| resident).sum();
+        let mut expected = BTreeSet::new();
+        for (&(saved_mib, resident), pid) in savings.iter().zip((0..).step_by(2)) {
+            let Event::ProcessArrived(arrived) = arrival(pid) else { unreachable!() };
+            host.planned_net.insert(id(pid), NetBytes(saved_mib * MIB as i64));
+            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(resident * MIB), ..arrived }));
+            let cost = 0.05 + host.census_seconds * resident as f64 / total_mib as f64;
             // Costs at the limit itself depend on rounding.
-            prop_assume!((cost - price * gain as f64).abs() > 1e-6);
-            if gain > 0 && cost <= price * gain as f64 {
-                pays.insert(id(pid));
+            prop_assume!((cost - max_cost * saved_mib as f64).abs() > 1e-6);
+            if saved_mib > 0 && cost <= max_cost * saved_mib as f64 {
+                expected.insert(id(pid));
             }
         }
         host.run(10);
         let first = merged_process_sets(&host).first().cloned().unwrap_or_default();
-        prop_assert_eq!(first.into_iter().collect::<BTreeSet<_>>(), pays);
+        prop_assert_eq!(first.into_iter().collect::<BTreeSet<_>>(), expected);
     }
 }

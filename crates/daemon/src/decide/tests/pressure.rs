@@ -48,33 +48,33 @@ fn process_in_short_cgroup_stays_enrolled() {
 #[test]
 fn process_in_short_cgroup_is_merged_during_a_pause() {
     let goal = DaemonRules { keep_available: Some(Bytes(1 << 30)), ..rules(DaemonMode::Act) };
-    for (rules, slow) in [(goal, 0.0), (rules(DaemonMode::Act), 0.4)] {
+    for (rules, wait_share) in [(goal, 0.0), (rules(DaemonMode::Act), 0.4)] {
         let mut host = SimulatedHost::new(rules);
-        (host.merge_seconds, host.wait_share) = (5.0, slow);
+        (host.merge_seconds, host.wait_share) = (5.0, wait_share);
         // This process shows that the daemon slows programs down.
         host.run(5);
         host.deliver(arrival(2));
         host.run(8);
-        let (before, resting) = (host.count_effects(is_census), host.state.status());
+        let (before, paused_status) = (host.count_effects(is_census), host.state.status());
         host.deliver(arrival(4));
         host.deliver(arrival(1));
         host.run(2);
-        assert_eq!(host.count_effects(is_census), before, "{resting:?}");
+        assert_eq!(host.count_effects(is_census), before, "{paused_status:?}");
         set_cgroup_pressure(&mut host, 1, true);
         host.run(2);
-        let looked = host.trace.iter().rev().find(|(_, effect)| is_census(effect));
-        assert!(host.count_effects(is_census) > before, "{resting:?}");
-        assert_eq!(looked.map(|(_, effect)| effect), Some(&Effect::Census(vec![id(1)])), "and no other process");
+        let last_census = host.trace.iter().rev().find(|(_, effect)| is_census(effect));
+        assert!(host.count_effects(is_census) > before, "{paused_status:?}");
+        assert_eq!(last_census.map(|(_, effect)| effect), Some(&Effect::Census(vec![id(1)])), "and no other process");
         host.run(1);
-        if slow > 0.0 {
-            assert_eq!(host.state.status(), resting, "all other processes stay paused");
+        if wait_share > 0.0 {
+            assert_eq!(host.state.status(), paused_status, "all other processes stay paused");
         }
     }
 }
 
 #[test]
 fn process_in_short_cgroup_is_scanned_first() {
-    let first = |squeezed: bool| {
+    let first = |is_short: bool| {
         // The portion has room for two processes.
         let mut host = SimulatedHost::new(DaemonRules {
             burst: Duration::from_millis(70),
@@ -82,10 +82,10 @@ fn process_in_short_cgroup_is_scanned_first() {
             ..rules(DaemonMode::Advise)
         });
         [1, 3, 5, 7].into_iter().for_each(|pid| host.deliver(arrival(pid)));
-        set_cgroup_pressure(&mut host, 7, squeezed);
+        set_cgroup_pressure(&mut host, 7, is_short);
         host.run(2);
         let census = host.trace.into_iter().find(|(_, effect)| is_census(effect)).map(|(_, effect)| effect);
-        matches!(census, Some(Effect::Census(who)) if who.len() == 2 && who.contains(&id(7)))
+        matches!(census, Some(Effect::Census(processes)) if processes.len() == 2 && processes.contains(&id(7)))
     };
     assert_eq!([false, true].map(first), [false, true]);
 }
@@ -96,13 +96,13 @@ proptest! {
     /// This holds for any sequence of steps: the simulated host asserts it at each unenroll effect.
     #[test]
     fn no_unenroll_while_cgroup_memory_is_short(
-        strokes in prop::collection::vec((any_step(), 0u32..8, any::<bool>()), 1..40),
+        steps in prop::collection::vec((any_step(), 0u32..8, any::<bool>()), 1..40),
     ) {
         let base = rules(DaemonMode::Act);
         let mut host = SimulatedHost::new(base.clone());
-        for (stroke, pid, short) in strokes {
+        for (step, pid, short) in steps {
             set_cgroup_pressure(&mut host, pid, short);
-            host.apply_steps(&[stroke], &base);
+            host.apply_steps(&[step], &base);
         }
     }
 }

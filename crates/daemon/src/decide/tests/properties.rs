@@ -40,10 +40,10 @@ pub(super) fn any_step() -> impl Strategy<Value = HostStep> {
     ]
 }
 
-fn host_after_steps(strokes: &[HostStep], base: &DaemonRules, cores: f64, long: f64) -> SimulatedHost {
+fn host_after_steps(steps: &[HostStep], base: &DaemonRules, cores: f64, census_seconds: f64) -> SimulatedHost {
     let mut host = SimulatedHost::new(base.clone());
-    (host.cpu_per_second, host.census_seconds) = (cores, long);
-    host.apply_steps(strokes, base);
+    (host.cpu_per_second, host.census_seconds) = (cores, census_seconds);
+    host.apply_steps(steps, base);
     host
 }
 
@@ -56,10 +56,10 @@ impl SimulatedHost {
         self.deliver(Event::Resume);
     }
 
-    pub(super) fn apply_steps(&mut self, strokes: &[HostStep], base: &DaemonRules) {
+    pub(super) fn apply_steps(&mut self, steps: &[HostStep], base: &DaemonRules) {
         let host = self;
-        for stroke in strokes {
-            match stroke {
+        for step in steps {
+            match step {
                 HostStep::ProcessArrives(pid) => host.deliver(arrival(*pid)),
                 HostStep::ProcessExits(pid) => {
                     host.enrolled.remove(&id(*pid));
@@ -75,7 +75,7 @@ impl SimulatedHost {
                 HostStep::Resume => host.deliver(Event::Resume),
                 HostStep::OverwriteSettings => host.deliver(Event::SettingsOverwritten("another program".into())),
                 HostStep::SetPressure(high) => host.pressure = if *high { 90.0 } else { 0.0 },
-                HostStep::SetNetPerProcess(gain) => host.net_per_process = *gain,
+                HostStep::SetNetPerProcess(net) => host.net_per_process = *net,
                 HostStep::SetMode(mode) => {
                     host.deliver(Event::RulesChanged(DaemonRules { mode: *mode, ..base.clone() }))
                 }
@@ -92,14 +92,14 @@ proptest! {
     /// and tasks that must not be halted: unenrolling and restoring settings.
     #[test]
     fn cpu_time_stays_within_rate_and_burst(
-        strokes in prop::collection::vec(any_step(), 1..40),
+        steps in prop::collection::vec(any_step(), 1..40),
         cpu in 0.01f64..0.5,
         burst in 1u64..10,
         cores in 0.1f64..2.0,
-        long in 0.1f64..20.0,
+        census_seconds in 0.1f64..20.0,
     ) {
         let base = DaemonRules { cpu_rate: cpu, burst: Duration::from_secs(burst), max_cpu_seconds_per_mib: 100.0, ..rules(DaemonMode::Act) };
-        let host = host_after_steps(&strokes, &base, cores, long);
+        let host = host_after_steps(&steps, &base, cores, census_seconds);
         let slack = TICK.as_secs_f64() * cores + 1e-6;
         for (i, (from, before, out)) in host.readings.iter().enumerate() {
             for (to, after, unbounded) in &host.readings[i..] {
@@ -111,8 +111,11 @@ proptest! {
 
     /// After a stop with unmerging, every process is unenrolled or reported, and the host is released.
     #[test]
-    fn stop_with_unmerge_unenrolls_or_reports_each_process(strokes in prop::collection::vec(any_step(), 1..40), paused in any::<bool>()) {
-        let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
+    fn stop_with_unmerge_unenrolls_or_reports_each_process(
+        steps in prop::collection::vec(any_step(), 1..40),
+        paused in any::<bool>(),
+    ) {
+        let mut host = host_after_steps(&steps, &rules(DaemonMode::Act), 0.5, 0.3);
         host.remove_obstacles();
         if paused {
             host.deliver(Event::Pause);
@@ -123,57 +126,61 @@ proptest! {
         host.deliver(Event::Stop { unmerge: true });
         host.run(3);
         prop_assert!(!host.acquired);
-        let named = |process: &ProcessId| {
-            let stays = (DecisionKind::Refuse, DecisionReason::Stopped);
-            let names = |said: &Decision| (said.kind, said.reason) == stays && said.processes == [*process];
-            host.trace[from..].iter().any(|(_, effect)| matches!(effect, Effect::Report(said) if names(said)))
+        let is_reported = |process: &ProcessId| {
+            let refused_at_stop = (DecisionKind::Refuse, DecisionReason::Stopped);
+            let is_refusal = |decision: &Decision| {
+                (decision.kind, decision.reason) == refused_at_stop && decision.processes == [*process]
+            };
+            let mut effects = host.trace[from..].iter();
+            effects.any(|(_, effect)| matches!(effect, Effect::Report(decision) if is_refusal(decision)))
         };
-        prop_assert!(host.enrolled.iter().all(|who| host.cannot_unenroll.contains(who) && named(who)), "{:?}", host.enrolled);
+        let is_excused = |process: &ProcessId| host.cannot_unenroll.contains(process) && is_reported(process);
+        prop_assert!(host.enrolled.iter().all(is_excused), "{:?}", host.enrolled);
         prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.unenroll_failed.is_empty()));
     }
 
     /// A process that could not be unenrolled is unenrolled once there is memory, however often it failed before.
     #[test]
-    fn pending_unenroll_succeeds_once_memory_is_available(strokes in prop::collection::vec(any_step(), 1..40)) {
-        let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
+    fn pending_unenroll_succeeds_once_memory_is_available(steps in prop::collection::vec(any_step(), 1..40)) {
+        let mut host = host_after_steps(&steps, &rules(DaemonMode::Act), 0.5, 0.3);
         host.remove_obstacles();
         host.cannot_unenroll.clear();
         (host.net_per_process, host.unenroll_failed) = (16 * MIB as i64, BTreeSet::new());
         host.run(301);
-        let leaving = host.state.tracked().values().filter(|member| member.pending_unenroll.is_some());
-        prop_assert_eq!(leaving.count(), 0);
-        let withdrawn = host.state.tracked().iter().filter(|(_, member)| member.unenrolled_by_operator);
-        prop_assert!(withdrawn.clone().all(|(process, _)| !host.enrolled.contains(process)));
+        let pending = host.state.tracked().values().filter(|tracked| tracked.pending_unenroll.is_some());
+        prop_assert_eq!(pending.count(), 0);
+        let unenrolled = host.state.tracked().iter().filter(|(_, tracked)| tracked.unenrolled_by_operator);
+        prop_assert!(unenrolled.clone().all(|(process, _)| !host.enrolled.contains(process)));
     }
 
     /// Nothing changes while the daemon may not act, nothing is unenrolled while memory is short, and processes that an
     /// operator unenrolled are not scanned.
     #[test]
-    fn forbidden_actions_never_happen(strokes in prop::collection::vec(any_step(), 1..40)) {
+    fn forbidden_actions_never_happen(steps in prop::collection::vec(any_step(), 1..40)) {
         let mut mode = DaemonMode::Act;
         let mut host = SimulatedHost::new(rules(DaemonMode::Act));
-        let mut withdrawn = BTreeSet::new();
-        for stroke in &strokes {
+        let mut unenrolled = BTreeSet::new();
+        for step in &steps {
             let from = host.trace.len();
-            let playing = std::slice::from_ref(stroke);
-            match stroke {
+            let one_step = std::slice::from_ref(step);
+            match step {
                 HostStep::SetMode(new) => mode = *new,
                 HostStep::Unenroll(pid) if host.state.tracked().contains_key(&id(*pid)) => {
-                    withdrawn.insert(id(*pid));
+                    unenrolled.insert(id(*pid));
                 }
                 HostStep::Enroll(pid) | HostStep::ProcessExits(pid) => {
-                    withdrawn.remove(&id(*pid));
+                    unenrolled.remove(&id(*pid));
                 }
                 _ => {}
             }
             let base = DaemonRules { mode, ..rules(DaemonMode::Act) };
-            host.apply_steps(playing, &base);
+            host.apply_steps(one_step, &base);
             for (_, effect) in &host.trace[from..] {
                 match effect {
                     Effect::AcquireHost | Effect::Sweep | Effect::Merge { .. } => prop_assert_eq!(mode, DaemonMode::Act),
                     Effect::Census(processes) => {
                         prop_assert!(mode != DaemonMode::Observe);
-                        prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
+                        prop_assert!(processes.iter().all(|process| !unenrolled.contains(process)));
                     }
                     Effect::CheckMerged { unenroll } => prop_assert!(!unenroll || host.pressure < 10.0),
                     _ => {}
@@ -184,8 +191,8 @@ proptest! {
 
     /// The same seed and events give the same trace.
     #[test]
-    fn same_seed_and_events_give_the_same_trace(strokes in prop::collection::vec(any_step(), 1..30)) {
-        let [first, again] = [0, 1].map(|_| host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3).trace);
-        prop_assert_eq!(first, again);
+    fn same_seed_and_events_give_the_same_trace(steps in prop::collection::vec(any_step(), 1..30)) {
+        let [first, second] = [0, 1].map(|_| host_after_steps(&steps, &rules(DaemonMode::Act), 0.5, 0.3).trace);
+        prop_assert_eq!(first, second);
     }
 }

@@ -109,12 +109,16 @@ fn fruitless_scans_cost_at_most_a_2000th_of_a_cpu() {
 }
 
 /// Tick until the effect occurs again. Returns the number of ticks.
-fn tick_until(host: &mut SimulatedHost, wanted: fn(&Effect) -> bool, beside: impl Fn(&mut SimulatedHost)) -> usize {
-    let before = host.count_effects(wanted);
+fn tick_until(
+    host: &mut SimulatedHost,
+    is_effect: fn(&Effect) -> bool,
+    before_tick: impl Fn(&mut SimulatedHost),
+) -> usize {
+    let before = host.count_effects(is_effect);
     let mut ticks = 0;
-    while host.count_effects(wanted) == before {
+    while host.count_effects(is_effect) == before {
         assert!(ticks < 10_000, "the effect never occurs");
-        beside(host);
+        before_tick(host);
         host.tick();
         ticks += 1;
     }
@@ -139,11 +143,14 @@ fn host_with_halted_merge() -> SimulatedHost {
 fn halted_merge_restarts_once_its_cpu_time_is_available() {
     let mut host = host_with_halted_merge();
     tick_until(&mut host, is_census, |_| ());
-    let left = host.state.cpu_budget().available_seconds();
-    assert!((4.0..5.0).contains(&left), "twice the prediction for each: {left}");
+    let available = host.state.cpu_budget().available_seconds();
+    assert!((4.0..5.0).contains(&available), "twice the prediction for each: {available}");
     host.merge_seconds = 2.0;
     host.run(10);
-    assert!(host.state.tracked().values().all(|member| member.reserved_merge_seconds == 0.0), "the merge is complete");
+    assert!(
+        host.state.tracked().values().all(|tracked| tracked.reserved_merge_seconds == 0.0),
+        "the merge is complete"
+    );
 }
 
 #[test]
@@ -151,8 +158,8 @@ fn halted_merge_is_not_awaited_under_pressure_or_forever() {
     let mut host = host_with_halted_merge();
     host.pressure = 90.0;
     tick_until(&mut host, is_census, |_| ());
-    let left = host.state.cpu_budget().available_seconds();
-    assert!(left < 4.0, "{left}");
+    let available = host.state.cpu_budget().available_seconds();
+    assert!(available < 4.0, "{available}");
     // Other processes use up all but half a second.
     let mut host = host_with_halted_merge();
     let ticks = tick_until(&mut host, is_census, |host| {
@@ -208,13 +215,13 @@ fn process_that_refuses_enrollment_is_in_no_plan() {
 fn unstable_content_is_rescanned_early_twice() {
     let rules = rules(DaemonMode::Act);
     let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
-    let mut member = TrackedProcess::new(arrival, Duration::ZERO, &rules);
+    let mut tracked = TrackedProcess::new(arrival, Duration::ZERO, &rules);
     let mut pauses = Vec::new();
     for _ in 0..4 {
-        let now = member.next_scan;
-        member.begin_scan(now);
-        member.finish_scan(now, (false, true), 0.5, &rules, rules.max_scan_interval);
-        pauses.push(member.next_scan.saturating_sub(now) > rules.min_scan_interval);
+        let now = tracked.next_scan;
+        tracked.begin_scan(now);
+        tracked.finish_scan(now, (false, true), 0.5, &rules, rules.max_scan_interval);
+        pauses.push(tracked.next_scan.saturating_sub(now) > rules.min_scan_interval);
     }
     assert_eq!(pauses, [false, false, true, true]);
 }
@@ -225,12 +232,12 @@ fn scanned_processes_come_before_unscanned_ones() {
     let rules = rules(DaemonMode::Act);
     let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
     let new = TrackedProcess::new(arrival, Duration::ZERO, &rules);
-    let mut noted = new.clone();
-    noted.finish_scan(Duration::from_secs(1), (false, true), 0.0, &rules, rules.max_scan_interval);
-    let mut merged = noted.clone();
+    let mut scanned = new.clone();
+    scanned.finish_scan(Duration::from_secs(1), (false, true), 0.0, &rules, rules.max_scan_interval);
+    let mut merged = scanned.clone();
     merged.enrolled = true;
-    let urgency = |member: &TrackedProcess| member.scan_order(&rules);
-    assert!(urgency(&noted) < urgency(&new) && urgency(&new) < urgency(&merged));
+    let urgency = |tracked: &TrackedProcess| tracked.scan_order(&rules);
+    assert!(urgency(&scanned) < urgency(&new) && urgency(&new) < urgency(&merged));
 }
 
 /// Scanning a process with very many regions can cost far more than its size suggests. Other processes are merged
@@ -260,13 +267,13 @@ fn big_host_is_scanned_in_portions() {
             host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(gib * GIB), ..arrival }));
         }
         host.run(2000);
-        let who = host.trace.iter().filter_map(|(_, effect)| match effect {
+        let processes = host.trace.iter().filter_map(|(_, effect)| match effect {
             Effect::Census(processes) => Some(processes),
             _ => None,
         });
-        let seen: BTreeSet<&ProcessId> = who.clone().flatten().collect();
-        assert_eq!(seen.len(), sizes.len(), "every process is scanned");
-        who.map(Vec::len).max()
+        let scanned: BTreeSet<&ProcessId> = processes.clone().flatten().collect();
+        assert_eq!(scanned.len(), sizes.len(), "every process is scanned");
+        processes.map(Vec::len).max()
     };
     // 2 GiB plus nearly a fifth of 64: two processes fit together, but not three.
     assert_eq!(censuses(&[8; 8]), Some(2));
@@ -276,30 +283,26 @@ fn big_host_is_scanned_in_portions() {
 }
 
 /// The censuses of a host over some seconds. Each member has a size in GiB and a similarity key.
-fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
+fn run_censuses(rules: DaemonRules, processes: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
     let mut host = SimulatedHost::new(rules);
-    for (pid, (gib, kind)) in (1..).zip(members) {
+    for (pid, (gib, kind)) in (1..).zip(processes) {
         let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
-        let likeness = (*kind).to_owned();
-        host.deliver(Event::ProcessArrived(ProcessArrival {
-            resident: Bytes(gib << 30),
-            similarity_key: likeness,
-            ..arrival
-        }));
+        let similarity_key = (*kind).to_owned();
+        host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(gib << 30), similarity_key, ..arrival }));
     }
     host.run(seconds);
-    let who = host.trace.into_iter().filter_map(|(_, effect)| match effect {
+    let censuses = host.trace.into_iter().filter_map(|(_, effect)| match effect {
         Effect::Census(processes) => Some(processes),
         _ => None,
     });
-    who.collect()
+    censuses.collect()
 }
 
 #[test]
 fn portion_contains_similar_processes() {
-    let members: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
-    let long = DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) };
-    for census in run_censuses(long, &members, 2000) {
+    let processes: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
+    let long_burst = DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) };
+    for census in run_censuses(long_burst, &processes, 2000) {
         let kinds: BTreeSet<u32> = census.iter().map(|process| process.pid.0 / 2 % 2).collect();
         assert_eq!((census.len(), kinds.len()), (2, 1), "{census:?}");
     }
@@ -316,7 +319,7 @@ fn new_process_is_scanned_with_varying_partners() {
     let before = host.trace.len();
     host.deliver(arrival(40));
     host.run(3000);
-    let met: BTreeSet<ProcessId> = host.trace[before..]
+    let partners: BTreeSet<ProcessId> = host.trace[before..]
         .iter()
         .filter_map(|(_, effect)| match effect {
             Effect::Census(processes) if processes.contains(&id(40)) => Some(processes.clone()),
@@ -324,20 +327,20 @@ fn new_process_is_scanned_with_varying_partners() {
         })
         .flatten()
         .collect();
-    assert!(met.len() > 5, "{met:?}");
+    assert!(partners.len() > 5, "{partners:?}");
 }
 
 /// Sketches of these contents, of which the first `merged` are merged.
 fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentSketches {
     let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
-    let of = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
-    ContentSketches { all: of(0), unmerged: of(merged) }
+    let sketch = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
+    ContentSketches { all: sketch(0), unmerged: sketch(merged) }
 }
 
 /// The censuses with a process, from an index of the trace on. Each number is the last but one decimal digit of a pid.
-fn censuses_with(host: &SimulatedHost, from: usize, whom: ProcessId) -> Vec<Vec<u32>> {
+fn censuses_with(host: &SimulatedHost, from: usize, process: ProcessId) -> Vec<Vec<u32>> {
     let censuses = host.trace[from..].iter().filter_map(|(_, effect)| match effect {
-        Effect::Census(processes) => processes.contains(&whom).then_some(processes),
+        Effect::Census(processes) => processes.contains(&process).then_some(processes),
         _ => None,
     });
     censuses.map(|processes| processes.iter().map(|process| process.pid.0 / 10 % 10).collect()).collect()
@@ -361,11 +364,14 @@ fn new_process_is_scanned_with_processes_of_same_content() {
     host.sketches.insert(id(1000), make_sketches(all, 5000));
     host.deliver(arrival(1000));
     host.run(60);
-    let met = censuses_with(&host, before, id(1000));
+    let censuses = censuses_with(&host, before, id(1000));
     // Nothing is known of it at first, and one place may be filled at random once.
-    let times = |met: &[u32], one: u32| met.iter().filter(|of| **of == one).count();
-    let is_found = |met: &Vec<u32>| [3, 7, 9].map(|one| times(met, one)) == [1, 1, 0];
-    assert!(met[1..3].iter().any(is_found) && met[1..3].iter().all(|met| met.contains(&3)), "{met:?}");
+    let times = |censuses: &[u32], digit: u32| censuses.iter().filter(|partner| **partner == digit).count();
+    let is_found = |censuses: &Vec<u32>| [3, 7, 9].map(|digit| times(censuses, digit)) == [1, 1, 0];
+    assert!(
+        censuses[1..3].iter().any(is_found) && censuses[1..3].iter().all(|censuses| censuses.contains(&3)),
+        "{censuses:?}"
+    );
 }
 
 /// Due processes that are scanned together each meet a process with the same contents.
@@ -385,9 +391,9 @@ fn processes_arriving_together_each_meet_a_match() {
         host.deliver(arrival(pid));
     }
     host.run(60);
-    let met = censuses_with(&host, before, id(1000));
-    let is_found = |met: &Vec<u32>| [0, 4, 8].iter().all(|one| met.contains(one));
-    assert!(met[1..3].iter().any(is_found), "{met:?}");
+    let censuses = censuses_with(&host, before, id(1000));
+    let is_found = |censuses: &Vec<u32>| [0, 4, 8].iter().all(|digit| censuses.contains(digit));
+    assert!(censuses[1..3].iter().any(is_found), "{censuses:?}");
 }
 
 /// However many arrive together, each meets an old process with the same contents.
@@ -395,7 +401,7 @@ fn processes_arriving_together_each_meet_a_match() {
 fn many_arrivals_all_meet_their_match() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
     host.net_per_process = 0;
-    let come = |host: &mut SimulatedHost, pid: u32| {
+    let deliver_arrival = |host: &mut SimulatedHost, pid: u32| {
         let number = u64::from(pid % 1000);
         host.sketches.insert(id(pid), make_sketches((0..5000).map(|content| number * 10_000 + content), 0));
         let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
@@ -403,14 +409,14 @@ fn many_arrivals_all_meet_their_match() {
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(200 * MIB), ..arrival }));
     };
     let pids = || (0..24).map(|number| 2 * number);
-    pids().for_each(|pid| come(&mut host, 1000 + pid));
+    pids().for_each(|pid| deliver_arrival(&mut host, 1000 + pid));
     host.run(5000);
     let before = host.trace.len();
-    pids().for_each(|pid| come(&mut host, 2000 + pid));
+    pids().for_each(|pid| deliver_arrival(&mut host, 2000 + pid));
     host.run(60);
     let met = |pid: u32| {
         host.trace[before..].iter().any(|(_, effect)| match effect {
-            Effect::Census(who) => who.contains(&id(1000 + pid)) && who.contains(&id(2000 + pid)),
+            Effect::Census(processes) => processes.contains(&id(1000 + pid)) && processes.contains(&id(2000 + pid)),
             _ => false,
         })
     };
@@ -436,8 +442,8 @@ fn processes_with_new_common_content_meet_soon() {
         host.run(1);
     }
     host.run(15);
-    let met = censuses_with(&host, before, id(50));
-    assert!(!met[0].contains(&6) && met[1..].iter().any(|met| met.contains(&6)), "{met:?}");
+    let censuses = censuses_with(&host, before, id(50));
+    assert!(!censuses[0].contains(&6) && censuses[1..].iter().any(|censuses| censuses.contains(&6)), "{censuses:?}");
 }
 
 /// The matching process may have been in a scan that exceeded the budget, alone or with the seeking process. Other
@@ -511,7 +517,7 @@ fn big_processes_are_not_scanned_for_unrelated_small_ones() {
 
 #[test]
 fn portion_contains_matches_unless_others_are_urgent() {
-    for squeezed in [false, true] {
+    for is_short in [false, true] {
         let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) });
         for pid in 1..=8_u32 {
             let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
@@ -521,17 +527,19 @@ fn portion_contains_matches_unless_others_are_urgent() {
         }
         host.run(100);
         let mut due: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
-        if squeezed {
-            let short = Shortage { pressure_percent: Some(50.0), left_share: None };
-            let short =
-                TickReadings { cgroup_shortages: vec![(id(6), short), (id(8), short)], ..TickReadings::default() };
-            host.deliver(Event::Tick(short));
+        if is_short {
+            let shortage = Shortage { pressure_percent: Some(50.0), left_share: None };
+            let readings = TickReadings {
+                cgroup_shortages: vec![(id(6), shortage), (id(8), shortage)],
+                ..TickReadings::default()
+            };
+            host.deliver(Event::Tick(readings));
             due.sort_by_key(|process| ![6, 8].contains(&process.pid.0));
         }
         let chosen = host.state.choose_affordable(&due).expect("there is CPU time");
         let pids: Vec<u32> = chosen.iter().map(|process| process.pid.0).collect();
         // Room for three: the first process, its match, and the next one.
-        assert_eq!(pids, if squeezed { [6, 8, 14] } else { [2, 6, 14] });
+        assert_eq!(pids, if is_short { [6, 8, 14] } else { [2, 6, 14] });
     }
 }
 

@@ -12,11 +12,11 @@ fn unenroll_times(host: &SimulatedHost, process: ProcessId) -> Vec<Duration> {
 
 /// The scopes in which a process was unenrolled.
 fn unenroll_scopes(host: &SimulatedHost, process: ProcessId) -> Vec<UnenrollScope> {
-    let of = |effect: &Effect| match effect {
-        Effect::Unenroll(extents) => extents.get(&process).copied(),
+    let scope = |effect: &Effect| match effect {
+        Effect::Unenroll(scopes) => scopes.get(&process).copied(),
         _ => None,
     };
-    host.trace.iter().filter_map(|(_, effect)| of(effect)).collect()
+    host.trace.iter().filter_map(|(_, effect)| scope(effect)).collect()
 }
 
 fn count_censuses_with(host: &SimulatedHost, process: ProcessId) -> usize {
@@ -41,7 +41,7 @@ fn failed_unenroll_is_retried_with_backoff_and_reported_once() {
         host.deliver(Event::Unenroll(id(1)));
         host.run(3600);
         let tries = unenroll_times(&host, id(1));
-        let pauses: Vec<u64> = tries.windows(2).map(|two| (two[1] - two[0]).as_secs()).collect();
+        let pauses: Vec<u64> = tries.windows(2).map(|pair| (pair[1] - pair[0]).as_secs()).collect();
         assert_eq!(pauses[..7], [10, 20, 40, 80, 160, 300, 300], "{tries:?}");
         assert!(tries.len() < 20, "{}", tries.len());
         assert_eq!(
@@ -51,8 +51,8 @@ fn failed_unenroll_is_retried_with_backoff_and_reported_once() {
             ),
             (1, 1)
         );
-        let leaving = host.state.tracked()[&id(1)].pending_unenroll.as_ref().unwrap();
-        assert!(leaving.last_failure.is_some() && leaving.next_try > host.now, "the request is pending: {leaving:?}");
+        let pending = host.state.tracked()[&id(1)].pending_unenroll.as_ref().unwrap();
+        assert!(pending.last_failure.is_some() && pending.next_try > host.now, "the request is pending: {pending:?}");
 
         (host.unenroll_fails, host.cannot_unenroll) = (false, BTreeSet::new());
         host.run(301);
@@ -153,13 +153,13 @@ fn unenroll_retries_stay_within_the_cpu_budget() {
 fn lifted_exclusion_cancels_pending_unenroll() {
     let mut host = host_with_merged(&[1]);
     host.cannot_unenroll.insert(id(1));
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    let excluded = ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known.clone() };
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    let excluded = ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived.clone() };
     host.deliver(Event::ProcessArrived(excluded));
     host.run(2);
     host.deliver(Event::Enroll(id(1)));
     assert!(host.state.tracked()[&id(1)].pending_unenroll.is_some(), "an operator cannot merge an excluded process");
-    host.deliver_and_forget_failure(id(1), Event::ProcessArrived(known));
+    host.deliver_and_forget_failure(id(1), Event::ProcessArrived(arrived));
     let tries = unenroll_times(&host, id(1)).len();
     host.run(600);
     assert_eq!(unenroll_times(&host, id(1)).len(), tries);
@@ -174,8 +174,8 @@ fn net_loss_unenrolls_only_what_the_daemon_enrolled() {
     host.deliver(arrival(1));
     host.run(12);
     assert_eq!(unenroll_scopes(&host, id(1)), [UnenrollScope::DaemonEnrolled], "enrolling these caused the loss");
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known }));
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived }));
     host.run(2);
     assert_eq!(
         unenroll_scopes(&host, id(1)),
@@ -194,11 +194,11 @@ fn net_loss_unenrolls_only_what_the_daemon_enrolled() {
 
 #[test]
 fn process_that_changes_domain_is_unenrolled() {
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
     let moved =
-        || Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..known.clone() });
+        || Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..arrived.clone() });
     let mut host = host_with_merged(&[1, 3]);
-    host.deliver(Event::ProcessArrived(known.clone()));
+    host.deliver(Event::ProcessArrived(arrived.clone()));
     host.run(2);
     assert!(unenroll_scopes(&host, id(1)).is_empty(), "nothing has changed");
     host.deliver(moved());
@@ -240,15 +240,15 @@ fn process_that_changes_domain_is_unenrolled() {
 
 #[test]
 fn domain_change_does_not_halt_tasks_on_other_processes() {
-    for merges in [false, true] {
+    for in_merge in [false, true] {
         let mut host = host_with_merged(&[2]);
         [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
-        let works = |host: &SimulatedHost| match &host.state.task {
-            Some(DaemonTask::Census(_, processes)) => !merges && processes.len() == 2,
-            Some(DaemonTask::Merge(processes)) => merges && processes.len() == 2,
+        let is_running = |host: &SimulatedHost| match &host.state.task {
+            Some(DaemonTask::Census(_, processes)) => !in_merge && processes.len() == 2,
+            Some(DaemonTask::Merge(processes)) => in_merge && processes.len() == 2,
             _ => false,
         };
-        while !works(&host) {
+        while !is_running(&host) {
             host.tick();
         }
         let Event::ProcessArrived(other) = arrival(2) else { unreachable!() };
@@ -266,16 +266,16 @@ fn domain_change_does_not_halt_tasks_on_other_processes() {
 
 #[test]
 fn process_that_alternates_domains_is_merged_less_often() {
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
     let mut host = host_with_merged(&[1, 3]);
     let minutes = 240;
     for minute in 0..minutes {
-        let domain = if minute % 2 == 0 { TrustDomain::Group("apart".into()) } else { known.domain.clone() };
-        host.deliver(Event::ProcessArrived(ProcessArrival { domain, ..known.clone() }));
+        let domain = if minute % 2 == 0 { TrustDomain::Group("apart".into()) } else { arrived.domain.clone() };
+        host.deliver(Event::ProcessArrived(ProcessArrival { domain, ..arrived.clone() }));
         host.run(60);
     }
-    let withdrawn = unenroll_scopes(&host, id(1)).len();
-    assert!((1..minutes / 20).contains(&withdrawn), "{withdrawn} times in {minutes} minutes");
+    let unenroll_count = unenroll_scopes(&host, id(1)).len();
+    assert!((1..minutes / 20).contains(&unenroll_count), "{unenroll_count} times in {minutes} minutes");
     assert!(unenroll_scopes(&host, id(3)).is_empty(), "the process that keeps its domain keeps its merges");
 }
 
@@ -283,8 +283,8 @@ fn process_that_alternates_domains_is_merged_less_often() {
 fn operator_enroll_does_not_cancel_domain_unenroll() {
     let mut host = host_with_merged(&[1, 3]);
     host.cannot_unenroll.insert(id(1));
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    host.deliver(Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..known }));
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    host.deliver(Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..arrived }));
     host.run(2);
     for event in [Event::Enroll(id(1)), Event::Unenroll(id(1)), Event::Enroll(id(1))] {
         host.deliver(event);
@@ -294,30 +294,31 @@ fn operator_enroll_does_not_cancel_domain_unenroll() {
 
 #[test]
 fn domain_change_halts_the_running_task() {
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    let moved = Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..known });
-    let fewer = Event::RulesChanged(rules(DaemonMode::Act));
-    for (event, whom) in [(moved, vec![id(1)]), (fewer, vec![id(1), id(3)])] {
-        for merges in [false, true] {
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    let moved = Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..arrived });
+    let stricter = Event::RulesChanged(rules(DaemonMode::Act));
+    for (event, unenrolled) in [(moved, vec![id(1)]), (stricter, vec![id(1), id(3)])] {
+        for in_merge in [false, true] {
             let across_domains = matches!(event, Event::RulesChanged(_));
             let mut host = SimulatedHost::new(DaemonRules { across_domains, ..rules(DaemonMode::Act) });
             [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
             // Wait until a task is running that plans or merges both processes.
-            let works = |host: &SimulatedHost| match &host.state.task {
-                Some(DaemonTask::Census(turns, _)) => !merges && turns.len() == 2,
-                Some(DaemonTask::Merge(processes)) => merges && processes.len() == 2,
+            let is_running = |host: &SimulatedHost| match &host.state.task {
+                Some(DaemonTask::Census(due, _)) => !in_merge && due.len() == 2,
+                Some(DaemonTask::Merge(processes)) => in_merge && processes.len() == 2,
                 _ => false,
             };
-            while !works(&host) {
+            while !is_running(&host) {
                 host.tick();
             }
             let before = host.merge_cpu_shares().len();
             host.deliver(event.clone());
             assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 1);
             host.tick();
-            if merges {
+            if in_merge {
                 host.run(1);
-                whom.iter()
+                unenrolled
+                    .iter()
                     .for_each(|process| assert_eq!(unenroll_scopes(&host, *process), [UnenrollScope::AllMerged]));
             } else {
                 assert_eq!(host.merge_cpu_shares().len(), before, "the outdated plan is dropped");
@@ -350,10 +351,10 @@ fn wider_request_during_unenroll_is_carried_out() {
 fn self_enrolled_pages_are_unenrolled_when_excluded() {
     // It was in a merge in which none of its ranges had to be enrolled.
     let mut host = host_with_merged(&[1, 3]);
-    let member = host.state.tracked.get_mut(&id(1)).unwrap();
-    assert!(std::mem::take(&mut member.enrolled) && member.maybe_merged);
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known }));
+    let tracked = host.state.tracked.get_mut(&id(1)).unwrap();
+    assert!(std::mem::take(&mut tracked.enrolled) && tracked.maybe_merged);
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived }));
     host.run(1);
     assert_eq!(unenroll_scopes(&host, id(1)), [UnenrollScope::AllMerged]);
 }
@@ -382,11 +383,11 @@ fn leaving_act_mode_restores_settings() {
 #[test]
 fn unenroll_retry_interval_grows_with_its_cost() {
     let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
-    let mut member = TrackedProcess::new(arrival, Duration::ZERO, &rules(DaemonMode::Act));
-    member.request_unenroll(DecisionReason::Operator, Duration::ZERO);
+    let mut tracked = TrackedProcess::new(arrival, Duration::ZERO, &rules(DaemonMode::Act));
+    tracked.request_unenroll(DecisionReason::Operator, Duration::ZERO);
     let long = Duration::from_secs(10);
-    assert!(member.record_unenroll_failure("no".into(), long, Duration::ZERO));
-    assert!(member.pending_unenroll.unwrap().next_try >= long * 200);
+    assert!(tracked.record_unenroll_failure("no".into(), long, Duration::ZERO));
+    assert!(tracked.pending_unenroll.unwrap().next_try >= long * 200);
 }
 
 #[test]
@@ -449,16 +450,18 @@ type StayMergedCase<'a> = (&'a str, &'a dyn Fn(&mut SimulatedHost));
 
 #[test]
 fn stop_reports_processes_that_stay_merged() {
-    let told = |host: &SimulatedHost| {
-        let told = host.trace.iter().filter_map(|(_, effect)| match effect {
-            Effect::Report(said) if (said.kind, said.reason) == (DecisionKind::Refuse, DecisionReason::Stopped) => {
-                Some(said)
+    let refusals = |host: &SimulatedHost| {
+        let decisions = host.trace.iter().filter_map(|(_, effect)| match effect {
+            Effect::Report(decision)
+                if (decision.kind, decision.reason) == (DecisionKind::Refuse, DecisionReason::Stopped) =>
+            {
+                Some(decision)
             }
             _ => None,
         });
-        told.map(|said| (said.processes.clone(), said.explanation.clone())).collect::<Vec<_>>()
+        decisions.map(|decision| (decision.processes.clone(), decision.explanation.clone())).collect::<Vec<_>>()
     };
-    let ways: [StayMergedCase<'_>; 5] = [
+    let cases: [StayMergedCase<'_>; 5] = [
         ("there is no memory", &|host| _ = host.cannot_unenroll.insert(id(1))),
         ("the journal cannot be written", &|host| host.unenroll_fails = true),
         ("it only advises", &|host| host.deliver(Event::RulesChanged(rules(DaemonMode::Advise)))),
@@ -468,23 +471,23 @@ fn stop_reports_processes_that_stay_merged() {
             host.host_busy_reason = Some("another pagefold".into());
         }),
     ];
-    for (why, way) in ways {
+    for (why, make_host_fail) in cases {
         let mut host = host_with_merged(&[1]);
-        way(&mut host);
+        make_host_fail(&mut host);
         host.run(20);
         host.deliver(Event::Stop { unmerge: true });
         host.run(2);
         assert_eq!((host.ended(), host.acquired), (Some(false), false), "{why}: {:?}", host.trace);
-        assert_eq!(told(&host), [(vec![id(1)], format!("it stays merged: {why}"))]);
+        assert_eq!(refusals(&host), [(vec![id(1)], format!("it stays merged: {why}"))]);
         assert!(host.enrolled.contains(&id(1)));
 
         // A stop without unmerging reports nothing.
         let mut host = host_with_merged(&[1]);
-        way(&mut host);
+        make_host_fail(&mut host);
         host.run(20);
         host.deliver(Event::Stop { unmerge: false });
         host.run(2);
-        assert_eq!((host.ended(), told(&host)), (Some(true), Vec::new()), "{why}");
+        assert_eq!((host.ended(), refusals(&host)), (Some(true), Vec::new()), "{why}");
     }
 }
 
@@ -523,8 +526,8 @@ fn process_excluded_during_merge_is_unenrolled_after_it() {
     while !begun(&host) {
         host.run(1);
     }
-    let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
-    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known }));
+    let Event::ProcessArrived(arrived) = arrival(1) else { unreachable!() };
+    host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..arrived }));
     assert!(host.enrolled.contains(&id(1)) && unenroll_times(&host, id(1)).is_empty());
     host.run(10);
     assert!(host.enrolled.is_empty());
@@ -561,17 +564,17 @@ fn failed_merge_is_unenrolled() {
 
 #[test]
 fn stop_that_keeps_merges_reports_pending_unenrolls() {
-    for (clings, whole) in [(true, false), (false, true)] {
+    for (cannot_unenroll, complete) in [(true, false), (false, true)] {
         let mut host = host_with_merged(&[1, 3]);
-        if clings {
+        if cannot_unenroll {
             host.cannot_unenroll.insert(id(1));
         }
         host.deliver(Event::Unenroll(id(1)));
         host.run(2);
         host.deliver(Event::Stop { unmerge: false });
         host.run(2);
-        assert_eq!(host.ended(), Some(whole));
-        assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Stopped), usize::from(!whole));
+        assert_eq!(host.ended(), Some(complete));
+        assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Stopped), usize::from(!complete));
         assert!(host.enrolled.contains(&id(3)));
     }
 }

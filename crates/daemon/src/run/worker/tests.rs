@@ -21,8 +21,8 @@ fn process() -> ProcessId {
 fn worker(host: &FakeHost) -> (Worker<'_>, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     // No receiver.
-    let (tell, _) = mpsc::channel();
-    let mut worker = Worker::new(host, directory.path().to_owned(), tell).unwrap();
+    let (sender, _) = mpsc::channel();
+    let mut worker = Worker::new(host, directory.path().to_owned(), sender).unwrap();
     worker.acquire_host().unwrap();
     (worker, directory)
 }
@@ -144,12 +144,12 @@ fn unenroll_keeps_ranges_of_the_program() {
     host.map_pages(PID, (middle, RANGE.end), MERGED_PAGE_NAME, true);
     set_merging_pages(&host, 0);
     let (mut worker, _directory) = worker(&host);
-    let ours = BTreeMap::from([(process(), UnenrollScope::DaemonEnrolled)]);
+    let daemon_scope = BTreeMap::from([(process(), UnenrollScope::DaemonEnrolled)]);
     let marked = || host.regions(Pid(PID)).unwrap().into_iter().map(|(range, _, marked)| (range.start, marked));
-    assert_eq!(worker.unenroll(&ours, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
+    assert_eq!(worker.unenroll(&daemon_scope, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
     assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, true)], "the daemon has enrolled nothing");
     worker.enrolled_ranges.insert(process(), vec![AddressRange { start: middle, end: RANGE.end }]);
-    assert_eq!(worker.unenroll(&ours, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
+    assert_eq!(worker.unenroll(&daemon_scope, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
     assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, false)]);
     assert!(worker.enrolled_ranges.is_empty());
     assert_eq!(worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
@@ -162,9 +162,9 @@ fn repeated_unenroll_needs_memory() {
     let host = FakeHost::booted();
     let (mut worker, _directory) = worker(&host);
     host.start_process(PID, 64);
-    let mut own = one_range_plan();
-    own.targets[0].ranges[0].enrolled = true;
-    merge(&mut worker, &host, &own);
+    let mut plan = one_range_plan();
+    plan.targets[0].ranges[0].enrolled = true;
+    merge(&mut worker, &host, &plan);
     host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
     host.set_cpu_ticks(PID, 1);
     worker.merge_monitor.check_pages(CheckScope::All);
@@ -172,10 +172,10 @@ fn repeated_unenroll_needs_memory() {
     assert_eq!(worker.merge_monitor.unenrolled()[&process()].enrolled_by_program, [RANGE]);
     // A range of a later round, below the first one.
     let below = AddressRange { start: 16 * PAGE_BYTES, end: 32 * PAGE_BYTES };
-    let mut own = one_range_plan();
-    (own.targets[0].ranges[0].range, own.targets[0].ranges[0].enrolled) = (below, true);
+    let mut plan = one_range_plan();
+    (plan.targets[0].ranges[0].range, plan.targets[0].ranges[0].enrolled) = (below, true);
     host.map_pages(PID, (below.start, below.end), MERGED_PAGE_NAME, true);
-    worker.merge_monitor.add_plan(&own);
+    worker.merge_monitor.add_plan(&plan);
     worker.merge_monitor.check_pages(CheckScope::All);
     host.map_pages(PID, (below.start, below.end), "", true);
     host.set_cpu_ticks(PID, 2);
@@ -212,19 +212,19 @@ fn failed_unenroll_reports_the_reason() {
     let host = FakeHost::booted();
     put_enrolled_process(&host);
     let (mut worker, _directory) = worker(&host);
-    let gone = ProcessId { pid: Pid(99), start_time: 1 };
+    let exited = ProcessId { pid: Pid(99), start_time: 1 };
     host.set_free_kib(0);
     let waited = |percent: &str| {
         let lines = ["some", "full"].map(|word| format!("{word} avg10={percent} avg60=0.00 avg300=0.00 total=1\n"));
         host.put_file("proc/pressure/memory", &lines.concat());
     };
     waited("10.00");
-    let short = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
-    assert_eq!(short.failed_unenrolls, [(process(), "memory is short".to_owned())]);
+    let summary = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
+    assert_eq!(summary.failed_unenrolls, [(process(), "memory is short".to_owned())]);
     waited("9.99");
-    let short = worker.unenroll(&full_scopes(&[process(), gone]), MAX_PRESSURE_PERCENT).unwrap();
-    assert_eq!(short.unenrolled, [gone], "it has exited");
-    assert_eq!(short.failed_unenrolls, [(process(), "not enough memory to unmerge its pages".to_owned())]);
+    let summary = worker.unenroll(&full_scopes(&[process(), exited]), MAX_PRESSURE_PERCENT).unwrap();
+    assert_eq!(summary.unenrolled, [exited], "it has exited");
+    assert_eq!(summary.failed_unenrolls, [(process(), "not enough memory to unmerge its pages".to_owned())]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED_PAGE_NAME, true)]);
 
     host.set_free_kib(5_000_000);
@@ -232,8 +232,12 @@ fn failed_unenroll_reports_the_reason() {
     let busy = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
     assert!(busy.unenrolled.is_empty() && busy.failed_unenrolls[0].1.contains("it does not stop"), "{busy:?}");
     host.set_advice_fault(None);
-    let left = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
-    assert_eq!(left.failed_unenrolls, [(process(), "it still has merged pages".to_owned())], "by its kernel's count");
+    let summary = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
+    assert_eq!(
+        summary.failed_unenrolls,
+        [(process(), "it still has merged pages".to_owned())],
+        "by its kernel's count"
+    );
     put_enrolled_process(&host);
     set_merging_pages(&host, 0);
     assert_eq!(worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);

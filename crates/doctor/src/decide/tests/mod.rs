@@ -678,12 +678,12 @@ fn ineligible_regions_are_listed_with_reason() {
 
 #[test]
 fn busy_ksmd_gets_a_longer_sleep() {
-    for (now, wanted) in [(20, 100), (50, 100), (200, 400), (u64::from(u32::MAX), u64::from(u32::MAX))] {
+    for (current, expected) in [(20, 100), (50, 100), (200, 400), (u64::from(u32::MAX), u64::from(u32::MAX))] {
         let mut facts = healthy();
         facts.ksmd = Ok(KsmdCpuTime { cpu_seconds: 2000.0, uptime_seconds: 3600.0 });
-        ksm(&mut facts).sleep_millisecs = Ok(now);
+        ksm(&mut facts).sleep_millisecs = Ok(current);
         let finding = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksmd-cpu").unwrap();
-        assert_eq!(finding.remedy, [format!("echo {wanted} > /sys/kernel/mm/ksm/sleep_millisecs")]);
+        assert_eq!(finding.remedy, [format!("echo {expected} > /sys/kernel/mm/ksm/sleep_millisecs")]);
     }
 }
 
