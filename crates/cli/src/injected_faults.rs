@@ -114,7 +114,7 @@ fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
 
 /// Build and render the report, and check that the sums agree.
 fn check_census_report(census: &Census) -> CensusReport {
-    let mut all = PageCounts::default();
+    let mut total = PageCounts::default();
     for subject in &census.subjects {
         let mut sum = PageCounts::default();
         for region in &subject.regions {
@@ -122,9 +122,9 @@ fn check_census_report(census: &Census) -> CensusReport {
             sum += region.counts;
         }
         assert_eq!(sum, subject.counts, "{:?}", subject.process);
-        all += sum;
+        total += sum;
     }
-    assert_eq!(all, census.counts);
+    assert_eq!(total, census.counts);
     let page_size = PageSize::new(4096).unwrap();
     let report =
         CensusReport::from_census(census, &CensusContext { host: "faulty".to_owned(), page_size, max_extents: 4 });
@@ -320,10 +320,10 @@ impl Host for PidReuseHost<'_> {
         if pid != self.pid {
             return Ok(process);
         }
-        let mut seen = self.opens.lock().unwrap();
-        *seen += 1;
+        let mut opens = self.opens.lock().unwrap();
+        *opens += 1;
         let ProcessId { start_time, .. } = process.id();
-        let id = ProcessId { pid, start_time: start_time + u64::from(*seen > self.opens_before_reuse) };
+        let id = ProcessId { pid, start_time: start_time + u64::from(*opens > self.opens_before_reuse) };
         Ok(Box::new(ReusedPidProcess { process, id }))
     }
 

@@ -288,11 +288,14 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
             unmerged: unmerged.0,
             collapsed: collapsed.0,
         });
-        let missed = result.missed_ranges.first().map(|(range, why)| {
+        let missed_note = result.missed_ranges.first().map(|(range, why)| {
             format!("{} ranges were not unenrolled, the first is {range}: {why}", result.missed_ranges.len())
         });
-        process.error =
-            if result.ended { Some(exit_note(&oom_kills.0, &oom_kills.1)) } else { result.error.clone().or(missed) };
+        process.error = if result.ended {
+            Some(exit_note(&oom_kills.0, &oom_kills.1))
+        } else {
+            result.error.clone().or(missed_note)
+        };
     }
     let is_success = |result: &UnenrollResult| result.is_complete() && !result.ended;
     report.outcome =

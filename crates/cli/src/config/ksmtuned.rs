@@ -241,28 +241,28 @@ mod tests {
 
     /// A line with its assignments, each as it is reported.
     fn any_line_with_assignments() -> impl Strategy<Value = (String, Vec<String>)> {
-        let known = THRESHOLD_VARIABLES
+        let known_names = THRESHOLD_VARIABLES
             .into_iter()
             .chain(RATE_VARIABLES)
             .chain(UNSUPPORTED_VARIABLES.map(|(name, _)| name))
             .chain(["KSM_FOO", "x"]);
-        let name = prop::sample::select(known.collect::<Vec<_>>());
-        let plain = prop_oneof![
+        let name = prop::sample::select(known_names.collect::<Vec<_>>());
+        let plain_value = prop_oneof![
             any::<u64>().prop_map(|value| value.to_string()),
             prop::sample::select(vec!["", "10", "\"30\"", "'1 2'", "-50", "007", "a#b", "/var/log/ksm", "\"a; b\""])
                 .prop_map(str::to_owned),
         ];
-        let shell =
+        let shell_value =
             prop::sample::select(vec!["${X:-10}", "$((10 + 10))", "`nproc`", "\"$X\"", "1; true", "a'b'", "\\1"]);
         let end = prop::sample::select(vec!["", " ", "\t# more", " # KSM_FOO=1"]);
         let export = prop::sample::select(vec!["", "export ", "export\t", "  "]);
         let assigned = |(name, value): (&str, String)| format!("{name}={value}");
-        let plain = prop::collection::vec((name.clone(), plain).prop_map(assigned), 1..3);
+        let plain_assignments = prop::collection::vec((name.clone(), plain_value).prop_map(assigned), 1..3);
         prop_oneof![
-            (export.clone(), plain, end.clone()).prop_map(|(export, assignments, end)| {
+            (export.clone(), plain_assignments, end.clone()).prop_map(|(export, assignments, end)| {
                 (format!("{export}{}{end}", assignments.join(" ")), assignments)
             }),
-            (export, name, shell, end).prop_map(|(export, name, value, end)| {
+            (export, name, shell_value, end).prop_map(|(export, name, value, end)| {
                 let line = format!("{export}{name}={value}{end}");
                 let assignments = vec![line.trim().to_owned()];
                 (line, assignments)

@@ -169,19 +169,19 @@ fn bounds_report(settings: &DaemonSettings, burst_available: f64) -> BoundsRepor
 }
 
 fn ksm_report(counters: &Ksm, cow_ksm: Option<u64>) -> KsmReport {
-    let known = |value: &Result<u64, Absent>| value.as_ref().ok().copied();
+    let known_value = |value: &Result<u64, Absent>| value.as_ref().ok().copied();
     KsmReport {
-        run: known(&counters.run),
-        pages_to_scan: known(&counters.pages_to_scan),
-        sleep_millisecs: known(&counters.sleep_millisecs),
-        pages_shared: known(&counters.pages_shared),
-        pages_sharing: known(&counters.pages_sharing),
-        pages_unshared: known(&counters.pages_unshared),
-        pages_volatile: known(&counters.pages_volatile),
-        pages_scanned: known(&counters.pages_scanned),
-        pages_skipped: known(&counters.pages_skipped),
+        run: known_value(&counters.run),
+        pages_to_scan: known_value(&counters.pages_to_scan),
+        sleep_millisecs: known_value(&counters.sleep_millisecs),
+        pages_shared: known_value(&counters.pages_shared),
+        pages_sharing: known_value(&counters.pages_sharing),
+        pages_unshared: known_value(&counters.pages_unshared),
+        pages_volatile: known_value(&counters.pages_volatile),
+        pages_scanned: known_value(&counters.pages_scanned),
+        pages_skipped: known_value(&counters.pages_skipped),
         ksm_zero_pages: counters.ksm_zero_pages.as_ref().ok().copied(),
-        full_scans: known(&counters.full_scans),
+        full_scans: known_value(&counters.full_scans),
         general_profit: counters.general_profit.as_ref().ok().copied(),
         cow_ksm,
     }
@@ -469,7 +469,7 @@ fn sharing_report(snapshot: &Snapshot, page_bytes: u64) -> Option<SharingReport>
     parties.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
     parties.truncate(MAX_MATRIX_PARTIES);
     let pages = |party: &str, other_party: &str| {
-        snapshot.sharing.shared_pages().get(&(party.to_owned(), other_party.to_owned())).map_or(0, |p| p.0)
+        snapshot.sharing.shared_pages().get(&(party.to_owned(), other_party.to_owned())).map_or(0, |pages| pages.0)
     };
     let row = |party: &str| parties.iter().map(|(_, other_party)| pages(party, other_party) * page_bytes).collect();
     let shared_bytes = parties.iter().map(|(_, party)| row(party)).collect();

@@ -189,9 +189,9 @@ mod tests {
 
     #[test]
     fn truncated_elf_is_rejected_without_panic() {
-        let whole = elf_headers(ELF_MACHINE, &[(PT_INTERP, b"/lib64/ld-linux-x86-64.so.2\0")]);
-        for length in 0..whole.len() {
-            assert!(elf_preload_support(Cursor::new(&whole[..length])).is_err(), "{length} bytes");
+        let elf = elf_headers(ELF_MACHINE, &[(PT_INTERP, b"/lib64/ld-linux-x86-64.so.2\0")]);
+        for length in 0..elf.len() {
+            assert!(elf_preload_support(Cursor::new(&elf[..length])).is_err(), "{length} bytes");
         }
     }
 
