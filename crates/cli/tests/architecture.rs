@@ -100,10 +100,10 @@ struct CrateImport {
 
 /// The violation of an import, if there is one.
 fn import_violation(edge: &CrateImport) -> Option<String> {
-    let CrateImport { importer: from, imported: to, is_workspace_crate: ours } = edge;
-    if !ours {
-        let pure = from != "base" || BASE_MAY_USE.contains(&to.as_str());
-        return (!pure).then(|| format!("base imports {to}, which is not in BASE_MAY_USE"));
+    let CrateImport { importer: from, imported: to, is_workspace_crate } = edge;
+    if !is_workspace_crate {
+        let is_allowed = from != "base" || BASE_MAY_USE.contains(&to.as_str());
+        return (!is_allowed).then(|| format!("base imports {to}, which is not in BASE_MAY_USE"));
     }
     if NON_PRODUCT_CRATES.contains(&to.as_str()) && !NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return Some(format!("{from} imports {to}, which no product crate may import"));
@@ -111,7 +111,7 @@ fn import_violation(edge: &CrateImport) -> Option<String> {
     if NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return None;
     }
-    match ALLOWED_IMPORTS.iter().find(|(room, _)| room == from) {
+    match ALLOWED_IMPORTS.iter().find(|(name, _)| name == from) {
         None => Some(format!("{from} is not in ALLOWED_IMPORTS: add the crate and its imports there")),
         Some((_, allowed)) if allowed.contains(&to.as_str()) => None,
         Some(_) => Some(format!("{from} imports {to}, which ALLOWED_IMPORTS does not permit")),
@@ -120,8 +120,8 @@ fn import_violation(edge: &CrateImport) -> Option<String> {
 
 /// The name of a crate by the directory of its manifest: `crates/NAME`, or the first directory below the root.
 fn crate_name_of_folder(root: &Path, folder: &Path) -> String {
-    let below = folder.strip_prefix(root).expect("a workspace crate lies outside the workspace root");
-    let mut parts = below.iter().map(|part| part.to_string_lossy().into_owned());
+    let relative_path = folder.strip_prefix(root).expect("a workspace crate lies outside the workspace root");
+    let mut parts = relative_path.iter().map(|part| part.to_string_lossy().into_owned());
     let first = parts.next().unwrap_or_default();
     if first == "crates" { parts.next().unwrap_or_default() } else { first }
 }
@@ -143,9 +143,13 @@ fn declared_imports(metadata: &Metadata) -> Vec<CrateImport> {
     for package in &packages {
         let from = crate_name_of_package(metadata, package);
         for dependency in package.dependencies.iter().filter(|d| d.kind != DependencyKind::Development) {
-            let ours = packages.iter().find(|p| p.name.as_str() == dependency.name);
-            let to = ours.map_or_else(|| dependency.name.clone(), |p| crate_name_of_package(metadata, p));
-            edges.push(CrateImport { importer: from.clone(), imported: to, is_workspace_crate: ours.is_some() });
+            let workspace_package = packages.iter().find(|p| p.name.as_str() == dependency.name);
+            let to = workspace_package.map_or_else(|| dependency.name.clone(), |p| crate_name_of_package(metadata, p));
+            edges.push(CrateImport {
+                importer: from.clone(),
+                imported: to,
+                is_workspace_crate: workspace_package.is_some(),
+            });
         }
     }
     edges
@@ -218,14 +222,14 @@ fn impure_names(text: &str) -> Vec<String> {
     let words = flatten_tokens(parse_tokens(text));
     let is_impure = |word: &&String| IMPURE_NAMES.iter().chain(IMPURE_CRATES).any(|name| name == word);
     let mut found: Vec<String> = words.iter().filter(is_impure).cloned().collect();
-    for (at, word) in words.iter().enumerate() {
-        let rest = &words[at + 1..];
-        if word == "static" && rest.first().is_some_and(|w| w == "mut") {
+    for (i, word) in words.iter().enumerate() {
+        let following = &words[i + 1..];
+        if word == "static" && following.first().is_some_and(|w| w == "mut") {
             found.push("static mut".to_owned());
         }
-        if word == "std" && rest.len() > 2 && rest[0] == ":" && rest[1] == ":" {
+        if word == "std" && following.len() > 2 && following[0] == ":" && following[1] == ":" {
             found.extend(
-                first_path_names(&rest[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")),
+                first_path_names(&following[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")),
             );
         }
     }
@@ -258,7 +262,7 @@ fn is_test_file(path: &Path) -> bool {
 
 /// The tokens without the items that `#[cfg(test)]` marks. Such an item ends with its body or its semicolon.
 fn remove_test_items(stream: TokenStream) -> TokenStream {
-    let mut kept: Vec<TokenTree> = Vec::new();
+    let mut tokens: Vec<TokenTree> = Vec::new();
     let mut in_test_item = false;
     for tree in stream {
         if in_test_item {
@@ -270,31 +274,31 @@ fn remove_test_items(stream: TokenStream) -> TokenStream {
             continue;
         }
         let TokenTree::Group(group) = tree else {
-            kept.push(tree);
+            tokens.push(tree);
             continue;
         };
-        let is_attribute = matches!(kept.last(), Some(TokenTree::Punct(mark)) if mark.as_char() == '#');
+        let is_attribute = matches!(tokens.last(), Some(TokenTree::Punct(mark)) if mark.as_char() == '#');
         if is_attribute && flatten_tokens(group.stream()) == ["cfg", "(", "test", ")"] {
-            kept.pop();
+            tokens.pop();
             in_test_item = true;
         } else {
-            kept.push(Group::new(group.delimiter(), remove_test_items(group.stream())).into());
+            tokens.push(Group::new(group.delimiter(), remove_test_items(group.stream())).into());
         }
     }
-    kept.into_iter().collect()
+    tokens.into_iter().collect()
 }
 
 /// The uses of the real clock in the product code of a file.
 fn real_clock_uses(text: &str) -> Vec<String> {
     let words = flatten_tokens(remove_test_items(parse_tokens(text)));
     let mut found = Vec::new();
-    for (at, word) in words.iter().enumerate() {
-        let rest = &words[at + 1..];
-        if word == "." && rest.len() > 2 && rest[..3] == ["elapsed", "(", ")"] {
+    for (i, word) in words.iter().enumerate() {
+        let following = &words[i + 1..];
+        if word == "." && following.len() > 2 && following[..3] == ["elapsed", "(", ")"] {
             found.push(".elapsed()".to_owned());
         }
-        if rest.len() > 2 && rest[..2] == [":", ":"] {
-            let names: Vec<&str> = first_path_names(&rest[2..]).collect();
+        if following.len() > 2 && following[..2] == [":", ":"] {
+            let names: Vec<&str> = first_path_names(&following[2..]).collect();
             let used = REAL_CLOCK_FUNCTIONS.iter().filter(|(owner, name)| word == owner && names.contains(name));
             found.extend(used.map(|(owner, name)| format!("{owner}::{name}")));
         }
@@ -324,10 +328,10 @@ fn crates_import_exactly_the_listed_crates() {
 fn every_crate_is_listed_in_allowed_imports() {
     let metadata = read_metadata();
     for package in metadata.workspace_packages() {
-        let room = crate_name_of_package(&metadata, package);
-        let known =
-            NON_PRODUCT_CRATES.contains(&room.as_str()) || ALLOWED_IMPORTS.iter().any(|(name, _)| *name == room);
-        assert!(known, "{} lies in {room}, which is not in ALLOWED_IMPORTS", package.name);
+        let crate_name = crate_name_of_package(&metadata, package);
+        let is_listed = NON_PRODUCT_CRATES.contains(&crate_name.as_str())
+            || ALLOWED_IMPORTS.iter().any(|(name, _)| *name == crate_name);
+        assert!(is_listed, "{} lies in {crate_name}, which is not in ALLOWED_IMPORTS", package.name);
     }
 }
 
@@ -345,10 +349,14 @@ fn unsafe_code_stays_in_its_crates() {
         }
     }
     let sources = rust_files_by_crate(root);
-    assert!(sources.iter().any(|(room, _)| room == "base"), "no sources of base found below {}", root.display());
-    for (room, path) in sources {
+    assert!(
+        sources.iter().any(|(crate_name, _)| crate_name == "base"),
+        "no sources of base found below {}",
+        root.display()
+    );
+    for (crate_name, path) in sources {
         let text = fs::read_to_string(&path).expect("cannot read a source file");
-        assert!(UNSAFE_CRATES.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
+        assert!(UNSAFE_CRATES.contains(&crate_name.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
     }
 }
 
@@ -356,13 +364,13 @@ fn unsafe_code_stays_in_its_crates() {
 fn decisions_are_pure() {
     let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
-    let is_pure = |room: &str, path: &Path| {
-        let source = root.join("crates").join(room).join("src");
-        path.starts_with(if room == "base" { source } else { source.join("decide") })
+    let is_pure = |crate_name: &str, path: &Path| {
+        let source = root.join("crates").join(crate_name).join("src");
+        path.starts_with(if crate_name == "base" { source } else { source.join("decide") })
     };
     let mut subjects = std::collections::BTreeSet::new();
-    for (room, path) in rust_files_by_crate(root).iter().filter(|(room, path)| is_pure(room, path)) {
-        subjects.insert(room.clone());
+    for (crate_name, path) in rust_files_by_crate(root).iter().filter(|(crate_name, path)| is_pure(crate_name, path)) {
+        subjects.insert(crate_name.clone());
         let found = impure_names(&fs::read_to_string(path).expect("cannot read a source file"));
         assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
     }
@@ -375,26 +383,33 @@ fn time_comes_from_the_host() {
     let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
     let mut scanned = std::collections::BTreeSet::new();
-    for (room, path) in rust_files_by_crate(root) {
-        let below = path.strip_prefix(root).expect("a source file lies outside the workspace root");
-        let source = Path::new("crates").join(&room).join("src");
-        if !HOST_TIME_CRATES.contains(&room.as_str()) || !below.starts_with(source) || is_test_file(below) {
+    for (crate_name, path) in rust_files_by_crate(root) {
+        let relative_path = path.strip_prefix(root).expect("a source file lies outside the workspace root");
+        let source = Path::new("crates").join(&crate_name).join("src");
+        if !HOST_TIME_CRATES.contains(&crate_name.as_str())
+            || !relative_path.starts_with(source)
+            || is_test_file(relative_path)
+        {
             continue;
         }
         let found = real_clock_uses(&fs::read_to_string(&path).expect("cannot read a source file"));
-        if REAL_CLOCK_FILES.iter().any(|listed| below == Path::new(listed)) {
-            assert!(!found.is_empty(), "REAL_CLOCK_FILES lists {}, which does not use the real clock", below.display());
+        if REAL_CLOCK_FILES.iter().any(|listed| relative_path == Path::new(listed)) {
+            assert!(
+                !found.is_empty(),
+                "REAL_CLOCK_FILES lists {}, which does not use the real clock",
+                relative_path.display()
+            );
         } else {
-            assert!(found.is_empty(), "{} uses {}: call the host instead", below.display(), found.join(", "));
+            assert!(found.is_empty(), "{} uses {}: call the host instead", relative_path.display(), found.join(", "));
         }
-        scanned.insert(room);
+        scanned.insert(crate_name);
     }
     assert_eq!(scanned.len(), HOST_TIME_CRATES.len(), "{scanned:?}");
 }
 
 #[test]
 fn violating_imports_are_detected() {
-    let ours = |from: &str, to: &str| {
+    let workspace = |from: &str, to: &str| {
         import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: true })
     };
     let external = |from: &str, to: &str| {
@@ -417,7 +432,7 @@ fn violating_imports_are_detected() {
         ("output", "watch"),
         ("cellar", "base"),
     ] {
-        assert!(ours(from, to).is_some(), "the forbidden import {from} -> {to} was accepted");
+        assert!(workspace(from, to).is_some(), "the forbidden import {from} -> {to} was accepted");
     }
     for (from, to) in [
         ("cli", "census"),
@@ -429,7 +444,7 @@ fn violating_imports_are_detected() {
         ("benchmarks", "labs"),
         ("labs", "labs"),
     ] {
-        assert_eq!(ours(from, to), None, "the allowed import {from} -> {to} was rejected");
+        assert_eq!(workspace(from, to), None, "the allowed import {from} -> {to} was rejected");
     }
     assert!(external("base", "rustix").is_some());
     assert_eq!(external("base", "globset"), None);
