@@ -98,9 +98,9 @@ impl<'h> FrameLedger<'h> {
 
     /// The frames that all added processes map.
     pub fn finish(mut self) -> Frames {
-        for cell in self.table.counts() {
-            if let Some(mappings) = NonZeroU64::new(cell.kernel_mappings) {
-                self.frames.unseen.add(mappings, cell.kernel_mappings.saturating_sub(cell.seen_mappings));
+        for count in self.table.counts() {
+            if let Some(mappings) = NonZeroU64::new(count.kernel_mappings) {
+                self.frames.unseen.add(mappings, count.kernel_mappings.saturating_sub(count.seen_mappings));
             }
         }
         self.frames
@@ -124,10 +124,10 @@ impl<'h> FrameLedger<'h> {
                 frames.ksm_mappings =
                     frames.ksm_mappings.saturating_sub(Pages(before.kernel_mappings)) + Pages(mappings.get());
             }
-            let seen = before.seen_mappings + page_count;
+            let seen_mappings = before.seen_mappings + page_count;
             // Mappings that an older, larger count allowed are changes and not excess.
-            frames.excess.add(mappings, page_count.min(seen.saturating_sub(mappings.get())));
-            FrameCount { kernel_mappings: mappings.get(), seen_mappings: seen.min(mappings.get()) }
+            frames.excess.add(mappings, page_count.min(seen_mappings.saturating_sub(mappings.get())));
+            FrameCount { kernel_mappings: mappings.get(), seen_mappings: seen_mappings.min(mappings.get()) }
         });
     }
 }
@@ -163,16 +163,16 @@ impl LedgerEntry<'_, '_, '_> {
         for run in self.process.resident(&[region.range])? {
             let run = AddressRange { start: run.address, end: run.address + page.bytes_of(Pages(run.pages.into())).0 };
             window = match window {
-                Some(open) if run.end.saturating_sub(open.start) <= self.batch_bytes() => {
-                    Some(AddressRange { start: open.start, end: run.end })
+                Some(window) if run.end.saturating_sub(window.start) <= self.batch_bytes() => {
+                    Some(AddressRange { start: window.start, end: run.end })
                 }
-                full => {
-                    full.map_or(Ok(()), |full| self.add_range(full, false))?;
+                full_window => {
+                    full_window.map_or(Ok(()), |range| self.add_range(range, false))?;
                     Some(run)
                 }
             };
         }
-        window.map_or(Ok(()), |last| self.add_range(last, false))
+        window.map_or(Ok(()), |range| self.add_range(range, false))
     }
 
     fn batch_bytes(&self) -> u64 {
@@ -207,21 +207,23 @@ impl LedgerEntry<'_, '_, '_> {
 
     /// Counts the pending pages. If it fails, pages whose counts could not be read are not counted.
     fn count_pending(&mut self) -> Reading<()> {
-        let page = self.ledger.host.page_size().bytes();
-        let mut lost = self.count_pending_once()?;
+        let page_bytes = self.ledger.host.page_size().bytes();
+        let mut stale = self.count_pending_once()?;
         for _ in 1..MAX_PAGEMAP_READS {
-            lost.sort_unstable_by_key(|lost| lost.address);
-            for run in lost.chunk_by(|a, b| a.address + page == b.address && a.in_engine_store == b.in_engine_store) {
+            stale.sort_unstable_by_key(|page| page.address);
+            for run in
+                stale.chunk_by(|a, b| a.address + page_bytes == b.address && a.in_engine_store == b.in_engine_store)
+            {
                 let (first, last, before) = (run[0], run[run.len() - 1], self.pending.len());
                 self.read_frames(
-                    AddressRange { start: first.address, end: last.address + page },
+                    AddressRange { start: first.address, end: last.address + page_bytes },
                     first.in_engine_store,
                 )?;
                 self.mapped.gone += Pages((run.len() + before - self.pending.len()) as u64);
             }
-            lost = self.count_pending_once()?;
+            stale = self.count_pending_once()?;
         }
-        self.mapped.gone += Pages(lost.len() as u64);
+        self.mapped.gone += Pages(stale.len() as u64);
         Ok(())
     }
 
@@ -229,38 +231,38 @@ impl LedgerEntry<'_, '_, '_> {
     /// mapping left. On an error no page is counted.
     fn count_pending_once(&mut self) -> Reading<Vec<PendingPage>> {
         self.pending.sort_unstable();
-        let of_one = |a: &PendingPage, b: &PendingPage| a.frame == b.frame;
-        let frames: Vec<Pfn> = self.pending.chunk_by(of_one).map(|same| same[0].frame).collect();
-        let mut lost = Vec::new();
+        let is_same_frame = |a: &PendingPage, b: &PendingPage| a.frame == b.frame;
+        let frames: Vec<Pfn> = self.pending.chunk_by(is_same_frame).map(|pages| pages[0].frame).collect();
+        let mut stale = Vec::new();
         if frames.is_empty() {
-            return Ok(lost);
+            return Ok(stale);
         }
         let mappings = vanished_to_malformed(self.ledger.host.frame_mappings(&frames))?;
         let flags = vanished_to_malformed(self.ledger.host.frame_flags(&frames))?;
-        for ((same, mappings), flags) in self.pending.chunk_by(of_one).zip(mappings).zip(flags) {
-            let (pfn, places) = (same[0].frame, same.len() as u64);
+        for ((pages, mappings), flags) in self.pending.chunk_by(is_same_frame).zip(mappings).zip(flags) {
+            let (pfn, page_count) = (pages[0].frame, pages.len() as u64);
             let state = PageState::of_frame(pfn, flags);
             if let PageState::ZeroPage { huge } = state {
                 let zeros = if huge { &mut self.mapped.huge_zero } else { &mut self.mapped.zero };
-                *zeros += Pages(places);
+                *zeros += Pages(page_count);
                 continue;
             }
             let Some(mappings) = NonZeroU64::new(mappings) else {
-                lost.extend_from_slice(same);
+                stale.extend_from_slice(pages);
                 continue;
             };
-            self.mapped.shares.add(mappings, places);
-            self.mapped.engine.add(mappings, same.iter().filter(|page| page.in_engine_store).count() as u64);
+            self.mapped.shares.add(mappings, page_count);
+            self.mapped.engine.add(mappings, pages.iter().filter(|page| page.in_engine_store).count() as u64);
             if matches!(state, PageState::Ksm(_)) {
-                self.mapped.ksm.add(mappings, places);
+                self.mapped.ksm.add(mappings, page_count);
             }
             if flags.is_hugetlb() {
-                self.mapped.hugetlb += Pages(places);
+                self.mapped.hugetlb += Pages(page_count);
             }
-            self.ledger.count_frame(pfn, mappings, flags, places);
+            self.ledger.count_frame(pfn, mappings, flags, page_count);
         }
         self.pending.clear();
-        Ok(lost)
+        Ok(stale)
     }
 }
 

@@ -19,8 +19,8 @@ const BAR_COLUMNS: usize = 12;
 pub fn render(report: &AccountReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_title(report), 0);
     text.push_str(&render_account_table(report, max_rows, style));
-    if let Some(whole) = &report.reconciliation {
-        text.push_str(&render_reconciliation(whole, report.page_size, style));
+    if let Some(reconciliation) = &report.reconciliation {
+        text.push_str(&render_reconciliation(reconciliation, report.page_size, style));
     }
     text.push_str(&render_notes(report, remedy, style));
     text
@@ -39,17 +39,17 @@ fn render_title(report: &AccountReport) -> String {
     };
     let saved = match total.profit {
         Some(profit) => {
-            let by_splitting = format_split_zeros(total.split_zero_pages.unwrap_or(0) * report.page_size);
-            format!("merging saves them {} net{by_splitting}", format_net(profit))
+            let split_zeros = format_split_zeros(total.split_zero_pages.unwrap_or(0) * report.page_size);
+            format!("merging saves them {} net{split_zeros}", format_net(profit))
         }
         None => "the savings by merging are unknown".to_owned(),
     };
-    let engine = match total.engine_saved {
+    let engine_savings = match total.engine_saved {
         Some(saved) if saved > 0 => format!("; the user-space engine saves them {}", Bytes(saved)),
         _ => String::new(),
     };
     format!(
-        "Account of {}: {} {} {}, by RSS {}; {saved}{engine}. {exactness}",
+        "Account of {}: {} {} {}, by RSS {}; {saved}{engine_savings}. {exactness}",
         report.host,
         format_process_count(report.processes.len() as u64),
         if report.processes.len() == 1 { "costs" } else { "cost" },
@@ -104,19 +104,19 @@ const ACCOUNT_COLUMNS: [AccountColumn; 12] = [
         heading: "KSM",
         priority: 5,
         empty_values: &[],
-        cell: |footprint, page| format_bytes(footprint.ksm_pages * page),
+        cell: |footprint, page_bytes| format_bytes(footprint.ksm_pages * page_bytes),
     },
     AccountColumn {
         heading: "KSM zero",
         priority: 1,
         empty_values: &["·"],
-        cell: |footprint, page| format_optional_bytes(footprint.ksm_zero_pages.map(|n| n * page)),
+        cell: |footprint, page_bytes| format_optional_bytes(footprint.ksm_zero_pages.map(|pages| pages * page_bytes)),
     },
     AccountColumn {
         heading: "split zero",
         priority: 1,
         empty_values: &["·", "?"],
-        cell: |footprint, page| format_optional_bytes(footprint.split_zero_pages.map(|n| n * page)),
+        cell: |footprint, page_bytes| format_optional_bytes(footprint.split_zero_pages.map(|pages| pages * page_bytes)),
     },
     AccountColumn {
         heading: "fair share",
@@ -140,7 +140,7 @@ const ACCOUNT_COLUMNS: [AccountColumn; 12] = [
         heading: "engine",
         priority: 8,
         empty_values: &["·", "?"],
-        cell: |footprint, page| format_optional_bytes(footprint.engine_pages.map(|n| n * page)),
+        cell: |footprint, page_bytes| format_optional_bytes(footprint.engine_pages.map(|pages| pages * page_bytes)),
     },
     AccountColumn {
         heading: "engine saves",
@@ -170,42 +170,42 @@ fn format_optional_net(figure: Option<i64>) -> String {
 
 /// Marks an estimated figure; zero and unknown are not marked.
 fn mark_estimate(footprint: &FootprintReport, figure: String) -> String {
-    let plain = footprint.estimate_reason.is_none() || figure == "·" || figure == "?";
-    if plain { figure } else { format!("~{figure}") }
+    let is_unmarked = footprint.estimate_reason.is_none() || figure == "·" || figure == "?";
+    if is_unmarked { figure } else { format!("~{figure}") }
 }
 
-fn render_account_table(report: &AccountReport, top: usize, style: TextStyle) -> String {
+fn render_account_table(report: &AccountReport, max_rows: usize, style: TextStyle) -> String {
     let by_process = report.by == "process";
     let rows: Vec<AccountRow<'_>> = if by_process {
-        let row = |process: &'_ ProcessAccount| (u64::from(process.process.pid), process.process.label());
-        report.processes.iter().map(|process| AccountRow::new(row(process), &process.footprint)).collect()
+        let heading = |process: &'_ ProcessAccount| (u64::from(process.process.pid), process.process.label());
+        report.processes.iter().map(|process| AccountRow::new(heading(process), &process.footprint)).collect()
     } else {
-        let row = |group: &'_ GroupAccount| (group.processes, group.name.clone());
-        report.groups.iter().map(|group| AccountRow::new(row(group), &group.footprint)).collect()
+        let heading = |group: &'_ GroupAccount| (group.processes, group.name.clone());
+        report.groups.iter().map(|group| AccountRow::new(heading(group), &group.footprint)).collect()
     };
     if rows.is_empty() {
         return String::new();
     }
-    let mut shown: Vec<&AccountRow<'_>> = rows.iter().take(top).collect();
+    let mut shown: Vec<&AccountRow<'_>> = rows.iter().take(max_rows).collect();
     let total = AccountRow::new((report.processes.len() as u64, "total".to_owned()), &report.total);
     shown.push(&total);
 
     let width = usize::from(style.width);
-    let longest = (width / 4).clamp(14, 40);
-    let count = if by_process { "pid" } else { "processes" };
-    let names: Vec<String> = shown.iter().map(|row| shorten_name(&row.name, longest)).collect();
-    let fixed = [count.len().max(6), names.iter().map(|name| name.chars().count()).max().unwrap_or(0)];
-    let (columns, left_out, with_bar) = choose_columns(&shown, report.page_size, width, &fixed);
+    let max_name_width = (width / 4).clamp(14, 40);
+    let number_label = if by_process { "pid" } else { "processes" };
+    let names: Vec<String> = shown.iter().map(|row| shorten_name(&row.name, max_name_width)).collect();
+    let fixed_widths = [number_label.len().max(6), names.iter().map(|name| name.chars().count()).max().unwrap_or(0)];
+    let (columns, left_out, with_bar) = choose_columns(&shown, report.page_size, width, &fixed_widths);
 
-    let count_heading = format!(">{count}");
+    let count_heading = format!(">{number_label}");
     let headings: Vec<String> = columns.iter().map(|column| format!(">{}", column.heading)).collect();
-    let mut all = vec![if by_process { count_heading.as_str() } else { "name" }];
-    all.push(if by_process { "name" } else { count_heading.as_str() });
-    all.extend(headings.iter().map(String::as_str));
+    let mut all_headings = vec![if by_process { count_heading.as_str() } else { "name" }];
+    all_headings.push(if by_process { "name" } else { count_heading.as_str() });
+    all_headings.extend(headings.iter().map(String::as_str));
     if with_bar {
-        all.push("share");
+        all_headings.push("share");
     }
-    let mut table = style.new_table(&all);
+    let mut table = style.new_table(&all_headings);
     for (i, (row, name)) in shown.iter().zip(names).enumerate() {
         let is_total = i + 1 == shown.len();
         let number = if is_total && by_process { String::new() } else { row.number.to_string() };
@@ -220,8 +220,8 @@ fn render_account_table(report: &AccountReport, top: usize, style: TextStyle) ->
         table.add_row(cells);
     }
     let mut text = format!("\n{}", style.render_table(&table));
-    if rows.len() > top {
-        let _ = writeln!(text, "… and {} more (--top {} shows all)", rows.len() - top, rows.len());
+    if rows.len() > max_rows {
+        let _ = writeln!(text, "… and {} more (--top {} shows all)", rows.len() - max_rows, rows.len());
     }
     if !left_out.is_empty() {
         let _ = writeln!(text, "Columns that do not fit: {} (--json has all).", left_out.join(", "));
@@ -230,65 +230,65 @@ fn render_account_table(report: &AccountReport, top: usize, style: TextStyle) ->
 }
 
 /// Shortens a name. For a path the end is kept, because it is more specific.
-fn shorten_name(name: &str, longest: usize) -> String {
+fn shorten_name(name: &str, max_width: usize) -> String {
     let name = &escape_unprintable(name);
     let length = name.chars().count();
-    if length > longest && name.starts_with('/') {
-        return ['…'].into_iter().chain(name.chars().skip(length + 1 - longest)).collect();
+    if length > max_width && name.starts_with('/') {
+        return ['…'].into_iter().chain(name.chars().skip(length + 1 - max_width)).collect();
     }
-    cut_end(name, longest)
+    cut_end(name, max_width)
 }
 
 /// The columns that fit, the headings of those that do not, and whether the bar fits. Columns that are empty in all
 /// rows are left out.
 fn choose_columns(
     rows: &[&AccountRow<'_>],
-    page: u64,
+    page_bytes: u64,
     width: usize,
-    fixed: &[usize],
+    fixed_widths: &[usize],
 ) -> (Vec<&'static AccountColumn>, Vec<&'static str>, bool) {
     const COLUMN_GAP: usize = 2;
-    let says_nothing = |column: &AccountColumn| {
-        rows.iter().all(|row| column.empty_values.contains(&(column.cell)(row.footprint, page).as_str()))
+    let is_empty = |column: &AccountColumn| {
+        rows.iter().all(|row| column.empty_values.contains(&(column.cell)(row.footprint, page_bytes).as_str()))
     };
-    let wide = |column: &AccountColumn| {
-        let cells = rows.iter().map(|row| (column.cell)(row.footprint, page).chars().count());
+    let column_width = |column: &AccountColumn| {
+        let cells = rows.iter().map(|row| (column.cell)(row.footprint, page_bytes).chars().count());
         cells.chain([column.heading.len()]).max().unwrap_or(0) + COLUMN_GAP
     };
-    let mut columns: Vec<&AccountColumn> = ACCOUNT_COLUMNS.iter().filter(|column| !says_nothing(column)).collect();
+    let mut columns: Vec<&AccountColumn> = ACCOUNT_COLUMNS.iter().filter(|column| !is_empty(column)).collect();
     let mut left_out = Vec::new();
     loop {
-        let needed: usize = fixed.iter().map(|width| width + COLUMN_GAP).sum::<usize>()
-            + columns.iter().map(|column| wide(column)).sum::<usize>();
-        let least = columns.iter().enumerate().min_by_key(|(_, column)| column.priority).map(|(i, _)| i);
-        match least {
-            Some(least) if needed > width => left_out.push(columns.remove(least).heading),
-            _ => return (columns, left_out, needed + BAR_COLUMNS + COLUMN_GAP <= width),
+        let needed_width: usize = fixed_widths.iter().map(|width| width + COLUMN_GAP).sum::<usize>()
+            + columns.iter().map(|column| column_width(column)).sum::<usize>();
+        let lowest_priority = columns.iter().enumerate().min_by_key(|(_, column)| column.priority).map(|(i, _)| i);
+        match lowest_priority {
+            Some(column) if needed_width > width => left_out.push(columns.remove(column).heading),
+            _ => return (columns, left_out, needed_width + BAR_COLUMNS + COLUMN_GAP <= width),
         }
     }
 }
 
-fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextStyle) -> String {
+fn render_reconciliation(reconciliation: &ReconciliationReport, page_bytes: u64, style: TextStyle) -> String {
     let mut text = style.format_heading("The fair shares of all processes against the frames in use");
-    if whole.processes == 0 {
+    if reconciliation.processes == 0 {
         text.push_str("There is nothing to compare: no frame could be read. Run as root.\n");
         return text;
     }
-    let balance = &whole.balance;
+    let balance = &reconciliation.balance;
     let mut table = style.new_table(&["", ">bytes", ">"]);
     let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
-    let fair = format!("fair shares of {}", format_process_count(whole.processes));
-    let parts = [
-        (fair.as_str(), signed(balance.fair), true),
+    let fair_label = format!("fair shares of {}", format_process_count(reconciliation.processes));
+    let rows = [
+        (fair_label.as_str(), signed(balance.fair), true),
         ("+ shares of mappers that were not read", signed(balance.unseen), false),
         ("+ shares of processes that ended meanwhile", signed(balance.partially_read), false),
         ("- mappings read beyond the kernel's count", -signed(balance.excess), false),
         ("+ mappings that changed meanwhile", balance.changed_mappings, false),
         ("= frames in use, each once", signed(balance.frames), true),
     ];
-    for (what, value, always) in parts {
-        if always || value != 0 {
-            table.add_row(vec![what.to_owned(), format_grouped(value), format_net(value)]);
+    for (label, value, always_shown) in rows {
+        if always_shown || value != 0 {
+            table.add_row(vec![label.to_owned(), format_grouped(value), format_net(value)]);
         }
     }
     text.push_str(&style.render_table(&table));
@@ -303,9 +303,9 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
     ));
 
     text.push_str(&style.format_heading("The account against the kernel's counters"));
-    text.push_str(&render_comparisons(&whole.comparisons, style));
+    text.push_str(&render_comparisons(&reconciliation.comparisons, style));
     text.push_str(&style.format_heading("Why they differ"));
-    for line in whole.comparisons.iter().filter(|line| !line.explanation.starts_with("agrees")) {
+    for line in reconciliation.comparisons.iter().filter(|line| !line.explanation.starts_with("agrees")) {
         let meaningless = line.account == 0 && line.kernel.is_none();
         if !meaningless {
             text.push_str(
@@ -313,7 +313,7 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
             );
         }
     }
-    let _ = writeln!(text, "A page is {}.", Bytes(page));
+    let _ = writeln!(text, "A page is {}.", Bytes(page_bytes));
     text
 }
 
@@ -330,13 +330,13 @@ fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> St
     };
     let headings = ["what", ">account", ">kernel", ">difference", "the kernel's counter"];
     let rows: Vec<Vec<String>> = lines.iter().map(cells).collect();
-    let wide: usize = (0..headings.len())
+    let total_width: usize = (0..headings.len())
         .map(|i| rows.iter().map(|row| row[i].chars().count()).chain([headings[i].len()]).max().unwrap_or(0) + 2)
         .sum();
-    let both = wide <= usize::from(style.width);
-    let mut table = style.new_table(if both { &headings } else { &headings[..4] });
+    let both_names_fit = total_width <= usize::from(style.width);
+    let mut table = style.new_table(if both_names_fit { &headings } else { &headings[..4] });
     for (mut row, line) in rows.into_iter().zip(lines) {
-        if !both {
+        if !both_names_fit {
             row.truncate(4);
             row[0] = line.counter_or_figure_name().to_owned();
         }
@@ -392,19 +392,19 @@ fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> Strin
         ));
     }
     text.push_str(&unseen(&report.unscanned_processes, remedy));
-    if let Some(whole) = &report.reconciliation {
-        let others = whole
+    if let Some(reconciliation) = &report.reconciliation {
+        let other_unscanned = reconciliation
             .unscanned_processes
             .iter()
-            .filter(|other| !report.unscanned_processes.contains(other))
+            .filter(|process| !report.unscanned_processes.contains(process))
             .cloned()
             .collect::<Vec<_>>();
-        text.push_str(&unseen(&others, remedy));
-        if whole.estimated_processes > 0 && whole.processes > 0 {
+        text.push_str(&unseen(&other_unscanned, remedy));
+        if reconciliation.estimated_processes > 0 && reconciliation.processes > 0 {
             let _ = writeln!(
                 text,
                 "Not in the balance and not in the comparison: {} with estimated figures.",
-                format_process_count(whole.estimated_processes)
+                format_process_count(reconciliation.estimated_processes)
             );
         }
     }

@@ -233,9 +233,9 @@ mod tests {
     fn build_without_parquet_names_the_feature() {
         for arguments in [["pagefold", "census", "--parquet", "a.parquet"], ["pagefold", "report", "--parquet", "a.b"]]
         {
-            let refused = CommandLine::try_parse_from(arguments).err().map(|error| error.to_string());
-            assert_eq!(refused.is_none(), cfg!(feature = "parquet"), "{refused:?}");
-            assert!(refused.is_none_or(|said| said.contains("--features parquet")));
+            let error = CommandLine::try_parse_from(arguments).err().map(|error| error.to_string());
+            assert_eq!(error.is_none(), cfg!(feature = "parquet"), "{error:?}");
+            assert!(error.is_none_or(|message| message.contains("--features parquet")));
         }
     }
 

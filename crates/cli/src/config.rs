@@ -78,10 +78,10 @@ impl Config {
     }
 
     /// The trust domains. A rule of the command line replaces the file's rule.
-    pub fn domains(&self, by: Option<DomainRuleArgument>) -> DomainConfig {
+    pub fn domains(&self, rule: Option<DomainRuleArgument>) -> DomainConfig {
         let mut domains = self.domains.clone();
-        if let Some(by) = by {
-            domains.rule = by.into();
+        if let Some(rule) = rule {
+            domains.rule = rule.into();
         }
         domains
     }
@@ -95,10 +95,11 @@ impl Config {
     /// Parse the text of a file. An error begins with its line number.
     fn parse(text: &str) -> Result<Self, String> {
         let mut document: ConfigDocument = deserialize_toml(text)?;
-        let place = ConfigText(text);
-        let lines: Vec<usize> = document.domain.iter().map(|domain| place.line_number(domain.span().start)).collect();
-        let groups = place.parse_groups("domain", document.domain)?;
-        let unattested = lines.iter().zip(&groups).filter(|(_, group)| !group.is_attested());
+        let config_text = ConfigText(text);
+        let line_numbers: Vec<usize> =
+            document.domain.iter().map(|domain| config_text.line_number(domain.span().start)).collect();
+        let groups = config_text.parse_groups("domain", document.domain)?;
+        let unattested = line_numbers.iter().zip(&groups).filter(|(_, group)| !group.is_attested());
         let warnings = unattested.map(|(line, group)| {
             format!(
                 "{line}: the domain {:?} is not applied: any process can choose its own vms, names, containers and \
@@ -108,14 +109,14 @@ impl Config {
         });
         let warnings = warnings.collect();
         let ExcludeConfig { names, extend, vms, confidential, opted_out, group } = document.exclude;
-        let known = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
-        let names = place.parse_globs(names.into_iter().flatten().chain(extend).collect())?;
+        let base = if names.is_some() { Exclusions::none() } else { Exclusions::default() };
+        let names = config_text.parse_globs(names.into_iter().flatten().chain(extend).collect())?;
         let exclusions =
-            known.programs(names).vms(place.parse_globs(vms)?).confidential(confidential).opted_out(opted_out);
-        let exclusions = exclusions.groups(place.parse_groups("excluded group", group)?);
-        let http = document.daemon.parse_http(&place)?;
-        let history = document.daemon.parse_history(&place)?;
-        let daemon = document.daemon.into_settings(&place)?;
+            base.programs(names).vms(config_text.parse_globs(vms)?).confidential(confidential).opted_out(opted_out);
+        let exclusions = exclusions.groups(config_text.parse_groups("excluded group", group)?);
+        let http = document.daemon.parse_http(&config_text)?;
+        let history = document.daemon.parse_history(&config_text)?;
+        let daemon = document.daemon.into_settings(&config_text)?;
         Ok(Self {
             path: None,
             domains: DomainConfig { rule: document.domains.into(), groups },
@@ -301,10 +302,10 @@ pub fn load_policy(path: &Path) -> anyhow::Result<Policy> {
 
 fn parse_policy_settings(text: &str) -> Result<Settings, String> {
     let document: PolicyDocument = deserialize_toml(text)?;
-    let place = ConfigText(text);
+    let config_text = ConfigText(text);
     let mut settings = Settings::new();
     for (key, value) in document.ksm {
-        let line = place.line_number(key.span().start);
+        let line = config_text.line_number(key.span().start);
         let Some(setting) = Setting::from_file_name(key.get_ref()) else {
             let files = Setting::ALL.map(Setting::file_name);
             let hint =
@@ -338,10 +339,10 @@ fn deserialize_toml<T: DeserializeOwned>(text: &str) -> Result<T, String> {
         let message = error.message().lines().collect::<Vec<_>>().join(", ");
         // serde's message: unknown field `A`, expected one of `B`, `C`.
         let words: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
-        let near = |near: &str| format!("; did you mean {near}?");
+        let did_you_mean = |word: &str| format!("; did you mean {word}?");
         let hint = match words.split_first() {
             Some((wrong, known)) if message.starts_with("unknown") => {
-                nearest_word(wrong, known.iter().copied()).map(near)
+                nearest_word(wrong, known.iter().copied()).map(did_you_mean)
             }
             _ => None,
         };
@@ -362,19 +363,18 @@ struct ConfigText<'a>(&'a str);
 
 impl ConfigText<'_> {
     /// Parse the groups of one kind. Each needs a unique name and at least one condition.
-    fn parse_groups(
-        &self,
-        table_name: &str,
-        members: Vec<Spanned<GroupConditions>>,
-    ) -> Result<Vec<TrustGroup>, String> {
+    fn parse_groups(&self, table_name: &str, tables: Vec<Spanned<GroupConditions>>) -> Result<Vec<TrustGroup>, String> {
         let mut groups: Vec<TrustGroup> = Vec::new();
-        for spanned in members {
-            let line = self.line_number(spanned.span().start);
-            let wire = spanned.into_inner();
-            if wire.name.is_empty() || groups.iter().any(|group| group.name == wire.name) {
-                return Err(format!("{line}: each {table_name} needs a unique, nonempty name, not {:?}", wire.name));
+        for table in tables {
+            let line = self.line_number(table.span().start);
+            let conditions = table.into_inner();
+            if conditions.name.is_empty() || groups.iter().any(|group| group.name == conditions.name) {
+                return Err(format!(
+                    "{line}: each {table_name} needs a unique, nonempty name, not {:?}",
+                    conditions.name
+                ));
             }
-            let group = wire.into_group(self)?;
+            let group = conditions.into_group(self)?;
             if !group.has_condition() {
                 return Err(format!(
                     "{line}: the {table_name} {:?} has no condition: give users, cgroups, vms, names, containers, \
@@ -396,14 +396,14 @@ impl ConfigText<'_> {
     /// Convert each value. An error begins with the line number of its value.
     fn convert_each<T, U>(
         &self,
-        all: Vec<Spanned<T>>,
+        values: Vec<Spanned<T>>,
         convert: impl Fn(T) -> Result<U, String>,
     ) -> Result<Vec<U>, String> {
-        let one = |spanned: Spanned<T>| {
-            let line = self.line_number(spanned.span().start);
-            convert(spanned.into_inner()).map_err(|why| format!("{line}: {why}"))
+        let convert_one = |value: Spanned<T>| {
+            let line = self.line_number(value.span().start);
+            convert(value.into_inner()).map_err(|why| format!("{line}: {why}"))
         };
-        all.into_iter().map(one).collect()
+        values.into_iter().map(convert_one).collect()
     }
 
     /// Convert a value if it is given. An error begins with its line number.
@@ -511,18 +511,18 @@ mod tests {
 
     #[test]
     fn default_file_equals_no_file() {
-        let (written, none) = (Config::parse(DEFAULT_CONFIG_TEXT).unwrap(), Config::default());
-        assert_eq!(format!("{written:?}"), format!("{none:?}"));
+        let (from_text, none) = (Config::parse(DEFAULT_CONFIG_TEXT).unwrap(), Config::default());
+        assert_eq!(format!("{from_text:?}"), format!("{none:?}"));
         // Uncommenting all keys except the examples changes nothing either.
         let mut table = false;
         let is_default = |line: &&str| {
             table = line.starts_with("#[") || table && line.starts_with('#') && !line.starts_with("# ");
             !table && !line.ends_with("# example")
         };
-        let said: String =
+        let text: String =
             DEFAULT_CONFIG_TEXT.lines().filter(is_default).map(uncomment_line).flat_map(|line| [line, "\n"]).collect();
-        assert!(said.lines().any(|line| line.starts_with("cpu_rate = ")), "{said}");
-        assert_eq!(format!("{:?}", Config::parse(&said).unwrap()), format!("{none:?}"));
+        assert!(text.lines().any(|line| line.starts_with("cpu_rate = ")), "{text}");
+        assert_eq!(format!("{:?}", Config::parse(&text).unwrap()), format!("{none:?}"));
         // With the examples it parses, too.
         assert_eq!(Config::parse(&default_config_uncommented()).unwrap().domains.groups.len(), 1);
     }

@@ -49,16 +49,16 @@ fn plain_style() -> TextStyle {
 /// Inject every fault at every path that `command` reads, one at a time. `check` gets path, fault and result.
 fn for_each_fault<T>(command: impl Fn(&dyn Host) -> T, check: impl Fn(&str, &InjectedFault, T)) {
     let recording = open_recording();
-    let asked = Mutex::new(BTreeSet::new());
+    let requested_paths = Mutex::new(BTreeSet::new());
     command(&FaultyHost::new(&recording, |path| {
-        asked.lock().unwrap().insert(path.to_owned());
+        requested_paths.lock().unwrap().insert(path.to_owned());
         None
     }));
-    let asked = asked.into_inner().unwrap();
-    assert!(asked.len() > 40, "{asked:?}");
-    for path in &asked {
+    let requested_paths = requested_paths.into_inner().unwrap();
+    assert!(requested_paths.len() > 40, "{requested_paths:?}");
+    for path in &requested_paths {
         for fault in faults_for(path) {
-            let faulty = FaultyHost::new(&recording, |asked| (asked == path).then(|| fault.clone()));
+            let faulty = FaultyHost::new(&recording, |requested| (requested == path).then(|| fault.clone()));
             let outcome = catch_unwind(AssertUnwindSafe(|| check(path, &fault, command(&faulty))));
             assert!(outcome.is_ok(), "{path}: {fault:?}");
         }
@@ -114,7 +114,7 @@ fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
 
 /// Build and render the report, and check that the sums agree.
 fn check_census_report(census: &Census) -> CensusReport {
-    let mut all = PageCounts::default();
+    let mut total = PageCounts::default();
     for subject in &census.subjects {
         let mut sum = PageCounts::default();
         for region in &subject.regions {
@@ -122,9 +122,9 @@ fn check_census_report(census: &Census) -> CensusReport {
             sum += region.counts;
         }
         assert_eq!(sum, subject.counts, "{:?}", subject.process);
-        all += sum;
+        total += sum;
     }
-    assert_eq!(all, census.counts);
+    assert_eq!(total, census.counts);
     let page_size = PageSize::new(4096).unwrap();
     let report =
         CensusReport::from_census(census, &CensusContext { host: "faulty".to_owned(), page_size, max_extents: 4 });
@@ -152,12 +152,12 @@ fn census_names_what_it_did_not_count() {
         let mut counted = census.gone + census.unread;
         let mut missing = Pages::ZERO;
         for (pid, resident) in &resident {
-            let unseen = census.unscanned.iter().any(|unseen| unseen.pid == *pid);
+            let is_unscanned = census.unscanned.iter().any(|process| process.pid == *pid);
             match census.subjects.iter().find(|subject| subject.process.id.pid == *pid) {
-                Some(subject) if unseen && subject.counts.resident() < *resident => missing += *resident,
+                Some(subject) if is_unscanned && subject.counts.resident() < *resident => missing += *resident,
                 Some(subject) => counted += subject.counts.resident(),
                 None => {
-                    assert!(unseen, "{pid} is reported neither as read nor as unread");
+                    assert!(is_unscanned, "{pid} is reported neither as read nor as unread");
                     missing += *resident;
                 }
             }
@@ -179,18 +179,18 @@ fn census_names_what_it_did_not_count() {
     });
 }
 
-fn check_account_report(taken: &AccountResult) -> AccountReport {
-    let (accounts, unseen, whole) = taken;
+fn check_account_report(result: &AccountResult) -> AccountReport {
+    let (accounts, unscanned, reconciliation) = result;
     let report = AccountReport::from_input(&AccountInput {
         host: "faulty".to_owned(),
         page_size: PageSize::new(4096).unwrap(),
         group_by: GroupBy::Cgroup,
         accounts,
-        unscanned: unseen,
-        reconciliation: whole.as_ref().map(|(reconciliation, processes, unseen)| ReconciliationInput {
+        unscanned,
+        reconciliation: reconciliation.as_ref().map(|(reconciliation, processes, unscanned)| ReconciliationInput {
             reconciliation,
             processes: *processes,
-            unscanned: unseen,
+            unscanned,
         }),
         seconds: 0.0,
     });
@@ -209,13 +209,16 @@ fn account_is_exact_or_says_it_is_not() {
             Err(error) => return assert_eq!(path, "proc", "{error}"),
         };
         let report = check_account_report(&taken);
-        let (accounts, unseen, _) = &taken;
+        let (accounts, unscanned, _) = &taken;
         for truth in &truth {
             let id = truth.process.id;
             let Some(account) = accounts.iter().find(|account| account.process.id.pid == id.pid) else {
-                let told = unseen.iter().any(|unseen| unseen.pid == id.pid);
-                assert!(told || is_process_exit(path, fault), "{id:?} is reported neither as read nor as unread");
-                assert!(!told || report.is_incomplete());
+                let is_unscanned = unscanned.iter().any(|unscanned| unscanned.pid == id.pid);
+                assert!(
+                    is_unscanned || is_process_exit(path, fault),
+                    "{id:?} is reported neither as read nor as unread"
+                );
+                assert!(!is_unscanned || report.is_incomplete());
                 continue;
             };
             let (found, truth) = (&account.footprint, &truth.footprint);
@@ -226,8 +229,11 @@ fn account_is_exact_or_says_it_is_not() {
                 Basis::Estimated(_) => assert!(found.rss.0 > 0 && report.is_incomplete(), "{id:?}"),
             }
             if !is_undetectable(path, fault) {
-                let same = |found: &Reading<u64>, truth: &Reading<u64>| found.is_err() || found == truth;
-                assert!(same(&found.rmap_items, &truth.rmap_items) && same(&found.merging_pages, &truth.merging_pages));
+                let is_absent_or_equal = |found: &Reading<u64>, truth: &Reading<u64>| found.is_err() || found == truth;
+                assert!(
+                    is_absent_or_equal(&found.rmap_items, &truth.rmap_items)
+                        && is_absent_or_equal(&found.merging_pages, &truth.merging_pages)
+                );
                 assert!(found.pss.is_err() || found.pss == truth.pss, "{id:?}");
                 assert!(found.ksm_zero.is_err() || found.ksm_zero == truth.ksm_zero, "{id:?}");
             }
@@ -256,9 +262,12 @@ fn doctor_names_every_unreadable_process() {
                 let found = facts.processes.iter().find(|facts| facts.process.id.pid == pid);
                 let Some(found) = found else {
                     // A process whose directory is missing from the start does not exist.
-                    let none =
+                    let is_missing =
                         *fault == InjectedFault::Absent(Absent::NotOnThisKernel) && path == format!("proc/{pid}");
-                    assert!(none || is_process_exit(path, fault), "{pid} is reported neither as read nor as unread");
+                    assert!(
+                        is_missing || is_process_exit(path, fault),
+                        "{pid} is reported neither as read nor as unread"
+                    );
                     continue;
                 };
                 match &found.regions {
@@ -266,7 +275,7 @@ fn doctor_names_every_unreadable_process() {
                         assert_eq!(Ok(regions), truth.regions.as_ref(), "{pid}");
                     }
                     Ok(_) => (),
-                    Err(_) => assert!(report.unscanned_processes.iter().any(|not_seen| not_seen.pid == pid.0), "{pid}"),
+                    Err(_) => assert!(report.unscanned_processes.iter().any(|process| process.pid == pid.0), "{pid}"),
                 }
             }
         },
@@ -311,10 +320,10 @@ impl Host for PidReuseHost<'_> {
         if pid != self.pid {
             return Ok(process);
         }
-        let mut seen = self.opens.lock().unwrap();
-        *seen += 1;
+        let mut opens = self.opens.lock().unwrap();
+        *opens += 1;
         let ProcessId { start_time, .. } = process.id();
-        let id = ProcessId { pid, start_time: start_time + u64::from(*seen > self.opens_before_reuse) };
+        let id = ProcessId { pid, start_time: start_time + u64::from(*opens > self.opens_before_reuse) };
         Ok(Box::new(ReusedPidProcess { process, id }))
     }
 
@@ -343,34 +352,34 @@ impl ProcessHandle for ReusedPidProcess<'_> {
 fn pages_of_a_reused_pid_are_not_counted() {
     let recording = open_recording();
     let truth = take_census(&recording).unwrap();
-    let of = |census: &Census, pid: Pid| {
+    let resident_pages = |census: &Census, pid: Pid| {
         let subject = census.subjects.iter().find(|subject| subject.process.id.pid == pid);
         subject.map_or(Pages::ZERO, |subject| subject.counts.resident())
     };
     let pid = truth.subjects.iter().max_by_key(|subject| subject.counts.resident()).unwrap().process.id.pid;
-    let resident = of(&truth, pid);
-    let census = |opened| {
-        let host = PidReuseHost { host: &recording, pid, opens_before_reuse: opened, opens: Mutex::new(0) };
+    let resident = resident_pages(&truth, pid);
+    let census_after_opens = |opens_before_reuse| {
+        let host = PidReuseHost { host: &recording, pid, opens_before_reuse, opens: Mutex::new(0) };
         let census = take_census(&host).unwrap();
         (census, host.opens.into_inner().unwrap())
     };
-    let (undisturbed, opens) = census(usize::MAX);
-    assert_eq!(of(&undisturbed, pid), resident);
+    let (undisturbed, opens) = census_after_opens(usize::MAX);
+    assert_eq!(resident_pages(&undisturbed, pid), resident);
     assert!(opens >= 3, "{opens}");
     // Before its pages were listed.
-    let (before, _) = census(1);
-    assert_eq!(of(&before, pid), Pages::ZERO);
+    let (before, _) = census_after_opens(1);
+    assert_eq!(resident_pages(&before, pid), Pages::ZERO);
     assert_eq!(before.counts.resident(), truth.counts.resident() - resident);
     // While they were read: pages read before stay counted, the rest counts as gone.
-    let mut last = Pages::ZERO;
-    for opened in 2..=opens {
-        let (midway, _) = census(opened);
-        let seen = of(&midway, pid);
-        assert_eq!(seen + midway.gone + midway.unread, resident, "after {opened} of {opens}");
-        assert!(seen >= last);
-        last = seen;
+    let mut previous = Pages::ZERO;
+    for opens_before_reuse in 2..=opens {
+        let (midway, _) = census_after_opens(opens_before_reuse);
+        let counted = resident_pages(&midway, pid);
+        assert_eq!(counted + midway.gone + midway.unread, resident, "after {opens_before_reuse} of {opens}");
+        assert!(counted >= previous);
+        previous = counted;
     }
-    let (listed, _) = census(2);
-    assert_eq!(of(&listed, pid), Pages::ZERO, "pages of another process were counted");
+    let (listed, _) = census_after_opens(2);
+    assert_eq!(resident_pages(&listed, pid), Pages::ZERO, "pages of another process were counted");
     assert_eq!(listed.gone, resident);
 }

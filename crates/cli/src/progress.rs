@@ -27,13 +27,13 @@ pub fn run_merge_with_progress<T: Send>(
     let progress = MergeProgress::default();
     let draw = |bar: &ProgressBar| {
         let (merged, expected) = progress.merged();
-        let what = match progress.stage() {
+        let stage = match progress.stage() {
             _ if stop.load(Ordering::Relaxed) => "stopping",
             MergeStage::Waiting | MergeStage::Enrolling => "enrolling",
             MergeStage::Merging => "merging",
             MergeStage::Verifying => "verifying",
         };
-        bar.set_message(format!("{what}: {} of {} merged", page_size.bytes_of(merged), page_size.bytes_of(expected)));
+        bar.set_message(format!("{stage}: {} of {} merged", page_size.bytes_of(merged), page_size.bytes_of(expected)));
         bar.tick();
     };
     run_with_bar("enrolling", draw, || work(&progress))
@@ -41,7 +41,7 @@ pub fn run_merge_with_progress<T: Send>(
 
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.
 fn run_with_bar<T: Send>(
-    first: &'static str,
+    first_message: &'static str,
     draw: impl Fn(&ProgressBar) + Sync,
     work: impl FnOnce() -> T + Send,
 ) -> T {
@@ -49,7 +49,7 @@ fn run_with_bar<T: Send>(
         return work();
     }
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    bar.set_message(first);
+    bar.set_message(first_message);
     bar.set_style(ProgressStyle::with_template("{spinner} {msg}").unwrap_or_else(|_| ProgressStyle::default_spinner()));
     let finished = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -111,16 +111,16 @@ impl LayoutProcess {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let mut laid = Self { child, regions: Vec::new() };
-        let output = laid.child.stdout.take().ok_or("pagefold-lab has no standard output pipe")?;
+        let mut process = Self { child, regions: Vec::new() };
+        let output = process.child.stdout.take().ok_or("pagefold-lab has no standard output pipe")?;
         for line in BufReader::new(output).lines() {
             let line = line?;
             if line.starts_with(READY_PREFIX) {
-                return Ok(laid);
+                return Ok(process);
             }
-            laid.regions.push(serde_json::from_str(&line)?);
+            process.regions.push(serde_json::from_str(&line)?);
         }
-        Err(format!("pagefold-lab ended before it was ready: {}", laid.child.wait()?).into())
+        Err(format!("pagefold-lab ended before it was ready: {}", process.child.wait()?).into())
     }
 
     fn pid(&self) -> u32 {
@@ -232,10 +232,10 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     let pids: Vec<u32> = helpers.iter().map(LayoutProcess::pid).collect();
     ksm.scan_until_settled();
 
-    let named: Vec<String> = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]).collect();
-    let mut explained: Vec<&str> = named.iter().map(String::as_str).collect();
-    explained.push("--explain");
-    let (_, report) = run_account(&explained);
+    let pid_options: Vec<String> = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]).collect();
+    let mut explain_options: Vec<&str> = pid_options.iter().map(String::as_str).collect();
+    explain_options.push("--explain");
+    let (_, report) = run_account(&explain_options);
     let page = report["page_size"].as_u64().unwrap();
     for &pid in &pids {
         let process = find_account(&report, pid);
@@ -252,19 +252,26 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     }
     let saved = 3 * KSM_PAGES_PER_PROCESS - KSM_FRAMES;
     // Other processes on this machine may be enrolled and may write to their merged pages during the test.
-    let alone = other_enrolled_processes(&pids)?.is_empty();
-    if alone {
+    let no_other_enrolled = other_enrolled_processes(&pids)?.is_empty();
+    if no_other_enrolled {
         assert_agreement(&report, saved);
     }
-    let (laid, frames) = account_parts(&helpers, |helper, region| helper.contains(region.range.start));
-    assert!(laid.exact && laid.changed_mappings.0 == 0 && laid.unseen == Bytes::ZERO, "{laid:?}");
+    let (layout_balance, frames) = account_parts(&helpers, |helper, region| helper.contains(region.range.start));
+    assert!(
+        layout_balance.exact && layout_balance.changed_mappings.0 == 0 && layout_balance.unseen == Bytes::ZERO,
+        "{layout_balance:?}"
+    );
     assert_eq!((frames.distinct, frames.ksm), (Pages(KSM_FRAMES + 3 * UNIQUE_PAGES), Pages(KSM_FRAMES)));
     assert_eq!(frames.ksm_mappings, Pages(3 * KSM_PAGES_PER_PROCESS));
-    assert_eq!(laid.fair, Bytes((KSM_FRAMES + 3 * UNIQUE_PAGES) * page));
+    assert_eq!(layout_balance.fair, Bytes((KSM_FRAMES + 3 * UNIQUE_PAGES) * page));
     // The number of mappings of library pages changes while other programs start and exit.
-    let whole = || account_parts(&helpers, |_, _| true);
-    assert!(wait_until(|| whole().0.exact), "the shares of three idle processes never add up: {:?}", whole().0);
-    let anonymous = || (Some(whole().1.anonymous.0 * page), cgroup.anonymous_bytes());
+    let account_all = || account_parts(&helpers, |_, _| true);
+    assert!(
+        wait_until(|| account_all().0.exact),
+        "the shares of three idle processes never add up: {:?}",
+        account_all().0
+    );
+    let anonymous = || (Some(account_all().1.anonymous.0 * page), cgroup.anonymous_bytes());
     let agrees = wait_until(|| anonymous().0 == anonymous().1);
     assert!(agrees, "anonymous frames differ from the cgroup's charge: {:?}", anonymous());
 
@@ -272,12 +279,12 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     helpers[0].write_pages("shared-content", 0..10);
     helpers[0].write_pages("zero", 0..5);
     helpers[1].write_pages("within", [0, WITHIN_PAGES / 3, 2 * WITHIN_PAGES / 3]);
-    let (_, report) = run_account(&explained);
+    let (_, report) = run_account(&explain_options);
     assert_eq!(find_account(&report, pids[0])["ksm_pages"], KSM_PAGES_PER_PROCESS - 10);
     assert_eq!(find_account(&report, pids[0])["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "ksmd has run");
     assert_eq!(find_account(&report, pids[0])["ksm_zero_pages"], ZERO_PAGES_LAID_OUT - 5);
     assert_eq!(find_account(&report, pids[1])["ksm_pages"], KSM_PAGES_PER_PROCESS - 3);
-    if alone {
+    if no_other_enrolled {
         assert_explanation(&report);
     } else {
         println!("skipped in part: other processes are enrolled: {:?}", other_enrolled_processes(&pids)?);
@@ -327,17 +334,17 @@ fn assert_explanation(report: &Value) {
 
 /// The names of other processes for which ksmd keeps rmap items.
 fn other_enrolled_processes(pids: &[u32]) -> Result<Vec<String>, Box<dyn Error>> {
-    let mut others = Vec::new();
+    let mut names = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let path = entry?.path();
         let pid = path.file_name().and_then(|name| name.to_str()?.parse::<u32>().ok());
         let stat = fs::read_to_string(path.join("ksm_stat")).unwrap_or_default();
         let enrolled = stat.lines().any(|line| line.starts_with("ksm_rmap_items ") && line != "ksm_rmap_items 0");
         if enrolled && pid.is_some_and(|pid| !pids.contains(&pid)) {
-            others.push(fs::read_to_string(path.join("comm")).unwrap_or_default().trim().to_owned());
+            names.push(fs::read_to_string(path.join("comm")).unwrap_or_default().trim().to_owned());
         }
     }
-    Ok(others)
+    Ok(names)
 }
 
 fn skip_test(why: &str) -> AccountTestResult {
@@ -421,13 +428,13 @@ fn process_with_ended_main_thread_is_accounted() -> AccountTestResult {
 
 #[test]
 fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult {
-    let ordinary = UnprivilegedProcess::new()?;
-    let own = ordinary.child.id().to_string();
+    let user_process = UnprivilegedProcess::new()?;
+    let own_pid = user_process.child.id().to_string();
     // The child is named `sleep` only after exec.
-    let comm = format!("/proc/{own}/comm");
+    let comm = format!("/proc/{own_pid}/comm");
     assert!(wait_until(|| fs::read_to_string(&comm).is_ok_and(|comm| comm == "sleep\n")));
 
-    let (status, json) = ordinary.run_account(&["--json", "--pid", &own])?;
+    let (status, json) = user_process.run_account(&["--json", "--pid", &own_pid])?;
     let report: Value = serde_json::from_str(&json)?;
     let process = &report["processes"][0];
     assert_eq!(status, Some(0), "{report}");
@@ -436,12 +443,12 @@ fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult 
     assert!(process["rss"].as_u64() > Some(0));
     assert!(process.get("hugetlb").is_none(), "an unknown value must not be reported as 0");
 
-    let (status, text) = ordinary.run_account(&["--pid", &own])?;
+    let (status, text) = user_process.run_account(&["--pid", &own_pid])?;
     assert_eq!(status, Some(0));
     assert!(text.contains("All figures are estimates.") && text.contains("~ marks estimates"), "{text}");
 
     // Process 1 belongs to root, or at least not to this user.
-    let (status, json) = ordinary.run_account(&["--json", "--pid", &own, "--pid", "1"])?;
+    let (status, json) = user_process.run_account(&["--json", "--pid", &own_pid, "--pid", "1"])?;
     let report: Value = serde_json::from_str(&json)?;
     assert_eq!(status, Some(3));
     assert_eq!(
@@ -451,7 +458,7 @@ fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult 
     assert_eq!(report["processes"].as_array().map(Vec::len), Some(1));
 
     // Without frames there is nothing to compare with the counters.
-    let (status, text) = ordinary.run_account(&["--pid", &own, "--explain"])?;
+    let (status, text) = user_process.run_account(&["--pid", &own_pid, "--explain"])?;
     assert_eq!(status, Some(3));
     assert!(text.contains("There is nothing to compare"), "{text}");
     Ok(())
@@ -480,8 +487,8 @@ fn write_recording(root: &Path) -> std::io::Result<()> {
     ] {
         write(&format!("files/sys/kernel/mm/ksm/{name}"), value)?;
     }
-    let rest = "1 1 1 0 -1 FLAGS 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0".to_owned() + &" 0".repeat(28);
-    let (user, kernel) = (rest.replace("FLAGS", "4194304"), rest.replace("FLAGS", "2097216"));
+    let stat_fields = "1 1 1 0 -1 FLAGS 0 0 0 0 0 0 0 0 20 0 1 0 4711 0 0".to_owned() + &" 0".repeat(28);
+    let (user, kernel) = (stat_fields.replace("FLAGS", "4194304"), stat_fields.replace("FLAGS", "2097216"));
     write("files/proc/2/stat", &format!("2 (kthreadd) S {kernel}\n"))?;
     for (pid, comm, arguments, rss, pss, merged, zero) in [
         (7, "qemu-system-x86", "qemu-system-x86_64\0-name\0web1\0", 2000, 1800, 100, 10),

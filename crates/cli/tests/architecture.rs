@@ -131,9 +131,13 @@ fn declared_imports(metadata: &Metadata) -> Vec<CrateImport> {
     for package in &packages {
         let from = crate_name_of_package(metadata, package);
         for dependency in package.dependencies.iter().filter(|d| d.kind != DependencyKind::Development) {
-            let ours = packages.iter().find(|p| p.name.as_str() == dependency.name);
-            let to = ours.map_or_else(|| dependency.name.clone(), |p| crate_name_of_package(metadata, p));
-            edges.push(CrateImport { importer: from.clone(), imported: to, is_workspace_crate: ours.is_some() });
+            let workspace_package = packages.iter().find(|p| p.name.as_str() == dependency.name);
+            let to = workspace_package.map_or_else(|| dependency.name.clone(), |p| crate_name_of_package(metadata, p));
+            edges.push(CrateImport {
+                importer: from.clone(),
+                imported: to,
+                is_workspace_crate: workspace_package.is_some(),
+            });
         }
     }
     edges
@@ -206,14 +210,14 @@ fn impure_names(text: &str) -> Vec<String> {
     let words = flatten_tokens(parse_tokens(text));
     let is_impure = |word: &&String| IMPURE_NAMES.iter().chain(IMPURE_CRATES).any(|name| name == word);
     let mut found: Vec<String> = words.iter().filter(is_impure).cloned().collect();
-    for (at, word) in words.iter().enumerate() {
-        let rest = &words[at + 1..];
-        if word == "static" && rest.first().is_some_and(|w| w == "mut") {
+    for (i, word) in words.iter().enumerate() {
+        let following = &words[i + 1..];
+        if word == "static" && following.first().is_some_and(|w| w == "mut") {
             found.push("static mut".to_owned());
         }
-        if word == "std" && rest.len() > 2 && rest[0] == ":" && rest[1] == ":" {
+        if word == "std" && following.len() > 2 && following[0] == ":" && following[1] == ":" {
             found.extend(
-                first_path_names(&rest[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")),
+                first_path_names(&following[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")),
             );
         }
     }
@@ -246,7 +250,7 @@ fn is_test_file(path: &Path) -> bool {
 
 /// The tokens without the items that `#[cfg(test)]` marks. Such an item ends with its body or its semicolon.
 fn remove_test_items(stream: TokenStream) -> TokenStream {
-    let mut kept: Vec<TokenTree> = Vec::new();
+    let mut tokens: Vec<TokenTree> = Vec::new();
     let mut in_test_item = false;
     for tree in stream {
         if in_test_item {
@@ -258,31 +262,31 @@ fn remove_test_items(stream: TokenStream) -> TokenStream {
             continue;
         }
         let TokenTree::Group(group) = tree else {
-            kept.push(tree);
+            tokens.push(tree);
             continue;
         };
-        let is_attribute = matches!(kept.last(), Some(TokenTree::Punct(mark)) if mark.as_char() == '#');
+        let is_attribute = matches!(tokens.last(), Some(TokenTree::Punct(mark)) if mark.as_char() == '#');
         if is_attribute && flatten_tokens(group.stream()) == ["cfg", "(", "test", ")"] {
-            kept.pop();
+            tokens.pop();
             in_test_item = true;
         } else {
-            kept.push(Group::new(group.delimiter(), remove_test_items(group.stream())).into());
+            tokens.push(Group::new(group.delimiter(), remove_test_items(group.stream())).into());
         }
     }
-    kept.into_iter().collect()
+    tokens.into_iter().collect()
 }
 
 /// The uses of the real clock in the product code of a file.
 fn real_clock_uses(text: &str) -> Vec<String> {
     let words = flatten_tokens(remove_test_items(parse_tokens(text)));
     let mut found = Vec::new();
-    for (at, word) in words.iter().enumerate() {
-        let rest = &words[at + 1..];
-        if word == "." && rest.len() > 2 && rest[..3] == ["elapsed", "(", ")"] {
+    for (i, word) in words.iter().enumerate() {
+        let following = &words[i + 1..];
+        if word == "." && following.len() > 2 && following[..3] == ["elapsed", "(", ")"] {
             found.push(".elapsed()".to_owned());
         }
-        if rest.len() > 2 && rest[..2] == [":", ":"] {
-            let names: Vec<&str> = first_path_names(&rest[2..]).collect();
+        if following.len() > 2 && following[..2] == [":", ":"] {
+            let names: Vec<&str> = first_path_names(&following[2..]).collect();
             let used = REAL_CLOCK_FUNCTIONS.iter().filter(|(owner, name)| word == owner && names.contains(name));
             found.extend(used.map(|(owner, name)| format!("{owner}::{name}")));
         }
@@ -415,7 +419,7 @@ fn violating_imports_are_detected() {
         ("output", "watch"),
         ("cellar", "base"),
     ] {
-        assert!(ours(from, to).is_some(), "the forbidden import {from} -> {to} was accepted");
+        assert!(workspace(from, to).is_some(), "the forbidden import {from} -> {to} was accepted");
     }
     for (from, to) in [
         ("cli", "census"),
@@ -427,7 +431,7 @@ fn violating_imports_are_detected() {
         ("benchmarks", "labs"),
         ("labs", "labs"),
     ] {
-        assert_eq!(ours(from, to), None, "the allowed import {from} -> {to} was rejected");
+        assert_eq!(workspace(from, to), None, "the allowed import {from} -> {to} was rejected");
     }
     assert!(external("base", "rustix").is_some());
     assert_eq!(external("base", "globset"), None);

@@ -258,16 +258,21 @@ fn pages_shared_by_fork_stay_shared() {
     let region = lab.first_region("fork-shared");
     let child = region.child.expect("no child process");
     let shared = || [lab.pid(), child].map(|pid| shared_dirty_bytes(pid, region));
-    let all = 512 * region.page_size;
-    assert_eq!(shared(), [all, all], "the lab's fork does not share the region");
+    let region_bytes = 512 * region.page_size;
+    assert_eq!(shared(), [region_bytes, region_bytes], "the lab's fork does not share the region");
     let report = census_json(&[lab.pid()], &[]);
     expect_classes(&report, &lab, region, &[("resident", 512), ("unique", 512)]);
-    assert_eq!(shared(), [all, all], "the census broke the sharing after fork");
+    assert_eq!(shared(), [region_bytes, region_bytes], "the census broke the sharing after fork");
     // Both processes together use each frame once, so merging would save nothing.
-    let both = census_json(&[lab.pid(), child], &[]);
-    expect_classes(&both, &lab, region, &[("resident", 512), ("unique", 512)]);
+    let both_processes = census_json(&[lab.pid(), child], &[]);
+    expect_classes(&both_processes, &lab, region, &[("resident", 512), ("unique", 512)]);
     let gross = |report: &Value| report["bytes_reclaimable"]["gross"].as_u64().unwrap();
-    assert!(gross(&both) < gross(&report) + all / 2, "{} and {}", gross(&both), gross(&report));
+    assert!(
+        gross(&both_processes) < gross(&report) + region_bytes / 2,
+        "{} and {}",
+        gross(&both_processes),
+        gross(&report)
+    );
 }
 
 #[test]
@@ -289,8 +294,9 @@ fn fork_shared_page_and_its_copy_are_two_pages() {
     let redundant = |classes: &BTreeMap<String, u64>| classes.get("redundant").copied().unwrap_or_default();
     assert_eq!(redundant(&first) + redundant(&second), 300, "four mappings of two frames have one redundant frame");
     // All other common content of the four processes is smaller than another 300 pages.
-    let whole = report["savings"]["whole_processes"]["gross"].as_u64().unwrap() / report["page_size"].as_u64().unwrap();
-    assert!((300..600).contains(&whole), "{whole}");
+    let saved_pages =
+        report["savings"]["whole_processes"]["gross"].as_u64().unwrap() / report["page_size"].as_u64().unwrap();
+    assert!((300..600).contains(&saved_pages), "{saved_pages}");
 }
 
 #[test]
@@ -339,17 +345,17 @@ fn sample_estimates_the_whole() {
     }
     let lab = RunningLab::start_layout(&["zero=8000", "within=8000,copies=8", "unique=8000"]).unwrap();
     let report = census_json(&[lab.pid()], &["--sample", "30%", "--seed", "7"]);
-    let looked_at = report["pages"]["resident"].as_f64().unwrap();
+    let sampled = report["pages"]["resident"].as_f64().unwrap();
     let resident = report["estimate"]["resident"].as_f64().unwrap();
-    assert!((0.27..0.33).contains(&(looked_at / resident)), "{looked_at} of {resident}");
+    assert!((0.27..0.33).contains(&(sampled / resident)), "{sampled} of {resident}");
     for (class, truth) in [("zero", 8000.0), ("redundant", 7000.0), ("duplicate", 8000.0)] {
         let end = |end: &str| report["estimate"][class][end].as_f64().unwrap();
         // The process has some pages of its own besides the layout.
         assert!(end("low") <= truth + 200.0 && truth <= end("high"), "{class}: {}", report["estimate"][class]);
     }
-    let likely = |class: &str| report["estimate"][class]["estimate"].as_f64().unwrap();
+    let estimate = |class: &str| report["estimate"][class]["estimate"].as_f64().unwrap();
     let gross = report["bytes_reclaimable"]["gross"].as_f64().unwrap() / report["page_size"].as_f64().unwrap();
-    assert!((gross - likely("zero") - likely("redundant")).abs() < 1.0, "not an estimate of the whole: {gross}");
+    assert!((gross - estimate("zero") - estimate("redundant")).abs() < 1.0, "not an estimate of the whole: {gross}");
 }
 
 #[test]
@@ -413,16 +419,16 @@ fn recording_contains_only_chosen_processes_and_is_private() {
     let read = |file: &str| fs::read_to_string(path.join(format!("files/proc/{pid}/{file}"))).unwrap();
     assert_eq!(read("cmdline"), "server:\0");
     assert_eq!(read("environ"), "SLURM_JOB_ID=77\0");
-    let ours = std::process::id();
-    assert!(!path.join(format!("files/proc/{ours}")).exists(), "a process that was not selected");
-    assert!(!fs::read_to_string(path.join("absent.txt")).unwrap().contains(&format!("proc/{ours}/")));
+    let own_pid = std::process::id();
+    assert!(!path.join(format!("files/proc/{own_pid}")).exists(), "a process that was not selected");
+    assert!(!fs::read_to_string(path.join("absent.txt")).unwrap().contains(&format!("proc/{own_pid}/")));
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
 
     // `record` writes nothing into another user's directory: that user could place symbolic links there.
     let trap = folder.path().join("trap");
     fs::create_dir(&trap).unwrap();
     chown(&trap, Some(65534), None).unwrap();
-    let output = run_pagefold(&["record", &format!("--pid={ours}"), trap.to_str().unwrap()]);
+    let output = run_pagefold(&["record", &format!("--pid={own_pid}"), trap.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("belongs to another user"));
     assert_eq!(fs::read_dir(&trap).unwrap().count(), 0);
@@ -430,23 +436,23 @@ fn recording_contains_only_chosen_processes_and_is_private() {
 
 /// Wait until a process handles SIGINT and then uses no CPU for a while.
 fn wait_until_idle(pid: u32) {
-    let field = |file: &str, pick: fn(&str) -> Option<String>| {
-        fs::read_to_string(format!("/proc/{pid}/{file}")).ok().and_then(|text| pick(&text)).unwrap_or_default()
+    let field = |file: &str, extract: fn(&str) -> Option<String>| {
+        fs::read_to_string(format!("/proc/{pid}/{file}")).ok().and_then(|text| extract(&text)).unwrap_or_default()
     };
     let handles_interrupt = || {
-        let caught =
+        let caught_mask =
             field("status", |text| text.lines().find_map(|line| Some(line.strip_prefix("SigCgt:")?.trim().to_owned())));
-        u64::from_str_radix(&caught, 16).is_ok_and(|caught| caught & 0b10 != 0)
+        u64::from_str_radix(&caught_mask, 16).is_ok_and(|caught_mask| caught_mask & 0b10 != 0)
     };
     let ticks = || {
         field("stat", |text| Some(text.rsplit_once(") ")?.1.split(' ').skip(11).take(2).collect::<Vec<_>>().join(" ")))
     };
-    let mut quiet = 0;
+    let mut idle_samples = 0;
     let mut last = ticks();
-    while quiet < 10 || !handles_interrupt() {
+    while idle_samples < 10 || !handles_interrupt() {
         std::thread::sleep(std::time::Duration::from_millis(100));
         let now = ticks();
-        quiet = if now == last { quiet + 1 } else { 0 };
+        idle_samples = if now == last { idle_samples + 1 } else { 0 };
         last = now;
     }
 }

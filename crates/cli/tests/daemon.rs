@@ -124,10 +124,10 @@ impl DaemonUnderTest<'_> {
         self.wait_for_exit()
     }
 
-    fn has_logged(&self, what: &str, reason: &str) -> bool {
+    fn has_logged(&self, kind: &str, reason: &str) -> bool {
         let status = self.read_status();
         let decisions = status["decisions"].as_array().unwrap();
-        decisions.iter().any(|decision| decision["kind"] == what && decision["reason"] == reason)
+        decisions.iter().any(|decision| decision["kind"] == kind && decision["reason"] == reason)
     }
 }
 
@@ -182,10 +182,10 @@ const MIN_MERGED_PAGES: u64 = 4096 * 9 / 10;
 #[test]
 fn zeros_freed_by_splitting_count_as_saved() {
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(11);
-    place.write_config("mode = \"act\"");
-    let daemon = place.start_daemon(&[]);
-    let programs = [(); 2].map(|()| place.start_lab(&["layout", "huge-zero=8192"]));
+    let test_directory = DaemonTestDirectory::new(11);
+    test_directory.write_config("mode = \"act\"");
+    let daemon = test_directory.start_daemon(&[]);
+    let programs = [(); 2].map(|()| test_directory.start_lab(&["layout", "huge-zero=8192"]));
     if programs.iter().any(|program| program.rollup_kib("AnonHugePages:") < Some(24 << 10)) {
         return println!("skipped: the kernel gave no huge pages");
     }
@@ -200,12 +200,12 @@ fn zeros_freed_by_splitting_count_as_saved() {
     let net = status["saved"]["net"].as_i64().unwrap();
     assert_eq!(net, saved("gross").cast_signed() - saved("metadata").cast_signed());
     // The total includes the savings of the merge, whatever else is merged on this host.
-    let reached = status["passes"]["measured"].as_i64().unwrap();
-    assert!(net >= reached - (1 << 20), "the merge measured {reached} bytes, the host's net savings are {net} bytes");
-    let text = String::from_utf8(place.run_pagefold(&["status"]).stdout).unwrap();
+    let measured = status["passes"]["measured"].as_i64().unwrap();
+    assert!(net >= measured - (1 << 20), "the merge measured {measured} bytes, the host's net savings are {net} bytes");
+    let text = String::from_utf8(test_directory.run_pagefold(&["status"]).stdout).unwrap();
     assert!(text.contains("zeros in split huge pages, which KSM does not count"), "{text}");
     let pids = programs.iter().flat_map(|program| ["--pid".to_owned(), program.pid()]).collect::<Vec<_>>();
-    let account = place.pagefold_command(&["account", "--json"]).args(&pids).output().unwrap();
+    let account = test_directory.pagefold_command(&["account", "--json"]).args(&pids).output().unwrap();
     let account: Value = serde_json::from_slice(&account.stdout).unwrap();
     assert_eq!(account["total"]["split_zero_pages"].as_u64().map(|pages| pages * 4096), Some(saved("split_zero")));
 }
@@ -213,64 +213,69 @@ fn zeros_freed_by_splitting_count_as_saved() {
 #[test]
 fn full_history_disk_is_logged_and_daemon_continues() {
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(12);
-    place.write_config("mode = \"advise\"");
-    let disk = place.directory.path().join("disk");
+    let test_directory = DaemonTestDirectory::new(12);
+    test_directory.write_config("mode = \"advise\"");
+    let disk = test_directory.directory.path().join("disk");
     fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4k", "pagefold-test"]).arg(&disk).status();
     if !mounted.is_ok_and(|status| status.success()) {
         return println!("skipped: cannot mount a file system here");
     }
     let history = disk.join("history.db");
-    let daemon = place.start_daemon(&["--history", history.to_str().unwrap()]);
+    let daemon = test_directory.start_daemon(&["--history", history.to_str().unwrap()]);
     let answered = daemon.read_status()["state"].is_string();
-    let (code, said) = daemon.stop();
+    let (code, stderr) = daemon.stop();
     let unmounted = Command::new("umount").arg("--lazy").arg(&disk).status();
-    assert!(answered && code == Some(0), "{code:?}: {said}");
-    assert!(said.contains("continuing without a history") && said.contains("history.db"), "{said}");
+    assert!(answered && code == Some(0), "{code:?}: {stderr}");
+    assert!(stderr.contains("continuing without a history") && stderr.contains("history.db"), "{stderr}");
     assert!(unmounted.is_ok_and(|status| status.success()));
 }
 
 #[test]
 fn arrivals_are_merged_and_operator_commands_followed() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(1);
-    place.write_config("mode = \"act\"");
-    let daemon = place.start_daemon(&[]);
-    let programs = [place.start_program(), place.start_program()];
+    let test_directory = DaemonTestDirectory::new(1);
+    test_directory.write_config("mode = \"act\"");
+    let daemon = test_directory.start_daemon(&[]);
+    let programs = [test_directory.start_program(), test_directory.start_program()];
     wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
     wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
 
     let status = daemon.read_status();
     let schema = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schema/status.json")).unwrap();
     let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
-    let wrong: Vec<String> = validator.iter_errors(&status).map(|error| error.to_string()).collect();
-    assert!(wrong.is_empty(), "{wrong:#?}");
-    let members = status["tracked_processes"].as_array().unwrap();
-    assert_eq!(members.len(), 2, "the daemon must manage the two programs only: {members:#?}");
-    assert!(members.iter().all(|member| member["state"] == "merged" && member["enrolled_ranges"].as_u64() > Some(0)));
+    let schema_errors: Vec<String> = validator.iter_errors(&status).map(|error| error.to_string()).collect();
+    assert!(schema_errors.is_empty(), "{schema_errors:#?}");
+    let tracked = status["tracked_processes"].as_array().unwrap();
+    assert_eq!(tracked.len(), 2, "the daemon must manage the two programs only: {tracked:#?}");
+    assert!(
+        tracked.iter().all(|process| process["state"] == "merged" && process["enrolled_ranges"].as_u64() > Some(0))
+    );
     assert!(status["passes"]["measured"].as_i64() > Some(8 << 20), "{}", status["passes"]);
     // The fair share divides merged pages and file pages by their mappings. So the footprint of the first program
     // includes half of what both share.
-    let fair = |status: &Value| {
-        let members = status["tracked_processes"].as_array().unwrap().iter();
-        members.filter(|member| member["footprint_age_seconds"].is_u64()).count() == 2
+    let are_fair_shares_read = |status: &Value| {
+        let tracked = status["tracked_processes"].as_array().unwrap().iter();
+        tracked.filter(|process| process["footprint_age_seconds"].is_u64()).count() == 2
     };
-    wait_until("the fair share of both programs", || fair(&daemon.read_status()));
+    wait_until("the fair share of both programs", || are_fair_shares_read(&daemon.read_status()));
     for program in &programs {
         let status = daemon.read_status();
-        let mut members = status["tracked_processes"].as_array().unwrap().iter();
-        let member = members.find(|member| member["pid"].as_u64() == Some(program.0.id().into())).unwrap();
-        let (told, pss) = (member["footprint"].as_u64().unwrap() >> 10, program.rollup_kib("Pss:").unwrap());
-        assert!(told.abs_diff(pss) < 512 && pss < 28 << 10, "footprint {told} KiB, Pss {pss} KiB: {member}");
+        let mut tracked = status["tracked_processes"].as_array().unwrap().iter();
+        let process = tracked.find(|process| process["pid"].as_u64() == Some(program.0.id().into())).unwrap();
+        let (footprint_kib, pss) = (process["footprint"].as_u64().unwrap() >> 10, program.rollup_kib("Pss:").unwrap());
+        assert!(
+            footprint_kib.abs_diff(pss) < 512 && pss < 28 << 10,
+            "footprint {footprint_kib} KiB, Pss {pss} KiB: {process}"
+        );
     }
-    let text = place.run_pagefold(&["status"]);
+    let text = test_directory.run_pagefold(&["status"]);
     assert!(String::from_utf8_lossy(&text.stdout).contains("Latest decisions"), "{text:?}");
 
     // The savings of a process that exited disappear soon, even though ksmd is idle.
     let saved = || daemon.read_status()["saved"]["duplicate"].as_u64().unwrap();
     let before = saved();
-    let more = [place.start_program(), place.start_program()];
+    let more = [test_directory.start_program(), test_directory.start_program()];
     wait_until("the second merge", || more.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
     wait_until("the increased savings", || saved() >= before + MIN_MERGED_PAGES * 4096);
     drop(more);
@@ -280,16 +285,19 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     });
 
     // While the daemon manages the host, no other Pagefold process changes it.
-    let second = place.run_pagefold(&["daemon"]);
+    let second = test_directory.run_pagefold(&["daemon"]);
     let why = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(second.status.code() == Some(2) && why.contains("runs already"), "{why}");
-    let other = place.run_pagefold(&["merge", "--pid", &programs[0].pid()]);
+    let other = test_directory.run_pagefold(&["merge", "--pid", &programs[0].pid()]);
     let why = String::from_utf8_lossy(&other.stderr).into_owned();
     assert!(other.status.code() == Some(2) && why.contains("`pagefold pause`"), "{why}");
 
     daemon.run_control_command(&["pause"]);
     wait_until("the pause", || ksm.changed_settings().is_empty() && daemon.read_status()["state"] == "paused");
-    assert!(place.run_pagefold(&["recover"]).status.success(), "a paused daemon must let `recover` change the host");
+    assert!(
+        test_directory.run_pagefold(&["recover"]).status.success(),
+        "a paused daemon must let `recover` change the host"
+    );
     assert!(programs[0].merged_pages() >= MIN_MERGED_PAGES, "a pause must not unmerge pages");
     daemon.run_control_command(&["resume"]);
 
@@ -297,17 +305,20 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     wait_until("the unenrollment", || programs[0].merged_pages() == 0 && !programs[0].is_enrolled());
     assert!(daemon.has_logged("unenroll", "operator"));
     daemon.run_control_command(&["enroll", &programs[0].pid()]);
-    let is_managed = |member: &Value| member["state"] != "unenrolled";
+    let is_managed = |process: &Value| process["state"] != "unenrolled";
     wait_until("the enrollment", || {
         daemon.read_status()["tracked_processes"].as_array().unwrap().iter().all(is_managed)
     });
-    let refused = place.run_pagefold(&["enroll", "1"]);
+    let refused = test_directory.run_pagefold(&["enroll", "1"]);
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
 
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
-    assert!(!place.state_path().join("control").exists() && !place.state_path().join("ksm.journal.json").exists());
+    assert!(
+        !test_directory.state_path().join("control").exists()
+            && !test_directory.state_path().join("ksm.journal.json").exists()
+    );
 }
 
 #[test]
@@ -322,40 +333,46 @@ fn metadata_regions_and_huge_page_splits_stay_bounded() {
     ksm.write_setting("run", 0);
     assert_eq!(metadata(), 0, "a process outside the test is enrolled");
 
-    let place = DaemonTestDirectory::new(8);
-    let write =
-        |bounds: &str| place.write_config(&format!("mode = \"act\"\nmax_cpu_seconds_per_mib = 1000.0\n{bounds}"));
+    let test_directory = DaemonTestDirectory::new(8);
+    let write = |bounds: &str| {
+        test_directory.write_config(&format!("mode = \"act\"\nmax_cpu_seconds_per_mib = 1000.0\n{bounds}"))
+    };
     write("max_metadata = \"256KiB\"\nmax_regions = 120\nsplit_huge_pages = false");
-    let lab =
-        |more: &[&str]| place.start_lab(&[&["mixture", "--mib", "32", "--duplicate-share", "50%"], more].concat());
+    let lab = |more: &[&str]| {
+        test_directory.start_lab(&[&["mixture", "--mib", "32", "--duplicate-share", "50%"], more].concat())
+    };
     // Some hundred runs of duplicates among unique pages, in small pages and in huge pages.
     let scattered = ["a", "b"].map(|salt| lab(&["--run-pages", "16", "--salt", salt]));
     let huge = ["c", "d"].map(|salt| lab(&["--run-pages", "512", "--huge", "--seed", "huge", "--salt", salt]));
     let all = || scattered.iter().chain(&huge);
-    let in_huge_pages = || huge.iter().map(|program| program.rollup_kib("AnonHugePages:").unwrap()).sum::<u64>();
+    let huge_kib = || huge.iter().map(|program| program.rollup_kib("AnonHugePages:").unwrap()).sum::<u64>();
     let regions = || scattered.iter().map(LabProgram::region_count).max().unwrap();
-    let whole = in_huge_pages();
-    assert!(whole >= 60 << 10 && regions() < 100, "{whole} KiB in huge pages, {} regions", regions());
+    let initial_huge_kib = huge_kib();
+    assert!(
+        initial_huge_kib >= 60 << 10 && regions() < 100,
+        "{initial_huge_kib} KiB in huge pages, {} regions",
+        regions()
+    );
 
-    let daemon = place.start_daemon(&[]);
-    let passes = |of: &str| daemon.read_status()["passes"][of].as_u64().unwrap();
-    let mut most = 0;
-    let mut until_with_all_bounds_kept = |what: &str, there: &dyn Fn() -> bool| {
+    let daemon = test_directory.start_daemon(&[]);
+    let passes = |name: &str| daemon.read_status()["passes"][name].as_u64().unwrap();
+    let mut max_metadata_seen = 0;
+    let mut wait_within_bounds = |what: &str, condition: &dyn Fn() -> bool| {
         wait_until(what, || {
             let (metadata, regions) = (metadata(), regions());
-            most = most.max(metadata);
+            max_metadata_seen = max_metadata_seen.max(metadata);
             assert!(metadata <= 256 << 10 && regions <= 120, "{metadata} bytes of metadata, {regions} regions");
-            assert!(in_huge_pages() >= whole, "the daemon split huge pages");
-            there()
+            assert!(huge_kib() >= initial_huge_kib, "the daemon split huge pages");
+            condition()
         });
     };
-    until_with_all_bounds_kept("a merge", &|| passes("merges") >= 1);
-    let seen = passes("passes");
-    until_with_all_bounds_kept("four more passes", &|| {
+    wait_within_bounds("a merge", &|| passes("merges") >= 1);
+    let earlier_passes = passes("passes");
+    wait_within_bounds("four more passes", &|| {
         all().for_each(|program| daemon.run_control_command(&["enroll", &program.pid()]));
-        passes("passes") >= seen + 4
+        passes("passes") >= earlier_passes + 4
     });
-    assert!(most > 64 << 10, "ksmd has scanned too little: {most} bytes of metadata at most");
+    assert!(max_metadata_seen > 64 << 10, "ksmd has scanned too little: {max_metadata_seen} bytes of metadata at most");
 
     write("");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
@@ -364,30 +381,30 @@ fn metadata_regions_and_huge_page_splits_stay_bounded() {
     wait_until("the larger merge", || all().all(|program| program.merged_pages() >= MIN_MERGED_PAGES * 4 / 5));
     let (metadata, regions) = (metadata(), regions());
     assert!(metadata > 256 << 10 && regions > 120, "{metadata} bytes of metadata, {regions} regions");
-    assert!(in_huge_pages() < whole, "the daemon split no huge pages");
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    assert!(huge_kib() < initial_huge_kib, "the daemon split no huge pages");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn observe_and_advise_modes_change_nothing() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(2);
-    place.write_config("mode = \"observe\"");
-    let programs = [place.start_program(), place.start_program()];
-    let daemon = place.start_daemon(&[]);
+    let test_directory = DaemonTestDirectory::new(2);
+    test_directory.write_config("mode = \"observe\"");
+    let programs = [test_directory.start_program(), test_directory.start_program()];
+    let daemon = test_directory.start_daemon(&[]);
     wait_until("the two tracked programs", || {
         daemon.read_status()["tracked_processes"].as_array().map(Vec::len) == Some(2)
     });
     assert_eq!(daemon.read_status()["passes"]["passes"], 0);
     // An invalid configuration file changes nothing; a valid one takes effect.
-    fs::write(place.config_path(), "[daemon]\nmod = \"act\"\n").unwrap();
+    fs::write(test_directory.config_path(), "[daemon]\nmod = \"act\"\n").unwrap();
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     let refused = "the configuration stays as it was";
-    wait_until("the config error", || fs::read_to_string(place.stderr_path()).unwrap().contains(refused));
+    wait_until("the config error", || fs::read_to_string(test_directory.stderr_path()).unwrap().contains(refused));
     assert_eq!(daemon.read_status()["mode"], "observe");
-    place.write_config("mode = \"advise\"");
+    test_directory.write_config("mode = \"advise\"");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     wait_until("advice to merge", || daemon.has_logged("merge", "profitable"));
     let status = daemon.read_status();
@@ -396,32 +413,32 @@ fn observe_and_advise_modes_change_nothing() {
     assert!(advice["carried_out"] == false && advice["predicted"].as_u64() > Some(8 << 20), "{advice}");
     assert_eq!(ksm.changed_settings(), []);
     assert!(programs.iter().all(|program| !program.is_enrolled()));
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("did you mean mode?"), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("did you mean mode?"), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn killed_or_overruled_daemon_restores_the_host() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(3);
-    place.write_config("mode = \"act\"");
+    let test_directory = DaemonTestDirectory::new(3);
+    test_directory.write_config("mode = \"act\"");
     ksm.write_setting("run", 1);
-    let daemon = place.start_daemon(&[]);
+    let daemon = test_directory.start_daemon(&[]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
     assert_eq!(ksm.read_counter("run"), 0);
-    let recovered = place.run_pagefold(&["recover"]);
+    let recovered = test_directory.run_pagefold(&["recover"]);
     assert!(recovered.status.success(), "{recovered:?}");
     assert_eq!(ksm.read_counter("run"), 1);
 
     // After another SIGKILL the next start finds the journal, reuses the leftover socket and keeps the operator's
     // commands.
-    let daemon = place.start_daemon(&[]);
+    let daemon = test_directory.start_daemon(&[]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
-    let program = place.start_program();
+    let program = test_directory.start_program();
     let is_unenrolled = |status: Value| status["tracked_processes"][0]["state"] == "unenrolled";
     wait_until("the tracked program", || !daemon.read_status()["tracked_processes"].as_array().unwrap().is_empty());
     daemon.run_control_command(&["unenroll", &program.pid()]);
@@ -429,14 +446,14 @@ fn killed_or_overruled_daemon_restores_the_host() {
     wait_until("the pause", || daemon.read_status()["state"] == "paused" && is_unenrolled(daemon.read_status()));
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
-    let daemon = place.start_daemon(&[]);
+    let daemon = test_directory.start_daemon(&[]);
     wait_until("the pause again", || daemon.read_status()["state"] == "paused" && is_unenrolled(daemon.read_status()));
     assert_eq!(ksm.read_counter("run"), 1, "a paused daemon must not write KSM settings");
     daemon.run_control_command(&["resume"]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
-    let daemon = place.start_daemon(&[]);
+    let daemon = test_directory.start_daemon(&[]);
     wait_until("the idle ksmd", || ksm.read_counter("run") == 0 && daemon.read_status()["state"] != "yielding");
     ksm.write_setting("run", 1);
     wait_until("the yield to the other writer", || daemon.has_logged("yield", "other_writer"));
@@ -444,12 +461,15 @@ fn killed_or_overruled_daemon_restores_the_host() {
     assert_eq!(ksm.read_counter("run"), 1, "the daemon must keep a setting that another process wrote");
     daemon.run_control_command(&["resume"]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
-    assert!(is_unenrolled(daemon.read_status()) && place.state_path().join("operator.json").exists());
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    assert!(is_unenrolled(daemon.read_status()) && test_directory.state_path().join("operator.json").exists());
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.read_counter("run"), 1);
-    assert!(said.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{said}");
-    assert!(!place.state_path().join("operator.json").exists(), "the operator's commands must end with the daemon");
+    assert!(stderr.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{stderr}");
+    assert!(
+        !test_directory.state_path().join("operator.json").exists(),
+        "the operator's commands must end with the daemon"
+    );
 }
 
 /// Programs that use all CPUs slow down while a census or ksmd uses one of them. They have just as many threads as
@@ -457,94 +477,94 @@ fn killed_or_overruled_daemon_restores_the_host() {
 #[test]
 fn daemon_backs_off_for_busy_programs() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(6);
+    let test_directory = DaemonTestDirectory::new(6);
     fs::write(
-        place.config_path(),
-        format!("[daemon]\nmax_slowdown = \"0.5%\"\n[daemon.tracked]\nnames = [\"{}\"]\n", place.program_name),
+        test_directory.config_path(),
+        format!("[daemon]\nmax_slowdown = \"0.5%\"\n[daemon.tracked]\nnames = [\"{}\"]\n", test_directory.program_name),
     )
     .unwrap();
     let threads = std::thread::available_parallelism().unwrap().get().div_ceil(2).to_string();
-    let busy = || place.start_lab(&["busy", "--threads", &threads, "--memory", "256"]);
+    let busy = || test_directory.start_lab(&["busy", "--threads", &threads, "--memory", "256"]);
     let programs = [busy(), busy()];
-    let daemon = place.start_daemon(&["--mode", "act"]);
+    let daemon = test_directory.start_daemon(&["--mode", "act"]);
     wait_until("the daemon's backoff", || {
         // Scan the programs repeatedly, with idle time in between for comparison.
         sleep(Duration::from_secs(4));
         for program in &programs {
-            place.run_pagefold(&["enroll", &program.pid()]);
+            test_directory.run_pagefold(&["enroll", &program.pid()]);
         }
         daemon.has_logged("idle", "slowdown")
     });
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
-    assert!(said.contains("of their time while it worked"), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stderr.contains("of their time while it worked"), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn unmerge_on_exit_unenrolls_everything() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(4);
-    place.write_config("mode = \"act\"");
-    let programs = [place.start_program(), place.start_program()];
-    let daemon = place.start_daemon(&["--unmerge-on-exit"]);
+    let test_directory = DaemonTestDirectory::new(4);
+    test_directory.write_config("mode = \"act\"");
+    let programs = [test_directory.start_program(), test_directory.start_program()];
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
     wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
     wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
-    assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{said}");
+    assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{stderr}");
 }
 
 #[test]
 fn unmerge_on_exit_works_from_a_pause_and_names_kept_processes() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let place = DaemonTestDirectory::new(7);
-    place.write_config("mode = \"act\"");
-    let programs = [place.start_program(), place.start_program()];
-    let merged = |daemon: &DaemonUnderTest<'_>| {
+    let test_directory = DaemonTestDirectory::new(7);
+    test_directory.write_config("mode = \"act\"");
+    let programs = [test_directory.start_program(), test_directory.start_program()];
+    let wait_for_merge = |daemon: &DaemonUnderTest<'_>| {
         wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
         wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
     };
-    let daemon = place.start_daemon(&["--unmerge-on-exit"]);
-    merged(&daemon);
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
+    wait_for_merge(&daemon);
     daemon.run_control_command(&["pause"]);
     wait_until("the restored settings", || ksm.changed_settings().is_empty());
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
-    assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{said}");
+    assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{stderr}");
 
-    let daemon = place.start_daemon(&["--unmerge-on-exit"]);
-    merged(&daemon);
-    place.write_config("mode = \"advise\"");
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
+    wait_for_merge(&daemon);
+    test_directory.write_config("mode = \"advise\"");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     wait_until("advise mode", || ksm.changed_settings().is_empty() && daemon.read_status()["mode"] == "advise");
-    let told = place.run_pagefold(&["unenroll", &programs[0].pid()]);
-    let answer = String::from_utf8_lossy(&told.stdout).into_owned();
-    assert!(told.status.success() && answer.contains("it only advises"), "{told:?}");
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(3), "{said}");
-    assert_eq!(said.matches("it stays merged: it only advises").count(), 2, "{said}");
-    assert!(programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES), "{said}");
+    let output = test_directory.run_pagefold(&["unenroll", &programs[0].pid()]);
+    let answer = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && answer.contains("it only advises"), "{output:?}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(3), "{stderr}");
+    assert_eq!(stderr.matches("it stays merged: it only advises").count(), 2, "{stderr}");
+    assert!(programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn daemon_advises_on_a_recorded_host() {
-    let place = DaemonTestDirectory::new(5);
+    let test_directory = DaemonTestDirectory::new(5);
     let text =
         "[daemon]\nmode = \"advise\"\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nmax_cpu_seconds_per_mib = 1000.0\n";
-    fs::write(place.config_path(), text).unwrap();
+    fs::write(test_directory.config_path(), text).unwrap();
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     let host = format!("recording:{}", recording.display());
-    let refused = place.run_pagefold(&["--host", &host, "daemon", "--mode", "act"]);
+    let refused = test_directory.run_pagefold(&["--host", &host, "daemon", "--mode", "act"]);
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
-    let daemon = place.start_daemon(&["--host", &host]);
+    let daemon = test_directory.start_daemon(&["--host", &host]);
     wait_until("a census", || daemon.read_status()["passes"]["passes"].as_u64() >= Some(1));
     let status = daemon.read_status();
     assert!(status["tracked_processes"].as_array().unwrap().len() >= 4, "{}", status["tracked_processes"]);
     assert!(status["census"]["classes"]["resident"].as_u64() > Some(0));
-    let (code, said) = daemon.stop();
-    assert_eq!(code, Some(0), "{said}");
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
 }

@@ -36,14 +36,14 @@ fn systemd_unit_is_well_formed() {
     };
     // Keep only messages about this unit: systemd-analyze also checks other units of the machine.
     let stderr = String::from_utf8_lossy(&stderr);
-    let said: Vec<&str> = stderr.lines().filter(|line| line.contains("pagefold")).collect();
-    assert!(said.is_empty(), "{status}: {said:#?}");
+    let messages: Vec<&str> = stderr.lines().filter(|line| line.contains("pagefold")).collect();
+    assert!(messages.is_empty(), "{status}: {messages:#?}");
 }
 
 #[test]
 fn systemd_unit_has_no_seccomp_filter() {
     // The settings that systemd implements with a seccomp filter, in part or whole: systemd.exec(5), systemd 257.
-    let by_filters = [
+    let filter_settings = [
         "SystemCallFilter",
         "SystemCallLog",
         "SystemCallArchitectures",
@@ -61,7 +61,7 @@ fn systemd_unit_has_no_seccomp_filter() {
         "ProtectKernelTunables",
         "DynamicUser",
     ];
-    for setting in by_filters {
+    for setting in filter_settings {
         assert_eq!(
             setting_words(&unit_text(), setting),
             [""; 0],
@@ -81,8 +81,8 @@ fn pod_capabilities_match_the_unit_without_connector() {
     let pod: Vec<String> = list.split(", ").map(|name| format!("CAP_{name}")).collect();
     let unit = unit_text();
     let service = setting_words(&unit, "CapabilityBoundingSet");
-    let of_pods: Vec<&str> = service.iter().copied().filter(|name| *name != "CAP_NET_ADMIN").collect();
-    assert_eq!(pod, of_pods);
+    let expected: Vec<&str> = service.iter().copied().filter(|name| *name != "CAP_NET_ADMIN").collect();
+    assert_eq!(pod, expected);
     for capability in service {
         assert!(unit.contains(&format!("#   {capability} ")), "the unit has no comment about {capability}");
     }
@@ -109,13 +109,13 @@ fn imported_ksmtuned_configuration_is_accepted() {
     };
     let imported = pagefold(&["config", "import-ksmtuned"], &before);
     let text = String::from_utf8(imported.stdout).unwrap();
-    let told = [
+    let expected = [
         "# kept: KSM_THRES_COEF=30: ",
         "# left out: KSM_MONITOR_INTERVAL=30: ",
         "\nkeep_available = ",
         "\ncpu_rate = ",
     ];
-    assert!(told.iter().all(|told| text.contains(told)), "{text}");
+    assert!(expected.iter().all(|line| text.contains(line)), "{text}");
     fs::write(&after, text).unwrap();
     let output = pagefold(&["config", "check", "--config"], &after);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -125,10 +125,13 @@ fn imported_ksmtuned_configuration_is_accepted() {
 
 #[test]
 fn slurm_scripts_always_succeed() {
-    let nothing = tempfile::tempdir().unwrap();
+    let empty_directory = tempfile::tempdir().unwrap();
     for (script, job) in [("prolog.sh", ""), ("prolog.sh", "../x"), ("epilog.sh", "7"), ("epilog.sh", "x")] {
         let mut command = Command::new(deploy_path("slurm").join(script));
-        command.env("SLURM_JOB_ID", job).env("PAGEFOLD_JOBS", nothing.path()).env("PAGEFOLD_LOG", nothing.path());
+        command
+            .env("SLURM_JOB_ID", job)
+            .env("PAGEFOLD_JOBS", empty_directory.path())
+            .env("PAGEFOLD_LOG", empty_directory.path());
         let output = command.stdin(Stdio::null()).output().unwrap();
         assert!(output.status.success() && output.stdout.is_empty(), "{script} {job:?}: {output:?}");
     }
@@ -138,9 +141,9 @@ fn slurm_scripts_always_succeed() {
 fn slurm_tasks_get_the_job_settings() {
     let libraries = tempfile::tempdir().unwrap();
     let folder = libraries.path().display().to_string();
-    let task = |asked: &str| {
+    let task = |engine: &str| {
         let mut command = Command::new(deploy_path("slurm/task-prolog.sh"));
-        command.env("PAGEFOLD", asked).env("PAGEFOLD_LIBRARIES", libraries.path()).env("SLURM_JOB_ID", "7");
+        command.env("PAGEFOLD", engine).env("PAGEFOLD_LIBRARIES", libraries.path()).env("SLURM_JOB_ID", "7");
         let output = command.env("LD_PRELOAD", "").output().unwrap();
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
@@ -218,14 +221,14 @@ fn slurm_job_is_accounted() {
     let lab = lab.args(["layout", "zero=2048"]).env("SLURM_JOB_ID", job.to_string());
     let lab = KilledOnDrop(lab.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
     cgroup.add_process(lab.0.id());
-    let kept = jobs.join(format!("{job}.json"));
-    let account = || -> Option<Value> { serde_json::from_slice(&fs::read(&kept).ok()?).ok() };
+    let account_file = jobs.join(format!("{job}.json"));
+    let account = || -> Option<Value> { serde_json::from_slice(&fs::read(&account_file).ok()?).ok() };
     wait_until("the job's account", || account().is_some());
-    let told = account().unwrap().to_string();
-    assert!(told.contains(&format!("slurm:{job}")), "{told}");
+    let text = account().unwrap().to_string();
+    assert!(text.contains(&format!("slurm:{job}")), "{text}");
     drop(lab);
     drop(cgroup);
     wait_until("the exit of watch.sh", || watch.0.try_wait().unwrap().is_some());
     assert!(script("epilog.sh").status().unwrap().success());
-    assert!(!kept.exists() && log.join(format!("{job}.json")).exists());
+    assert!(!account_file.exists() && log.join(format!("{job}.json")).exists());
 }

@@ -24,7 +24,7 @@ struct DoctorKsmGuard {
 impl DoctorKsmGuard {
     /// `None` if a requirement of the test is missing; prints which.
     fn acquire(test: &str) -> Option<Self> {
-        let need = if !rustix::process::geteuid().is_root() {
+        let missing = if !rustix::process::geteuid().is_root() {
             "root"
         } else if !Path::new(KSM_DIRECTORY).is_dir() {
             "a kernel with KSM"
@@ -42,7 +42,7 @@ impl DoctorKsmGuard {
             ksm.write_setting("run", "0");
             return Some(ksm);
         };
-        println!("skipped: {test} needs {need}");
+        println!("skipped: {test} needs {missing}");
         None
     }
 
@@ -165,14 +165,14 @@ fn shared_memory_is_reported_per_region() {
 #[test]
 fn unenrolled_process_fails_and_prctl_enrolled_passes() {
     let Some(_ksm) = DoctorKsmGuard::acquire("unenrolled_process_fails_and_prctl_enrolled_passes") else { return };
-    let outside = RunningLab::start_layout(&["unique=256"]).unwrap();
-    let (code, report) = run_doctor_for(&outside);
+    let unenrolled_lab = RunningLab::start_layout(&["unique=256"]).unwrap();
+    let (code, report) = run_doctor_for(&unenrolled_lab);
     let enrolled = single_finding(&report, "process-enrolled");
     assert_eq!((code, enrolled["verdict"].as_str()), (Some(1), Some("fail")));
     assert!(!is_remedy_verified(enrolled));
 
-    let inside = RunningLab::start_layout(&["--merge-any", "unique=256"]).unwrap();
-    let (_, report) = run_doctor_for(&inside);
+    let enrolled_lab = RunningLab::start_layout(&["--merge-any", "unique=256"]).unwrap();
+    let (_, report) = run_doctor_for(&enrolled_lab);
     assert_eq!(single_finding(&report, "process-enrolled")["verdict"], "ok", "{report:#}");
     assert_eq!(single_finding(&report, "process-prctl-exec")["verdict"], "ok", "{report:#}");
 }
@@ -183,11 +183,11 @@ fn unprivileged_doctor_calls_no_foreign_process_healthy() {
     let Some(_ksm) = DoctorKsmGuard::acquire(test) else { return };
     let lab = RunningLab::start_layout(&["--mergeable", "unique=256"]).unwrap();
     let pid = lab.pid();
-    let nobody = |arguments: &[&str]| {
+    let run_as_nobody = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
         command.args(arguments).uid(65534).gid(65534).output()
     };
-    let Ok(output) = nobody(&["doctor", "--json", "--pid", &pid.to_string()]) else {
+    let Ok(output) = run_as_nobody(&["doctor", "--json", "--pid", &pid.to_string()]) else {
         println!("skipped: {test} needs a target directory that all users can read");
         return;
     };
@@ -201,10 +201,10 @@ fn unprivileged_doctor_calls_no_foreign_process_healthy() {
         assert_eq!(single_finding(&process, rule)["verdict"], "unknown", "{rule}");
     }
 
-    let (code, host) = parse_report(nobody(&["doctor", "--json"]).unwrap());
+    let (code, host) = parse_report(run_as_nobody(&["doctor", "--json"]).unwrap());
     assert!(code == Some(3) || code == Some(1), "{code:?}");
-    let unseen = host["unscanned_processes"].as_array().unwrap();
-    assert!(unseen.iter().any(|one| one["pid"] == pid && one["reason"] == "denied"), "{unseen:?}");
+    let unscanned = host["unscanned_processes"].as_array().unwrap();
+    assert!(unscanned.iter().any(|process| process["pid"] == pid && process["reason"] == "denied"), "{unscanned:?}");
     for rule in ["ksm-domains", "ksm-keys", "ksm-huge-pages"] {
         assert_eq!(single_finding(&host, rule)["verdict"], "unknown", "{rule}");
     }

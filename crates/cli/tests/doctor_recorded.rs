@@ -217,14 +217,14 @@ fn absent_process_exits_2() {
 #[test]
 fn domains_and_exclusions_follow_the_configuration() {
     let folder = tempfile::tempdir().unwrap();
-    let two = |host: &mut RecordedHostBuilder| {
+    let add_daemon = |host: &mut RecordedHostBuilder| {
         host.put_process(101, "daemon", 1, 0, "mg");
         host.put_file("proc/101/status", "Uid:\t7\t7\t7\t7\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
     };
     let verdicts = |text: &str| {
         let file = folder.path().join("pagefold.toml");
         fs::write(&file, text).unwrap();
-        let (report, _) = check_doctor(two, &["--config", file.to_str().unwrap()], 0);
+        let (report, _) = check_doctor(add_daemon, &["--config", file.to_str().unwrap()], 0);
         ["ksm-domains", "ksm-keys"].map(|rule| verdict_of_rule(&report, rule).to_owned())
     };
     assert_eq!(verdicts(""), ["warn", "ok"]);
@@ -284,11 +284,11 @@ fn tuner_is_found_by_its_command_line() {
     };
     let (report, _) = check_doctor(change, &[], 0);
     assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "ok", "any user can give a program this name");
-    let of_root = |host: &mut RecordedHostBuilder| {
+    let tuner_of_root = |host: &mut RecordedHostBuilder| {
         change(host);
         host.put_file("proc/200/status", "Uid:\t0\t0\t0\t0\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
     };
-    let (report, _) = check_doctor(of_root, &[], 0);
+    let (report, _) = check_doctor(tuner_of_root, &[], 0);
     assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "warn");
 }
 
@@ -296,11 +296,11 @@ fn tuner_is_found_by_its_command_line() {
 fn unknown_settings_writer_is_detected() {
     let folder = RecordedHostBuilder::healthy().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
-    let asked = Mutex::new(0);
+    let reads = Mutex::new(0);
     let faulty = FaultyHost::new(&recording, |path| {
-        let mut asked = asked.lock().unwrap();
-        *asked += u32::from(path == "sys/kernel/mm/ksm/pages_to_scan");
-        (path == "sys/kernel/mm/ksm/pages_to_scan" && *asked > 1).then(|| InjectedFault::Replaced(b"64\n".to_vec()))
+        let mut reads = reads.lock().unwrap();
+        *reads += u32::from(path == "sys/kernel/mm/ksm/pages_to_scan");
+        (path == "sys/kernel/mm/ksm/pages_to_scan" && *reads > 1).then(|| InjectedFault::Replaced(b"64\n".to_vec()))
     });
     let facts = doctor_facts::gather_host_facts(&faulty, &[], &Default::default());
     assert_eq!(facts.rewritten_settings, ["pages_to_scan: 5000, then 64"]);
@@ -354,13 +354,13 @@ fn verdicts_by_rule(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'stat
 fn unreadable_host_is_not_healthy() {
     let folder = RecordedHostBuilder::healthy().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
-    let junk: Vec<u8> = (0..4096_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let garbage: Vec<u8> = (0..4096_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let faults = [
         InjectedFault::Absent(Absent::Denied),
         InjectedFault::Absent(Absent::Vanished),
         InjectedFault::Absent(Absent::Malformed("input/output error".into())),
         InjectedFault::Truncated(0),
-        InjectedFault::Replaced(junk),
+        InjectedFault::Replaced(garbage),
         InjectedFault::Replaced(b"-1\n".to_vec()),
         InjectedFault::Replaced(b"18446744073709551616\n".to_vec()),
         InjectedFault::Replaced(vec![b'\n'; 100]),
@@ -369,8 +369,8 @@ fn unreadable_host_is_not_healthy() {
         let faulty = FaultyHost::new(&recording, |_| Some(fault.clone()));
         for (rule, verdict) in verdicts_by_rule(&faulty, 100) {
             // This rule only needs the KSM directory to exist.
-            let fits = verdict == Verdict::Unknown || (rule == "ksm-kernel" && verdict == Verdict::Ok);
-            assert!(fits, "fault {i}: {rule} is {verdict}");
+            let is_expected = verdict == Verdict::Unknown || (rule == "ksm-kernel" && verdict == Verdict::Ok);
+            assert!(is_expected, "fault {i}: {rule} is {verdict}");
         }
     }
 }
@@ -405,32 +405,32 @@ fn unhealthy_host() -> RecordedHostBuilder {
 fn no_single_fault_improves_a_verdict() {
     let folder = unhealthy_host().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
-    let asked = Mutex::new(BTreeSet::new());
+    let requested_paths = Mutex::new(BTreeSet::new());
     let truth = verdicts_by_rule(
         &FaultyHost::new(&recording, |path| {
-            asked.lock().unwrap().insert(path.to_owned());
+            requested_paths.lock().unwrap().insert(path.to_owned());
             None
         }),
         200,
     );
-    let wrong = truth.values().filter(|verdict| **verdict >= Verdict::Warn).count();
-    assert!(wrong >= 15, "{truth:#?}");
-    let asked = asked.into_inner().unwrap();
-    assert!(asked.len() > 40, "{asked:?}");
-    for path in &asked {
+    let problem_count = truth.values().filter(|verdict| **verdict >= Verdict::Warn).count();
+    assert!(problem_count >= 15, "{truth:#?}");
+    let requested_paths = requested_paths.into_inner().unwrap();
+    assert!(requested_paths.len() > 40, "{requested_paths:?}");
+    for path in &requested_paths {
         // A truncated number is still a valid number, so short files are emptied. The kernel does not truncate them.
         let bytes = fs::read(folder.path().join("files").join(path)).unwrap_or_default();
-        let cut = if bytes.len() < 20 { 0 } else { bytes.len() / 2 };
+        let truncated_length = if bytes.len() < 20 { 0 } else { bytes.len() / 2 };
         let faults = [
             InjectedFault::Absent(Absent::Denied),
             InjectedFault::Absent(Absent::Malformed("input/output error".into())),
-            InjectedFault::Truncated(cut),
+            InjectedFault::Truncated(truncated_length),
             InjectedFault::Replaced(b"\xff\xfe\0".to_vec()),
         ];
         // Any bytes of any length are a valid command line.
         let faults = if path.ends_with("cmdline") { &faults[..2] } else { &faults };
         for fault in faults {
-            let faulty = FaultyHost::new(&recording, |asked| (asked == path).then(|| fault.clone()));
+            let faulty = FaultyHost::new(&recording, |requested| (requested == path).then(|| fault.clone()));
             for (rule, verdict) in verdicts_by_rule(&faulty, 200) {
                 let healthy = truth[rule] <= Verdict::Ok;
                 assert!(healthy || verdict >= Verdict::Unknown, "{path} {fault:?}: {rule} is {verdict}");

@@ -47,9 +47,9 @@ fn example_path() -> Option<PathBuf> {
 impl EngineExampleMember {
     fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("cannot start the member");
-        let says = child.stdin.take().expect("the member has no pipe");
-        let tells = BufReader::new(child.stdout.take().expect("the member has no pipe"));
-        let mut member = Self { child, commands: says, answers: tells };
+        let stdin = child.stdin.take().expect("the member has no pipe");
+        let stdout = BufReader::new(child.stdout.take().expect("the member has no pipe"));
+        let mut member = Self { child, commands: stdin, answers: stdout };
         assert_eq!(member.read_answer(), "ready");
         member
     }
@@ -95,8 +95,8 @@ fn report_json(root: &Path, schema: &str, arguments: &[&str]) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{schema}.json"));
     let schema = serde_json::from_slice(&fs::read(path).expect("no schema")).expect("not JSON");
     let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
-    let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    let schema_errors: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+    assert!(schema_errors.is_empty(), "{schema_errors:#?}");
     report
 }
 
@@ -118,8 +118,8 @@ fn start_two_members(member: &Path, root: &Path) -> [EngineExampleMember; 2] {
         member.run_command(&format!("fill 1500 100 {}", 20 + number));
     }
     members[0].run_command("fill 1600 300 0");
-    for at in [0, 1, 0] {
-        members[at].run_command("merge");
+    for i in [0, 1, 0] {
+        members[i].run_command("merge");
     }
     members
 }
@@ -130,36 +130,39 @@ fn domain_status_matches_its_memory() {
     let root = domains_root();
     let [mut first, second] = start_two_members(&member, root.path());
     let idle = EngineExampleMember::start_member(&member, root.path(), 10, &["--max-slowdown", "50"]);
-    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    let domain = &seen["domains"][0];
-    let of = |name: &str| pages_of(domain, name);
-    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("rewritten")), (4010, 3000, 300, 0));
+    let report = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let domain = &report["domains"][0];
+    let pages = |name: &str| pages_of(domain, name);
+    assert_eq!((pages("adopted"), pages("merged"), pages("zeros"), pages("rewritten")), (4010, 3000, 300, 0));
     assert_eq!((domain["references_pages"].as_u64(), domain["stored_pages"].as_u64()), (Some(3000), Some(1500)));
-    assert_eq!((of("stored"), of("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
+    assert_eq!((pages("stored"), pages("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
     let (saved, overhead) = (domain["saved"].as_i64().unwrap(), domain["overhead"].as_i64().unwrap());
     assert_eq!(domain["net"].as_i64(), Some(saved - overhead));
     assert!(overhead >= domain["index"].as_i64().unwrap() + 4 * 4010, "{domain:#}");
     assert_eq!(domain["uid"].as_u64(), Some(u64::from(rustix::process::geteuid().as_raw())));
-    for (who, merges, zeros) in [(&first, 2, 300), (&second, 1, 0)] {
+    for (process, merges, zeros) in [(&first, 2, 300), (&second, 1, 0)] {
         let members = domain["members"].as_array().unwrap();
-        let told = members.iter().find(|member| member["pid"] == who.pid()).expect("the domain has no such member");
-        assert_eq!((told["comm"].as_str(), told["merges"].as_u64()), (Some("member"), Some(merges)));
+        let reported =
+            members.iter().find(|member| member["pid"] == process.pid()).expect("the domain has no such member");
+        assert_eq!((reported["comm"].as_str(), reported["merges"].as_u64()), (Some("member"), Some(merges)));
         assert_eq!(
-            (pages_of(told, "merged"), pages_of(told, "zeros"), pages_of(told, "saved")),
+            (pages_of(reported, "merged"), pages_of(reported, "zeros"), pages_of(reported, "saved")),
             (1500, zeros, 750 + zeros)
         );
-        assert_eq!((told.get("max_slowdown"), told["region_count"].as_u64()), (None, Some(1)));
-        assert!(told["slowdown"].as_f64().unwrap() > 0.0 && told["merge_seconds"].as_f64().unwrap() > 0.0);
-        assert!(told["last_merge_seconds_ago"].as_f64().unwrap() >= told["reported_seconds_ago"].as_f64().unwrap());
-        assert_eq!(pages_of(&told["regions"][0], "saved"), 750 + zeros);
+        assert_eq!((reported.get("max_slowdown"), reported["region_count"].as_u64()), (None, Some(1)));
+        assert!(reported["slowdown"].as_f64().unwrap() > 0.0 && reported["merge_seconds"].as_f64().unwrap() > 0.0);
+        assert!(
+            reported["last_merge_seconds_ago"].as_f64().unwrap() >= reported["reported_seconds_ago"].as_f64().unwrap()
+        );
+        assert_eq!(pages_of(&reported["regions"][0], "saved"), 750 + zeros);
     }
-    let told = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
-    let told = told.expect("the domain lacks the member that has not merged");
+    let reported = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
+    let reported = reported.expect("the domain lacks the member that has not merged");
     assert_eq!(
-        (told["merges"].as_u64(), told["max_slowdown"].as_f64(), pages_of(told, "adopted")),
+        (reported["merges"].as_u64(), reported["max_slowdown"].as_f64(), pages_of(reported, "adopted")),
         (Some(0), Some(0.5), 10)
     );
-    assert_eq!(told.get("last_merge_seconds_ago"), None);
+    assert_eq!(reported.get("last_merge_seconds_ago"), None);
 
     let list = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(list.stdout).expect("not UTF-8");
@@ -168,8 +171,8 @@ fn domain_status_matches_its_memory() {
         assert!(line.contains(figure), "{figure} is not in {line}");
     }
     // As root, the status also lists other users' domains and reports what it could not read.
-    let missed = text.contains("Not seen") || text.contains("could not be read");
-    assert_eq!(list.status.code(), Some(if missed { 3 } else { 0 }), "{text}");
+    let is_incomplete = text.contains("Not seen") || text.contains("could not be read");
+    assert_eq!(list.status.code(), Some(if is_incomplete { 3 } else { 0 }), "{text}");
     let details = run_pagefold(root.path(), &["engine", "status", "known"]);
     let text = String::from_utf8(details.stdout).expect("not UTF-8");
     assert!(text.contains("1,500 pages, 5.86 MiB; mapped by 3,000 pages of members: 2.00 pages share one"), "{text}");
@@ -178,15 +181,15 @@ fn domain_status_matches_its_memory() {
     assert_eq!(first.run_command("check"), "same");
     let pid = second.pid();
     drop(second);
-    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    let domain = &seen["domains"][0];
+    let report = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let domain = &report["domains"][0];
     assert_eq!((domain["ended_members"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "a killed member");
     assert!(domain["members"].as_array().unwrap().iter().all(|member| member["pid"] != pid));
     for _ in 0..3 {
         first.run_command("merge");
     }
-    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    assert_eq!(seen["domains"][0]["ended_members"].as_u64(), Some(0), "merges must remove the record");
+    let report = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    assert_eq!(report["domains"][0]["ended_members"].as_u64(), Some(0), "merges must remove the record");
 }
 
 #[test]
@@ -194,8 +197,8 @@ fn domain_name_selects_its_node_domains() {
     let Some(member) = example_path() else { return };
     let root = domains_root();
     let _apart = EngineExampleMember::start_member(&member, root.path(), 10, &["--per-node"]);
-    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    let name = seen["domains"][0]["name"].as_str().unwrap_or_else(|| panic!("{seen:#}"));
+    let report = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let name = report["domains"][0]["name"].as_str().unwrap_or_else(|| panic!("{report:#}"));
     assert!(name.strip_prefix("known.node").is_some_and(|node| node.parse::<u32>().is_ok()), "{name}");
     assert_eq!(run_pagefold(root.path(), &["engine", "status", "know"]).status.code(), Some(2));
 }
@@ -222,14 +225,14 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     }
     // A unique user id, so that two test runs on one machine do not collide.
     let uid = 3_000_000_000 + std::process::id();
-    let (theirs, name) = (PathBuf::from(format!("/dev/shm/pagefold-{uid}")), format!("theirs-{uid}"));
+    let (user_directory, name) = (PathBuf::from(format!("/dev/shm/pagefold-{uid}")), format!("theirs-{uid}"));
     struct RemovedOnDrop(PathBuf);
     impl Drop for RemovedOnDrop {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
     }
-    let removed = RemovedOnDrop(theirs.clone());
+    let removed = RemovedOnDrop(user_directory.clone());
     // A copy that the user can execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -240,39 +243,40 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     let mut command = Command::new(&program);
     command.args([&name, "100"]).current_dir("/").uid(uid).gid(NOBODY_UID);
     command.env_remove("PAGEFOLD_RUNTIME");
-    let mut one = EngineExampleMember::start(command);
-    one.run_command("fill 0 50 3");
-    one.run_command("copy 50 50 0");
-    one.run_command("merge");
+    let mut user_member = EngineExampleMember::start(command);
+    user_member.run_command("fill 0 50 3");
+    user_member.run_command("copy 50 50 0");
+    user_member.run_command("merge");
     let root = domains_root();
-    let seen = || report_json(root.path(), "engine", &["engine", "status", &name, "--json"]);
-    let domain = seen()["domains"][0].clone();
+    let read_report = || report_json(root.path(), "engine", &["engine", "status", &name, "--json"]);
+    let domain = read_report()["domains"][0].clone();
     assert_eq!(
         (domain["uid"].as_u64(), pages_of(&domain, "merged"), pages_of(&domain, "stored")),
         (Some(uid.into()), 100, 50)
     );
 
     // A forged record that names another user's process.
-    let records: Vec<PathBuf> = theirs.join(&name).read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
+    let records: Vec<PathBuf> =
+        user_directory.join(&name).read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     let record = records.iter().find(|path| path.to_string_lossy().contains("status-")).expect("no status record");
     let mut forged = fs::read(record).unwrap();
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
     let start: u64 = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
     forged[16..24].copy_from_slice(&u64::from(std::process::id()).to_ne_bytes());
     forged[24..32].copy_from_slice(&start.to_ne_bytes());
-    let forgery = theirs.join(&name).join("status-1-forged");
+    let forgery = user_directory.join(&name).join("status-1-forged");
     fs::write(&forgery, forged).unwrap();
     chown(&forgery, Some(uid), Some(NOBODY_UID)).unwrap();
-    symlink("/etc/shadow", theirs.join(&name).join("status-1-link")).unwrap();
-    symlink("/", theirs.join("elsewhere")).unwrap();
+    symlink("/etc/shadow", user_directory.join(&name).join("status-1-link")).unwrap();
+    symlink("/", user_directory.join("elsewhere")).unwrap();
     let output = run_pagefold(root.path(), &["engine", "status", &name]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(3), "{text}");
     assert!(text.contains("1 record of a member") && !text.contains("elsewhere"), "{text}");
-    assert_eq!(seen()["domains"][0]["members"].as_array().map(Vec::len), Some(1));
+    assert_eq!(read_report()["domains"][0]["members"].as_array().map(Vec::len), Some(1));
 
     // A directory not owned by that user is rejected as a whole.
-    chown(&theirs, Some(NOBODY_UID), Some(NOBODY_UID)).unwrap();
+    chown(&user_directory, Some(NOBODY_UID), Some(NOBODY_UID)).unwrap();
     let output = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(3), "{text}");
@@ -280,7 +284,7 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     let output = run_pagefold(root.path(), &["engine", "status", &name]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains(&format!("pagefold-{uid} is not a private directory")));
-    drop(one);
+    drop(user_member);
     drop(removed);
 }
 
@@ -299,20 +303,20 @@ fn account_reports_engine_shares() {
     let exact = || account()["total"]["engine_pages"].as_u64() == Some(1500 + 1460);
     assert!(during_compaction(|| (0..5).any(|_| exact())), "none of five accounts found all engine pages");
     let account = account();
-    let of = |name: &str| account["total"][name].as_u64();
-    assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");
+    let figure = |name: &str| account["total"][name].as_u64();
+    assert_eq!(figure("engine_pages"), Some(1500 + 1460), "{account:#}");
     let text = String::from_utf8(run_pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");
     assert!(text.contains("engine"), "{text}");
     if !is_root() {
-        assert_eq!(of("engine_saved"), None, "shares need frames, which only root can read");
+        assert_eq!(figure("engine_saved"), None, "shares need frames, which only root can read");
         return println!("skipped: needs root to read frames");
     }
     // Each page of the store counts once, divided between both members.
-    assert_eq!(of("engine_fair_share"), Some(1500 * PAGE_BYTES), "{account:#}");
-    assert_eq!(of("engine_saved"), Some(1460 * PAGE_BYTES));
+    assert_eq!(figure("engine_fair_share"), Some(1500 * PAGE_BYTES), "{account:#}");
+    assert_eq!(figure("engine_saved"), Some(1460 * PAGE_BYTES));
     assert!(text.contains("the user-space engine saves them 5.70 MiB"), "{text}");
-    for (who, merged, fair) in [(&first, 1500, 1460 / 2 + 40), (&second, 1460, 1460 / 2)] {
-        let process = account["processes"].as_array().unwrap().iter().find(|process| process["pid"] == who.pid());
+    for (member, merged, fair) in [(&first, 1500, 1460 / 2 + 40), (&second, 1460, 1460 / 2)] {
+        let process = account["processes"].as_array().unwrap().iter().find(|process| process["pid"] == member.pid());
         let process = process.expect("the account has no such process");
         assert_eq!(process["engine_pages"].as_u64(), Some(merged));
         assert_eq!(pages_of(process, "engine_fair_share"), fair);

@@ -37,8 +37,8 @@ fn guests_are_named_and_share_their_common_data() {
             "{}",
             process["bytes"]
         );
-        let own = process["bytes"]["unique"].as_u64().unwrap();
-        assert!(own >= 8 * BYTES_PER_MIB, "{}", process["bytes"]);
+        let unique_bytes = process["bytes"]["unique"].as_u64().unwrap();
+        assert!(unique_bytes >= 8 * BYTES_PER_MIB, "{}", process["bytes"]);
         let ram = process["regions"].as_array().unwrap().iter().find(|region| {
             let end = |name: &str| u64::from_str_radix(region[name].as_str().unwrap(), 16).unwrap();
             end("end") - end("start") == 112 * BYTES_PER_MIB
@@ -51,13 +51,14 @@ fn guests_are_named_and_share_their_common_data() {
     // All copies but one of the common content can be saved: at least 16 MiB.
     assert!(census["savings"]["whole_processes"]["gross"].as_u64().unwrap() >= 16 * BYTES_PER_MIB);
     // Guided savings respect trust domains. As one domain, the guests save more than by enrolling them whole.
-    let one = report_json(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
+    let single_domain = report_json(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
     assert!(
-        one["savings"]["guided"]["net"].as_i64() >= one["savings"]["whole_processes"]["net"].as_i64(),
+        single_domain["savings"]["guided"]["net"].as_i64()
+            >= single_domain["savings"]["whole_processes"]["net"].as_i64(),
         "{}",
-        one["savings"]
+        single_domain["savings"]
     );
-    assert!(census["savings"]["guided"]["net"].as_i64() < one["savings"]["guided"]["net"].as_i64());
+    assert!(census["savings"]["guided"]["net"].as_i64() < single_domain["savings"]["guided"]["net"].as_i64());
 
     let account = report_json(&["account", "--json", "--by", "vm", "--vm", "twin-0", "--vm", "twin-1"]);
     let text = account.to_string();

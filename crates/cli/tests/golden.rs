@@ -97,7 +97,7 @@ fn has_ksm_settings(recording: &str) -> bool {
 #[test]
 fn output_over_every_recording_matches_golden_files() {
     let update = std::env::var_os("UPDATE_GOLDEN").is_some();
-    let mut wrong = Vec::new();
+    let mut differences = Vec::new();
     for recording in recording_names() {
         let folder = fixtures_path().join("expected").join(&recording);
         for (file, arguments) in
@@ -116,23 +116,24 @@ fn output_over_every_recording_matches_golden_files() {
             }
             let expected = fs::read_to_string(&path).unwrap_or_default();
             if printed != expected {
-                let differs = printed.lines().zip(expected.lines()).find(|(printed, expected)| printed != expected);
-                wrong.push(format!("{recording}/{file}: {differs:#?}"));
+                let first_difference =
+                    printed.lines().zip(expected.lines()).find(|(printed, expected)| printed != expected);
+                differences.push(format!("{recording}/{file}: {first_difference:#?}"));
             }
         }
     }
     assert!(
-        wrong.is_empty(),
+        differences.is_empty(),
         "the output differs from fixtures/expected; if the new output is correct, run with UPDATE_GOLDEN=1:\n{}",
-        wrong.join("\n")
+        differences.join("\n")
     );
 }
 
 #[test]
 fn json_over_every_recording_matches_its_schema() {
     for recording in recording_names() {
-        let whole = json_on_recording(&recording, &["doctor", "--json"]);
-        assert_eq!(whole["processes"].as_array().map(Vec::len), Some(0), "a report on the host lists processes");
+        let host_report = json_on_recording(&recording, &["doctor", "--json"]);
+        assert_eq!(host_report["processes"].as_array().map(Vec::len), Some(0), "a report on the host lists processes");
         let census = json_on_recording(&recording, &["census", "--json"]);
         let pid = format!("--pid={}", census["processes"][0]["pid"]);
         for arguments in [
@@ -153,8 +154,8 @@ fn json_over_every_recording_matches_its_schema() {
             let schema = serde_json::from_slice(&schema).expect("JSON");
             let report = json_on_recording(&recording, arguments);
             let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
-            let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
-            assert!(wrong.is_empty(), "{recording} {arguments:?}: {wrong:#?}");
+            let schema_errors: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+            assert!(schema_errors.is_empty(), "{recording} {arguments:?}: {schema_errors:#?}");
         }
     }
 }
@@ -201,9 +202,9 @@ fn census_finds_the_recorded_layouts() {
         assert_eq!(layouts.len(), 4, "{recording}");
         let census = json_on_recording(&recording, &["census", "--json"]);
         let (merged, root) = (recording != "unprivileged", !recording.ends_with("unprivileged"));
-        for (place, (pid, regions)) in layouts.iter().enumerate() {
+        for (position, (pid, regions)) in layouts.iter().enumerate() {
             for region in regions {
-                let enrolled = merged && place < 2;
+                let enrolled = merged && position < 2;
                 let expected: &[&str] = match (region.kind.as_str(), region.name.as_deref()) {
                     ("zero" | "within" | "shared-content", _) if enrolled => &["merged"],
                     ("zero", _) => &["zero"],
@@ -228,8 +229,8 @@ fn census_finds_the_recorded_layouts() {
 #[test]
 fn recording_keeps_the_numa_node_of_frames() {
     let census = json_on_recording("linux-6.1", &["census", "--json"]);
-    let bytes = |way: &str| census["savings"][way]["gross"].as_u64().unwrap();
+    let bytes = |kind: &str| census["savings"][kind]["gross"].as_u64().unwrap();
     // The third layout, on the other node, has 20 pages whose content is merged in the first two.
-    let twice = 20 * census["page_size"].as_u64().unwrap();
-    assert!(bytes("whole_processes") + twice <= bytes("upper_bound"), "{:#}", census["savings"]);
+    let other_node_bytes = 20 * census["page_size"].as_u64().unwrap();
+    assert!(bytes("whole_processes") + other_node_bytes <= bytes("upper_bound"), "{:#}", census["savings"]);
 }

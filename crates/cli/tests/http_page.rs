@@ -101,10 +101,10 @@ fn daemon_is_shown_over_http() {
     assert_eq!((status.mode, status.pid), (DaemonModeName::Observe, daemon.child.id()));
     assert!(status.host.contains("linux-6.18") && status.ksm.is_some(), "{status:?}");
     // The status lists warnings and failures, and counts the checks that passed.
-    let of = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
+    let listed = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
     for (&verdict, &count) in &status.findings_by_verdict {
-        let told = [VerdictName::Warn, VerdictName::Fail].contains(&verdict);
-        assert_eq!(of(verdict), if told { count } else { 0 }, "{verdict:?}");
+        let is_listed = [VerdictName::Warn, VerdictName::Fail].contains(&verdict);
+        assert_eq!(listed(verdict), if is_listed { count } else { 0 }, "{verdict:?}");
     }
     assert!(status.findings_by_verdict[&VerdictName::Ok] > 0 && status.findings_by_verdict.len() == 5);
     assert_eq!(
@@ -134,16 +134,16 @@ fn earlier_history_is_shown_with_a_gap() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("history.db");
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
-    let mut kept: StatusReport = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
+    let mut status: StatusReport = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
     // One old run that is outside the period shown, and one run of five minutes.
     for (from, seconds) in [(now - 200_000.0, 100), (now - 4000.0, 300)] {
         let mut writer =
             HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", from).expect("no history");
         for second in (0..seconds).step_by(10) {
-            kept.time = from + f64::from(second);
-            kept.cpu.ksmd.as_mut().unwrap().seconds = f64::from(second) * 0.05;
-            writer.note_status(&kept);
+            status.time = from + f64::from(second);
+            status.cpu.ksmd.as_mut().unwrap().seconds = f64::from(second) * 0.05;
+            writer.note_status(&status);
         }
         writer.commit().unwrap();
     }
@@ -154,15 +154,15 @@ fn earlier_history_is_shown_with_a_gap() {
     let points = serde_json::from_str::<HistoryResponse>(&body).expect("the response is not a history").points;
     let (before, after): (Vec<&HistoryPoint>, Vec<&HistoryPoint>) = points.iter().partition(|point| point.time < now);
     assert!(before.len() == 31 && !after.is_empty(), "{points:#?}");
-    assert!(before[..30].iter().all(|point| point.saved_net == kept.saved.net));
+    assert!(before[..30].iter().all(|point| point.saved_net == status.saved.net));
     assert!(before[1..30].iter().all(|point| point.ksmd_percent.is_some_and(|percent| (percent - 5.0).abs() < 0.1)));
     assert!(before[30].saved_net.is_none() && before[30].available.is_none(), "no gap in the history");
 }
 
 #[test]
 fn http_address_must_be_valid_and_free() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = taken.local_addr().unwrap().to_string();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
     let mut daemon = WatchedDaemon::start(&format!("http = \"{address}\""), &[]);
     assert!(daemon.wait_for_log_line("cannot listen at ").starts_with(&address));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
@@ -179,10 +179,10 @@ fn other_users_are_refused_by_the_control_socket() {
     }
     let mut daemon = WatchedDaemon::start("", &["--http", "127.0.0.1:0"]);
     let address = daemon.wait_for_http_address();
-    let all = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    let set_mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     let socket = daemon.state.path().join("control");
     wait_for_file(&socket);
-    let ask = |request: &str, uid: u32| {
+    let send_request = |request: &str, uid: u32| {
         // Perl is part of every Debian. Other users may have no access to a program in root's directories.
         let program = "use IO::Socket::UNIX; $SIG{PIPE} = 'IGNORE';
             my $s = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die \"no: $!\";
@@ -192,15 +192,15 @@ fn other_users_are_refused_by_the_control_socket() {
         let output = command.output().expect("cannot start perl");
         String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
     };
-    assert!(ask("status", 65534).contains("Permission denied"), "the socket must deny other users by default");
-    all(daemon.state.path(), 0o755);
-    all(&socket, 0o666);
+    assert!(send_request("status", 65534).contains("Permission denied"), "the socket must deny other users by default");
+    set_mode(daemon.state.path(), 0o755);
+    set_mode(&socket, 0o666);
     for request in ["status", "pause", "unenroll 1", "nonsense"] {
-        let answer = ask(request, 65534);
+        let answer = send_request(request, 65534);
         assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may send requests\"}", "{request}");
     }
     assert_eq!(wait_for_status(&address).state, DaemonStateName::Idle, "a rejected request paused the daemon");
-    assert!(ask("status", 0).starts_with("{\"status\":"));
+    assert!(send_request("status", 0).starts_with("{\"status\":"));
 }
 
 /// Wait until a file exists.
@@ -240,7 +240,7 @@ fn top_shows_the_daemon_until_it_ends() {
         return;
     }
     let screen = TerminalScreen(state.path().join("tmux"));
-    let until = |what: &str| {
+    let wait_for_text = |what: &str| {
         let end = Instant::now() + TEST_TIMEOUT;
         while !screen.run_tmux(&["capture-pane", "-p"]).contains(what) {
             assert!(Instant::now() < end, "no {what:?} in:\n{}", screen.run_tmux(&["capture-pane", "-p"]));
@@ -249,16 +249,16 @@ fn top_shows_the_daemon_until_it_ends() {
     };
     let top = format!("{:?}", pagefold_command(state.path(), &["top"])).replace('"', "'");
     screen.run_tmux(&["-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "30", &format!("{top}; exec sh")]);
-    until("no pagefold daemon runs here");
+    wait_for_text("no pagefold daemon runs here");
 
     let daemon = WatchedDaemon::start("", &[]);
     let top = format!("{:?}", pagefold_command(daemon.state.path(), &["top", "--interval", "200ms"])).replace('"', "'");
     // The daemon may not listen yet, so repeat.
     screen.run_tmux(&["send-keys", &format!("clear; until {top} && echo it ended; do sleep 0.2; done"), "Enter"]);
-    until("observe, ");
-    until("Footprint");
+    wait_for_text("observe, ");
+    wait_for_text("Footprint");
     drop(daemon);
-    until("OLD: ");
+    wait_for_text("OLD: ");
     screen.run_tmux(&["send-keys", "q"]);
-    until("it ended");
+    wait_for_text("it ended");
 }

@@ -56,11 +56,11 @@ impl LibvirtSession {
             .stdout(Stdio::piped())
             .spawn()
             .expect("cannot start libvirt.sh");
-        let (told, lines) = mpsc::channel();
+        let (sender, lines) = mpsc::channel();
         let output = process.stdout.take().unwrap();
         std::thread::spawn(move || {
             for line in BufReader::new(output).lines().map_while(Result::ok) {
-                let _ = told.send(line);
+                let _ = sender.send(line);
             }
         });
         let shell = process.stdin.take();
@@ -216,16 +216,16 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     if !Command::new("unshare").args(["-mnip", "--fork", "true"]).status().is_ok_and(|status| status.success()) {
         return println!("skipped: needs new namespaces (unshare)");
     }
-    let place = LibvirtStateDirectory(tempfile::tempdir().unwrap());
+    let state_directory = LibvirtStateDirectory(tempfile::tempdir().unwrap());
     let mut libvirt = LibvirtSession::start();
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.
     let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();
-    let unmerged = place.report_json("", &["unmerge", "--vm", &webs], &[0]);
+    let unmerged = state_directory.report_json("", &["unmerge", "--vm", &webs], &[0]);
     libvirt.assert_domains_unharmed();
 
-    let census = place.report_json("", &["census", "--vm", &webs, "--vm", &sealed], &[0]);
+    let census = state_directory.report_json("", &["census", "--vm", &webs, "--vm", &sealed], &[0]);
     let pids: Vec<u64> = names.iter().map(|name| pid_by_name(&census, name)).collect();
     let processes = census["processes"].as_array().unwrap();
     let is_domain = |name: &String| processes.iter().any(|process| process["domain"] == format!("vm {name}"));
@@ -234,42 +234,44 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
 
     // All domains run as one user and are separate trust domains all the same.
     let quick = ["--vm", &webs, "--pass-interval", "0", "--cpu", "100", "--watch-time", "0"];
-    let merge =
-        |config: &str, more: &[&str]| place.report_json(config, &[&["merge"], &quick[..], more].concat(), &[0, 1]);
+    let merge = |config: &str, more: &[&str]| {
+        state_directory.report_json(config, &[&["merge"], &quick[..], more].concat(), &[0, 1])
+    };
     let gross = |report: &Value| report["plan"]["savings"]["gross"].as_u64().unwrap();
-    let apart = merge("", &[]);
-    assert!(pids.iter().all(|&pid| merged_bytes(pid).0 < 16 * BYTES_PER_MIB), "{apart}");
+    let separate = merge("", &[]);
+    assert!(pids.iter().all(|&pid| merged_bytes(pid).0 < 16 * BYTES_PER_MIB), "{separate}");
     // A group by names alone does not change that, because any process can take a name.
     let names_alone = libvirt.group_config().replace("users = [\"libvirt-qemu\"]\n", "");
-    let warned = place.run(&names_alone, &[&["merge", "--dry-run"], &quick[..]].concat());
-    let said = String::from_utf8_lossy(&warned.stderr);
-    assert!(said.contains("the domain \"web\" is not applied"), "{said}");
-    let alone = merge(&names_alone, &["--dry-run"]);
+    let output = state_directory.run(&names_alone, &[&["merge", "--dry-run"], &quick[..]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("the domain \"web\" is not applied"), "{stderr}");
+    let by_names_only = merge(&names_alone, &["--dry-run"]);
     let together = merge(&libvirt.group_config(), &[]);
-    assert!(gross(&together) >= gross(&alone) + 16 * BYTES_PER_MIB, "{together}");
+    assert!(gross(&together) >= gross(&by_names_only) + 16 * BYTES_PER_MIB, "{together}");
     assert!(pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB), "{together}");
     libvirt.assert_domains_unharmed();
 
     // Memory whose owner forbids merging is not merged without `--ignore-opt-out`.
-    let left = place.report_json(
+    let skipped = state_directory.report_json(
         &libvirt.group_config(),
         &["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0"],
         &[0, 1],
     );
-    assert!(left["plan"]["skipped"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
-    let over = ["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0", "--ignore-opt-out"];
-    let over = place.report_json(&libvirt.group_config(), &over, &[0, 1]);
-    assert!(!over["plan"]["skipped"].to_string().contains("mem-merge"), "{over}");
-    let doctor = place.run("", &["doctor", "--json"]);
+    assert!(skipped["plan"]["skipped"].to_string().contains("its owner forbids merging: mem-merge=off"), "{skipped}");
+    let forced = ["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0", "--ignore-opt-out"];
+    let forced = state_directory.report_json(&libvirt.group_config(), &forced, &[0, 1]);
+    assert!(!forced["plan"]["skipped"].to_string().contains("mem-merge"), "{forced}");
+    let doctor = state_directory.run("", &["doctor", "--json"]);
     let doctor: Value = serde_json::from_slice(&doctor.stdout).expect("JSON");
     let mut findings = doctor["findings"].as_array().unwrap().iter();
     let opt_out = findings.find(|finding| finding["rule"] == "ksm-opt-out").expect("no such finding");
     assert!(opt_out["value"].to_string().contains("mem-merge=off"), "{opt_out}");
 
-    let account =
-        place.report_json(&libvirt.group_config(), &["account", "--by", "vm", "--vm", &webs], &[0]).to_string();
+    let account = state_directory
+        .report_json(&libvirt.group_config(), &["account", "--by", "vm", "--vm", &webs], &[0])
+        .to_string();
     assert!(names.iter().take(2).all(|name| account.contains(name.as_str())), "{account}");
-    place.report_json(&libvirt.group_config(), &["unmerge", "--vm", &webs], &[0]);
+    state_directory.report_json(&libvirt.group_config(), &["unmerge", "--vm", &webs], &[0]);
     assert!(pids[..2].iter().all(|&pid| merged_bytes(pid) == (0, false)));
     libvirt.assert_domains_unharmed();
 
@@ -278,12 +280,13 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
          max_slowdown = \"100%\"\n[daemon.tracked]\nvms = [\"{webs}\", \"{sealed}\"]\n",
         libvirt.group_config()
     );
-    let mut daemon = LibvirtDaemon(place.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());
+    let mut daemon =
+        LibvirtDaemon(state_directory.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());
     wait_until("the merge of the group by the daemon", || {
         assert!(matches!(daemon.0.try_wait(), Ok(None)), "the daemon has exited");
         pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB)
     });
-    let status = place.report_json(&config, &["status"], &[0]).to_string();
+    let status = state_directory.report_json(&config, &["status"], &[0]).to_string();
     assert!(status.contains("its owner forbids merging: mem-merge=off"), "{status}");
     assert_eq!(merged_bytes(pids[2]), (0, false), "{status}");
     daemon.stop();

@@ -29,8 +29,8 @@ fn report_json(
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{command}.json"));
     let schema = serde_json::from_slice(&fs::read(path).expect("no schema")).expect("not JSON");
     let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
-    let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
-    assert!(wrong.is_empty(), "{command}: {wrong:#?}");
+    let schema_errors: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
+    assert!(schema_errors.is_empty(), "{command}: {schema_errors:#?}");
     report
 }
 

@@ -89,9 +89,9 @@ fn pages_skipped_by_smart_scan_are_merged() {
         fs::read_to_string(format!("/proc/{}/ksm_merging_pages", lab.pid())).unwrap().trim().parse().unwrap()
     };
     // By chance ksmd may scan both labs in the same scans, so try several delays.
-    let labs = (0..5).find_map(|more| {
+    let labs = (0..5).find_map(|extra_scans| {
         let one = RunningLab::start_layout(&specs).unwrap();
-        scans(12 + more);
+        scans(12 + extra_scans);
         let other = RunningLab::start_layout(&specs).unwrap();
         // The second lab is no longer new when the merge enrolls it: ksmd has scanned it alone.
         scans(30);
@@ -144,8 +144,8 @@ fn prediction_is_met_and_settings_are_restored() {
     let sharing = ksm.read_counter("pages_sharing");
     assert!(sharing >= 2400, "{sharing}: {outcome}");
 
-    let again = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
-    assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "pages left to merge: {again}");
+    let second = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
+    assert!(second["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "pages left to merge: {second}");
 }
 
 /// No KSM counter covers zeros that the kernel frees when it splits a huge page. Every command adds them to its figures
@@ -163,12 +163,12 @@ fn merge_and_account_agree_on_guests_with_huge_pages() {
     if outcome["huge_before"].as_u64() < Some(8 << 20) {
         return println!("skipped: the kernel gave no huge pages");
     }
-    let by_splitting = outcome["saved_by_splitting"].as_u64().unwrap();
-    if by_splitting == 0 {
+    let split_zero_bytes = outcome["saved_by_splitting"].as_u64().unwrap();
+    if split_zero_bytes == 0 {
         return println!("skipped: this kernel does not free zeros when it splits huge pages (before 6.12)");
     }
-    assert!(by_splitting > 2048 * page, "splitting must free at least half of the zeros: {outcome}");
-    assert!(by_splitting <= outcome["saved"].as_u64().unwrap());
+    assert!(split_zero_bytes > 2048 * page, "splitting must free at least half of the zeros: {outcome}");
+    assert!(split_zero_bytes <= outcome["saved"].as_u64().unwrap());
     let account = |arguments: &[&str], state: &Path| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
         command.arg("account").args(arguments).arg("--state").arg(state);
@@ -176,55 +176,62 @@ fn merge_and_account_agree_on_guests_with_huge_pages() {
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
-    let told: Value = serde_json::from_str(&account(&["--json"], state.path())).unwrap();
-    let total = &told["total"];
-    assert_eq!(total["split_zero_pages"].as_u64().map(|pages| pages * page), Some(by_splitting), "{total}");
+    let account_report: Value = serde_json::from_str(&account(&["--json"], state.path())).unwrap();
+    let total = &account_report["total"];
+    assert_eq!(total["split_zero_pages"].as_u64().map(|pages| pages * page), Some(split_zero_bytes), "{total}");
     let (net, profit) = (outcome["net"].as_i64().unwrap(), total["profit"].as_i64().unwrap());
-    let few = 16 * page.cast_signed();
-    assert!((net - profit).abs() <= few, "merge reports {net}, account {profit}: {outcome} {total}");
+    let tolerance = 16 * page.cast_signed();
+    assert!((net - profit).abs() <= tolerance, "merge reports {net}, account {profit}: {outcome} {total}");
     // Both commands use the same name for them.
     let name = "zeros in split huge pages";
     assert!(account(&[], state.path()).contains(name));
-    let again = run_merge(state.path(), &labs, &[]);
-    assert!(!String::from_utf8_lossy(&again.stdout).contains(name), "the second merge split huge pages: {again:?}");
+    let second = run_merge(state.path(), &labs, &[]);
+    assert!(!String::from_utf8_lossy(&second.stdout).contains(name), "the second merge split huge pages: {second:?}");
     // Without the record of a merge, no figure includes them.
-    let elsewhere: Value = serde_json::from_str(&account(&["--json"], &state.path().join("none"))).unwrap();
-    assert_eq!(elsewhere["total"]["split_zero_pages"], 0);
-    assert!(profit - elsewhere["total"]["profit"].as_i64().unwrap() >= by_splitting.cast_signed() - few);
+    let without_record: Value = serde_json::from_str(&account(&["--json"], &state.path().join("none"))).unwrap();
+    assert_eq!(without_record["total"]["split_zero_pages"], 0);
+    assert!(profit - without_record["total"]["profit"].as_i64().unwrap() >= split_zero_bytes.cast_signed() - tolerance);
 }
 
 /// Assert that the reported differences add up to the difference between measured and predicted figures, and that the
 /// processes have as many more regions as predicted, unless ranges were unenrolled.
 fn assert_differences_explained(merged: &Value) {
     let (plan, outcome) = (&merged["plan"], &merged["outcome"]);
-    let of = |value: &Value| value.as_f64().unwrap_or_default();
+    let number = |value: &Value| value.as_f64().unwrap_or_default();
     let is_unenrolled =
         |difference: &Value| difference["reason"].as_str().is_some_and(|reason| reason.starts_with("unenrolled"));
     if !outcome["differences"].as_array().unwrap().iter().any(is_unenrolled) {
-        let [predicted, added] = [&plan["regions_added"], &outcome["regions_added"]].map(of);
+        let [predicted, added] = [&plan["regions_added"], &outcome["regions_added"]].map(number);
         assert!(
             (added - predicted).abs() <= predicted / 50.0,
             "{added} regions added, {predicted} predicted: {merged}"
         );
     }
-    let metadata = of(&outcome["saved"]) - of(&outcome["net"]);
-    for (figure, predicted, reached) in [
-        ("saved", &plan["savings"]["gross"], of(&outcome["saved"])),
+    let metadata = number(&outcome["saved"]) - number(&outcome["net"]);
+    for (figure, predicted, measured) in [
+        ("saved", &plan["savings"]["gross"], number(&outcome["saved"])),
         ("metadata", &plan["savings"]["metadata"], metadata),
-        ("ksmd_seconds", &plan["ksmd_seconds"], of(&outcome["ksmd_seconds"])),
-        ("available", &plan["savings"]["net"], of(&outcome["available_after"]) - of(&outcome["available_before"])),
+        ("ksmd_seconds", &plan["ksmd_seconds"], number(&outcome["ksmd_seconds"])),
+        (
+            "available",
+            &plan["savings"]["net"],
+            number(&outcome["available_after"]) - number(&outcome["available_before"]),
+        ),
     ] {
         let differences = outcome["differences"].as_array().unwrap().iter();
-        let differences: Vec<&Value> = differences.filter(|of| of["figure"] == figure).collect();
-        let told: f64 = differences.iter().map(|difference| of(&difference["amount"])).sum();
-        let in_vain =
+        let differences: Vec<&Value> = differences.filter(|difference| difference["figure"] == figure).collect();
+        let explained: f64 = differences.iter().map(|difference| number(&difference["amount"])).sum();
+        let is_unexplained =
             |difference: &&&Value| difference["reason"].as_str().is_some_and(|why| why.starts_with("not explained"));
         let unexplained: f64 =
-            differences.iter().filter(in_vain).map(|difference| of(&difference["amount"]).abs()).sum();
+            differences.iter().filter(is_unexplained).map(|difference| number(&difference["amount"]).abs()).sum();
         // The merge follows each page; it does not follow durations and other programs' memory.
-        let bounded = ["saved", "metadata"].contains(&figure);
-        assert!(!bounded || unexplained <= of(predicted) / 50.0, "{figure}: {unexplained} not explained: {merged}");
-        assert!((told - (reached - of(predicted))).abs() < 1e-6, "{figure}: {told} explained: {merged}");
+        let is_tracked = ["saved", "metadata"].contains(&figure);
+        assert!(
+            !is_tracked || unexplained <= number(predicted) / 50.0,
+            "{figure}: {unexplained} not explained: {merged}"
+        );
+        assert!((explained - (measured - number(predicted))).abs() < 1e-6, "{figure}: {explained} explained: {merged}");
     }
 }
 
@@ -236,8 +243,8 @@ fn self_enrolled_huge_pages_are_not_split() {
     let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
     let merged = parse_report(&run_merge(state.path(), &[&labs[0], &labs[1]], &["--json"]), 0);
     let outcome = &merged["outcome"];
-    let narrowed = temporary_unenrolls(&merged);
-    assert!(narrowed.len() == 2 && narrowed.values().all(|&bytes| bytes >= 4096 * 4096), "{narrowed:?}");
+    let unenrolled = temporary_unenrolls(&merged);
+    assert!(unenrolled.len() == 2 && unenrolled.values().all(|&bytes| bytes >= 4096 * 4096), "{unenrolled:?}");
     assert_eq!(outcome["huge_before"].as_u64(), Some(2 * 4096 * 4096), "{outcome}");
     assert_eq!(outcome["huge_after"], outcome["huge_before"], "{outcome}");
     assert!(outcome["saved"].as_u64() >= Some(600 * 4096), "{outcome}");
@@ -268,15 +275,15 @@ fn unprofitable_processes_are_unenrolled() {
     let targets: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
     let merged =
         parse_report(&run_merge(state.path(), &targets, &["--json", "--cpu", "100", "--min-profit", "3MiB"]), 0);
-    let narrowed = temporary_unenrolls(&merged);
-    assert_eq!(narrowed.keys().copied().collect::<Vec<_>>(), [labs[2].pid(), labs[3].pid()], "{merged}");
-    assert!(narrowed[&labs[2].pid()] >= 6000 * 4096 && narrowed[&labs[3].pid()] >= 5000 * 4096, "{narrowed:?}");
+    let unenrolled = temporary_unenrolls(&merged);
+    assert_eq!(unenrolled.keys().copied().collect::<Vec<_>>(), [labs[2].pid(), labs[3].pid()], "{merged}");
+    assert!(unenrolled[&labs[2].pid()] >= 6000 * 4096 && unenrolled[&labs[3].pid()] >= 5000 * 4096, "{unenrolled:?}");
     let chosen: Vec<u64> =
         merged["plan"]["targets"].as_array().unwrap().iter().map(|target| target["pid"].as_u64().unwrap()).collect();
     assert_eq!(chosen, [labs[0].pid(), labs[1].pid()].map(u64::from), "{merged}");
-    let left = merged["plan"]["skipped"].as_array().unwrap().iter();
-    let left: BTreeSet<u64> = left.map(|left| left["pid"].as_u64().unwrap()).collect();
-    assert!(left.contains(&labs[3].pid().into()) && left.contains(&labs[4].pid().into()), "{left:?}");
+    let skipped = merged["plan"]["skipped"].as_array().unwrap().iter();
+    let skipped: BTreeSet<u64> = skipped.map(|process| process["pid"].as_u64().unwrap()).collect();
+    assert!(skipped.contains(&labs[3].pid().into()) && skipped.contains(&labs[4].pid().into()), "{skipped:?}");
     let items = |lab: &RunningLab<RegionLine>| {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", lab.pid())).unwrap();
         let items = stat.lines().find_map(|line| line.strip_prefix("ksm_rmap_items ")).unwrap();
@@ -295,11 +302,11 @@ fn unprofitable_processes_are_unenrolled() {
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
     // Without anything to merge, the command unenrolls nothing.
-    let alone = parse_report(&run_merge(state.path(), &[&labs[2]], &["--json"]), 0);
+    let without_partner = parse_report(&run_merge(state.path(), &[&labs[2]], &["--json"]), 0);
     assert_eq!(
-        (&alone["plan"]["temporary_unenrolls"], &alone["outcome"]),
+        (&without_partner["plan"]["temporary_unenrolls"], &without_partner["outcome"]),
         (&Value::Array(Vec::new()), &Value::Null),
-        "{alone}"
+        "{without_partner}"
     );
 }
 
@@ -348,22 +355,23 @@ fn is_unenrolled_as_reported(ksm: &KsmTestGuard) -> bool {
     let merged = parse_report(&output, output.status.code().expect("the merge was killed by a signal"));
     assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
     assert_eq!(enrolled_pages(&lab, lab.first_region("zero")), 4000, "{merged}");
-    let gone = 4000 - enrolled_pages(&lab, lab.first_region("rewritten-zero"));
+    let unenrolled_pages = 4000 - enrolled_pages(&lab, lab.first_region("rewritten-zero"));
     // The other unenrolled pages are the lab's own.
-    let told = gone..gone + 400;
-    let withdrawn = merged["outcome"]["merged_watch"]["unenrolled_pages"].as_u64();
-    assert!(withdrawn.is_none_or(|pages| told.contains(&pages)), "{gone}: {merged}");
+    let expected = unenrolled_pages..unenrolled_pages + 400;
+    let reported = merged["outcome"]["merged_watch"]["unenrolled_pages"].as_u64();
+    assert!(reported.is_none_or(|pages| expected.contains(&pages)), "{unenrolled_pages}: {merged}");
     let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
     let why = ["unenrolled: unstable", "unenrolled: no page of it merged"];
-    let lost = differences.filter(|of| of["figure"] == "saved" && why.iter().any(|why| of["reason"] == *why));
-    let bytes: f64 = lost.map(|of| -of["amount"].as_f64().unwrap()).sum();
-    assert!(told.contains(&((bytes / 4096.0) as u64)), "{gone}: {merged}");
+    let unstable = differences
+        .filter(|difference| difference["figure"] == "saved" && why.iter().any(|why| difference["reason"] == *why));
+    let bytes: f64 = unstable.map(|difference| -difference["amount"].as_f64().unwrap()).sum();
+    assert!(expected.contains(&((bytes / 4096.0) as u64)), "{unenrolled_pages}: {merged}");
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
-    if gone == 4000 {
+    if unenrolled_pages == 4000 {
         assert_eq!(output.status.code(), Some(1), "half of the predicted savings are missing: {merged}");
     }
-    gone == 4000
+    unenrolled_pages == 4000
 }
 
 #[test]
@@ -458,18 +466,18 @@ fn domains_are_merged_only_on_request() {
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=d:800", "within=300,copies=3"];
-    let roots = RunningLab::start_layout(&specs).unwrap();
-    let his = RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
-    let labs = [&roots, &his];
-    let whole = run_merge(state.path(), &labs, &["--whole-processes", "--min-profit", "0"]);
-    assert_eq!(whole.status.code(), Some(2), "{whole:?}");
-    assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
+    let root_lab = RunningLab::start_layout(&specs).unwrap();
+    let user_lab = RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
+    let labs = [&root_lab, &user_lab];
+    let refused = run_merge(state.path(), &labs, &["--whole-processes", "--min-profit", "0"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--across-domains"), "{refused:?}");
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
     assert!(merged["outcome"]["saved"].as_u64() < Some(800 * 4096), "{merged}");
     for lab in labs {
         assert_eq!(enrolled_pages(lab, lab.first_region("within")), 300, "copies within one process must be enrolled");
     }
-    let foreign = [&roots, &his].map(|lab| enrolled_pages(lab, lab.first_region("shared-content")));
+    let foreign = [&root_lab, &user_lab].map(|lab| enrolled_pages(lab, lab.first_region("shared-content")));
     assert_eq!(foreign, [0, 0], "content shared only across domains must not be enrolled");
     let across = parse_report(&run_merge(state.path(), &labs, &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
@@ -480,12 +488,13 @@ fn consecutive_merges_keep_domains_apart() {
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=s:800", "within=300,copies=3"];
-    let roots = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
-    let his: Vec<_> =
+    let root_labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let user_labs: Vec<_> =
         (0..2).map(|_| RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap()).collect();
-    let merged = parse_report(&run_merge(state.path(), &[&roots[0], &roots[1]], &["--json", "--min-profit", "0"]), 0);
-    assert_eq!(enrolled_pages(&roots[0], roots[0].first_region("shared-content")), 800, "{merged}");
-    let labs: Vec<&RunningLab<RegionLine>> = his.iter().collect();
+    let merged =
+        parse_report(&run_merge(state.path(), &[&root_labs[0], &root_labs[1]], &["--json", "--min-profit", "0"]), 0);
+    assert_eq!(enrolled_pages(&root_labs[0], root_labs[0].first_region("shared-content")), 800, "{merged}");
+    let labs: Vec<&RunningLab<RegionLine>> = user_labs.iter().collect();
     let text = run_merge(state.path(), &labs, &["--dry-run", "--min-profit", "0"]);
     let text = String::from_utf8_lossy(&text.stdout).into_owned();
     assert!(text.contains("processes of other trust domains are enrolled already"), "{text}");
@@ -495,12 +504,13 @@ fn consecutive_merges_keep_domains_apart() {
     for lab in labs {
         assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "enrolled by root already: {merged}");
     }
-    let whole = run_merge(state.path(), &[&his[0], &his[1]], &["--whole-processes"]);
-    assert_eq!(whole.status.code(), Some(2), "{whole:?}");
-    assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
-    let across = parse_report(&run_merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
+    let refused = run_merge(state.path(), &[&user_labs[0], &user_labs[1]], &["--whole-processes"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--across-domains"), "{refused:?}");
+    let across =
+        parse_report(&run_merge(state.path(), &[&user_labs[0], &user_labs[1]], &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
-    assert_eq!(enrolled_pages(&his[0], his[0].first_region("shared-content")), 800);
+    assert_eq!(enrolled_pages(&user_labs[0], user_labs[0].first_region("shared-content")), 800);
 }
 
 #[test]
@@ -522,8 +532,8 @@ fn hidden_processes_are_reported() {
     assert_eq!(hidden(&namespace, "--json"), true);
     assert_eq!(hidden(&namespace, "--json --whole-processes"), true);
     assert_eq!(hidden(&namespace, "--json --across-domains"), false, "with --across-domains no domains are kept apart");
-    let told = fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable"));
-    assert_eq!(hidden(&[], "--json"), !told, "hidden before Linux 6.14 only");
+    let reports_enrolled = fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable"));
+    assert_eq!(hidden(&[], "--json"), !reports_enrolled, "hidden before Linux 6.14 only");
 }
 
 #[test]
@@ -558,8 +568,8 @@ fn guests_are_enrolled_by_control_socket() {
             merge_command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
         let merged = parse_report(&output, 0);
         assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
-        let narrowed = temporary_unenrolls(&merged).into_values().sum::<u64>();
-        assert!(narrowed >= 8 << 20, "the merge must unenroll each guest's unique memory: {narrowed}");
+        let unenrolled_bytes = temporary_unenrolls(&merged).into_values().sum::<u64>();
+        assert!(unenrolled_bytes >= 8 << 20, "the merge must unenroll each guest's unique memory: {unenrolled_bytes}");
         assert!(merged["outcome"]["failed_undos"].as_array().unwrap().is_empty(), "{merged}");
         assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "guest memory must be one enrolled region");
     }
@@ -567,12 +577,12 @@ fn guests_are_enrolled_by_control_socket() {
         .expect("cannot start guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     assert!(!pids.iter().any(|&pid| is_guest_memory_marked(pid)));
-    let alone = ["--json", "--across-domains", "--dry-run", "--pass-interval", "0"];
-    let planned = parse_report(&merge_command(state.path(), &pids, &alone).output().unwrap(), 0);
+    let dry_run_options = ["--json", "--across-domains", "--dry-run", "--pass-interval", "0"];
+    let planned = parse_report(&merge_command(state.path(), &pids, &dry_run_options).output().unwrap(), 0);
     assert!(planned["plan"]["targets"].as_array().unwrap().is_empty(), "{planned}");
     assert!(planned.to_string().contains("its owner forbids merging: mem-merge=off"), "{planned}");
-    let whole = ["--json", "--across-domains", "--whole-processes", "--cpu", "100", "--ignore-opt-out"];
-    let merged = parse_report(&merge_command(state.path(), &pids, &whole).output().unwrap(), 0);
+    let whole_process_options = ["--json", "--across-domains", "--whole-processes", "--cpu", "100", "--ignore-opt-out"];
+    let merged = parse_report(&merge_command(state.path(), &pids, &whole_process_options).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
     assert_eq!(merged["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {merged}");
     assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)));
@@ -600,16 +610,17 @@ fn is_guest_memory_marked(pid: u32) -> bool {
 
 /// Bytes unenrolled from each process while ksmd works.
 fn temporary_unenrolls(merged: &Value) -> BTreeMap<u32, u64> {
-    let narrowed = merged["plan"]["temporary_unenrolls"].as_array().unwrap().iter();
-    let number = |of: &Value, field: &str| of[field].as_u64().unwrap();
-    narrowed.map(|of| (number(of, "pid") as u32, number(of, "bytes"))).collect()
+    let unenrolls = merged["plan"]["temporary_unenrolls"].as_array().unwrap().iter();
+    let number = |range: &Value, field: &str| range[field].as_u64().unwrap();
+    unenrolls.map(|range| (number(range, "pid") as u32, number(range, "bytes"))).collect()
 }
 
 /// How each target of a merge was enrolled.
 fn enroll_methods(merged: &Value) -> BTreeMap<u32, String> {
     let targets = merged["plan"]["targets"].as_array().unwrap().iter();
-    let way = |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["method"].as_str().unwrap().to_owned());
-    targets.map(way).collect()
+    let pid_and_method =
+        |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["method"].as_str().unwrap().to_owned());
+    targets.map(pid_and_method).collect()
 }
 
 #[test]
@@ -621,64 +632,72 @@ fn guest_with_busy_control_socket_is_unchanged() {
     let state = tempfile::tempdir().unwrap();
     let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "held", "--no-mem-merge"]].concat())
         .expect("cannot start guests");
-    let [held, free] = fleet.lines() else { panic!("the fleet must have two guests") };
-    let pids = [held.pid, free.pid];
-    let holder = UnixStream::connect(&held.qmp).unwrap();
-    BufReader::new(&holder).read_line(&mut String::new()).unwrap();
+    let [busy_guest, free_guest] = fleet.lines() else { panic!("the fleet must have two guests") };
+    let pids = [busy_guest.pid, free_guest.pid];
+    let connection = UnixStream::connect(&busy_guest.qmp).unwrap();
+    BufReader::new(&connection).read_line(&mut String::new()).unwrap();
 
-    let whole = ["--across-domains", "--whole-processes", "--cpu", "100", "--pass-interval", "0", "--ignore-opt-out"];
-    let merge = |more: &[&str]| merge_command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
+    let options = ["--across-domains", "--whole-processes", "--cpu", "100", "--pass-interval", "0", "--ignore-opt-out"];
+    let merge = |more: &[&str]| merge_command(state.path(), &pids, &[&options[..], more].concat()).output().unwrap();
     let dry = merge(&["--dry-run"]);
     let text = String::from_utf8_lossy(&dry.stdout);
     assert_eq!(dry.status.code(), Some(3), "{text}");
-    assert!(text.contains(&format!("Would not be enrolled: {} (held-0): ", held.pid)), "{text}");
+    assert!(text.contains(&format!("Would not be enrolled: {} (held-0): ", busy_guest.pid)), "{text}");
     let merged = parse_report(&merge(&["--json"]), 3);
-    assert_eq!(enroll_methods(&merged), BTreeMap::from([(held.pid, "none".to_owned()), (free.pid, "qmp".to_owned())]));
-    let missed = &merged["outcome"]["failed_changes"];
-    assert_eq!((missed.as_array().unwrap().len(), &missed[0]["pid"]), (1, &held.pid.into()), "{merged}");
-    let why = missed[0]["why"].as_str().unwrap();
+    assert_eq!(
+        enroll_methods(&merged),
+        BTreeMap::from([(busy_guest.pid, "none".to_owned()), (free_guest.pid, "qmp".to_owned())])
+    );
+    let failed_changes = &merged["outcome"]["failed_changes"];
+    assert_eq!(
+        (failed_changes.as_array().unwrap().len(), &failed_changes[0]["pid"]),
+        (1, &busy_guest.pid.into()),
+        "{merged}"
+    );
+    let why = failed_changes[0]["why"].as_str().unwrap();
     assert!(why.contains("virsh qemu-monitor-command") && why.contains("`--inject`"), "{why}");
     assert_eq!(merged["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {merged}");
     assert_eq!(pids.map(is_guest_memory_marked), [false, true]);
-    let named = merge(&["--qmp", &held.qmp]);
-    assert_eq!(named.status.code(), Some(2), "{named:?}");
-    let said = String::from_utf8_lossy(&named.stderr);
-    assert!(said.contains("--qmp applies to one virtual machine, but 2 are selected"), "{said}");
-    let named =
-        merge_command(state.path(), &pids[..1], &[&whole[..], &["--qmp", &held.qmp]].concat()).output().unwrap();
-    assert_eq!(named.status.code(), Some(2), "{named:?}");
-    assert!(String::from_utf8_lossy(&named.stderr).contains("virsh qemu-monitor-command"), "{named:?}");
+    let output = merge(&["--qmp", &busy_guest.qmp]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("--qmp applies to one virtual machine, but 2 are selected"), "{stderr}");
+    let output = merge_command(state.path(), &pids[..1], &[&options[..], &["--qmp", &busy_guest.qmp]].concat())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("virsh qemu-monitor-command"), "{output:?}");
 
     let injected = merge(&["--json", "--inject"]);
     // This test does not check how much the merge saves.
     assert!(matches!(injected.status.code(), Some(0 | 1)), "{injected:?}");
     let merged = parse_report(&injected, injected.status.code().unwrap());
-    assert!(enroll_methods(&merged).values().all(|way| way == "whole"), "{merged}");
-    assert!(is_guest_memory_marked(held.pid), "{merged}");
+    assert!(enroll_methods(&merged).values().all(|method| method == "whole"), "{merged}");
+    assert!(is_guest_memory_marked(busy_guest.pid), "{merged}");
     assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn invalid_input_fails_with_one_line_and_no_change() {
-    let refused = |output: &Output, said: &str| {
+    let assert_refused = |output: &Output, message: &str| {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
         assert_eq!(stderr.lines().count(), 1, "{stderr}");
-        assert!(stderr.contains(said), "{stderr}");
+        assert!(stderr.contains(message), "{stderr}");
     };
     let state = tempfile::tempdir().unwrap();
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/linux-6.18");
     let mut recorded = merge_command(state.path(), &[], &[]);
     recorded.args(["--host", &format!("recording:{recording}")]);
-    refused(&recorded.output().unwrap(), "only the live host");
+    assert_refused(&recorded.output().unwrap(), "only the live host");
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    let nobody = merge_command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
-    refused(&nobody, "there is no process");
-    refused(&nobody, "run pagefold in the other one");
+    let no_process = merge_command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
+    assert_refused(&no_process, "there is no process");
+    assert_refused(&no_process, "run pagefold in the other one");
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
     let no_guest =
         merge_command(state.path(), &[lab.pid()], &["--whole-processes", "--qmp", "/nowhere"]).output().unwrap();
-    refused(&no_guest, "is not a virtual machine");
+    assert_refused(&no_guest, "is not a virtual machine");
     // A mount namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();
@@ -686,6 +705,6 @@ fn invalid_input_fails_with_one_line_and_no_change() {
         .args(["--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold"), state_text])
         .output()
         .expect("cannot start unshare(1), a part of util-linux");
-    refused(&output, "Read-only file system");
+    assert_refused(&output, "Read-only file system");
     assert_eq!(ksm.changed_settings(), []);
 }

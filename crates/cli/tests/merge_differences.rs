@@ -39,13 +39,13 @@ fn merge_with_interlude(pids: &[u32], interlude: impl FnOnce()) -> Value {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the binary runs");
-    let began = Instant::now();
-    let stopped = || {
+    let started = Instant::now();
+    let is_stopped = || {
         let stat = fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         stat.rsplit_once(") ").is_some_and(|(_, after)| after.starts_with('T'))
     };
-    while !stopped() {
-        assert!(began.elapsed() < Duration::from_secs(120), "the merge did not stop within 120 s");
+    while !is_stopped() {
+        assert!(started.elapsed() < Duration::from_secs(120), "the merge did not stop within 120 s");
         sleep(Duration::from_millis(5));
     }
     interlude();
@@ -57,9 +57,10 @@ fn merge_with_interlude(pids: &[u32], interlude: impl FnOnce()) -> Value {
 /// The saved frames that differences with this reason account for.
 fn frames_for_reason(merged: &Value, reason: &str) -> i64 {
     let differences = merged["outcome"]["differences"].as_array().expect("the report has no differences").iter();
-    let of =
-        differences.filter(|of| of["figure"] == "saved" && of["reason"].as_str().expect("a string").contains(reason));
-    of.map(|difference| difference["amount"].as_f64().expect("a number") as i64 / PAGE_BYTES as i64).sum()
+    let matching = differences.filter(|difference| {
+        difference["figure"] == "saved" && difference["reason"].as_str().expect("a string").contains(reason)
+    });
+    matching.map(|difference| difference["amount"].as_f64().expect("a number") as i64 / PAGE_BYTES as i64).sum()
 }
 
 #[test]
@@ -95,19 +96,21 @@ fn each_difference_reason_is_reported_with_its_count() {
     assert_eq!(frames_for_reason(&merged, "rewritten or freed"), -(40 + 10 + 25 + 30 + 20), "{merged}");
     // Each other page of the process that exited was one frame at most.
     let targets = merged["plan"]["targets"].as_array().unwrap().iter();
-    let thirds =
+    let third_pages =
         targets.filter(|target| target["pid"] == pids[2]).map(|target| target["merging_pages"].as_i64().unwrap());
     let ended = -frames_for_reason(&merged, "in processes that ended");
-    assert!((200..=thirds.sum()).contains(&ended), "{ended}: {merged}");
-    let came = frames_for_reason(&merged, "new duplicates");
-    assert!((20..20 + 50).contains(&came), "{came}: {merged}");
+    assert!((200..=third_pages.sum()).contains(&ended), "{ended}: {merged}");
+    let new_duplicates = frames_for_reason(&merged, "new duplicates");
+    assert!((20..20 + 50).contains(&new_duplicates), "{new_duplicates}: {merged}");
     let saved = merged["outcome"]["saved"].as_i64().unwrap() - merged["plan"]["savings"]["gross"].as_i64().unwrap();
-    let all = frames_for_reason(&merged, "");
-    assert_eq!(all * PAGE_BYTES as i64, saved, "{merged}");
+    let total_frames = frames_for_reason(&merged, "");
+    assert_eq!(total_frames * PAGE_BYTES as i64, saved, "{merged}");
     // Written pages are still in memory, and ksmd keeps metadata for each page of the first two processes.
-    let why = |word: &str| {
+    let has_metadata_reason = |word: &str| {
         let differences = merged["outcome"]["differences"].as_array().unwrap();
-        differences.iter().any(|of| of["figure"] == "metadata" && of["reason"].as_str().unwrap().contains(word))
+        differences.iter().any(|difference| {
+            difference["figure"] == "metadata" && difference["reason"].as_str().unwrap().contains(word)
+        })
     };
-    assert!(why("in processes that ended"), "{merged}");
+    assert!(has_metadata_reason("in processes that ended"), "{merged}");
 }

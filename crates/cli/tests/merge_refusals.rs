@@ -25,11 +25,12 @@ fn acquire_ksm_and_directory() -> Option<(KsmTestGuard, tempfile::TempDir)> {
 
 /// Whether namespaces can be created; prints `skipped: why` if not.
 fn can_unshare(kinds: &[&str]) -> bool {
-    let made = Command::new("unshare").args(kinds).arg("true").output().is_ok_and(|output| output.status.success());
-    if !made {
+    let succeeded =
+        Command::new("unshare").args(kinds).arg("true").output().is_ok_and(|output| output.status.success());
+    if !succeeded {
         println!("skipped: needs unshare {kinds:?}");
     }
-    made
+    succeeded
 }
 
 /// Assert that a command failed with all of these messages in one line, and that KSM is unchanged.
@@ -37,8 +38,8 @@ fn assert_refused(ksm: &KsmTestGuard, output: &Output, messages: &[&str]) {
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!((output.status.code(), &*out), (Some(2), ""), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
-    for says in messages {
-        assert!(error.contains(says), "{says:?} is not in: {error}");
+    for message in messages {
+        assert!(error.contains(message), "{message:?} is not in: {error}");
     }
     assert_eq!(ksm.changed_settings(), [], "{error}");
 }

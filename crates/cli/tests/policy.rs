@@ -99,21 +99,21 @@ fn policies_are_set_and_restored() {
         ("guided", ["none", "200", "100", "1000", "0", "1"]),
         ("default", ["none", "200", "100", "20", "0", "1"]),
     ] {
-        let said = expect_status(0, state, &["policy", "set", policy]);
-        assert!(said.contains("They stay until `pagefold policy restore`."), "{said}");
+        let output = expect_status(0, state, &["policy", "set", policy]);
+        assert!(output.contains("They stay until `pagefold policy restore`."), "{output}");
         for (value, expected) in read_settings().iter().zip(expected) {
             let value = value.split_once('=').unwrap().1;
             assert!(expected.is_empty() || value == expected, "{policy}: {:?}", read_settings());
         }
-        let shown: Value = serde_json::from_str(&expect_status(0, state, &["policy", "show", "--json"])).unwrap();
-        assert_eq!(shown["policy"], policy);
+        let report: Value = serde_json::from_str(&expect_status(0, state, &["policy", "show", "--json"])).unwrap();
+        assert_eq!(report["policy"], policy);
     }
-    let said = expect_status(0, state, &["policy", "restore"]);
-    assert!(said.contains("Restored: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{said}");
+    let output = expect_status(0, state, &["policy", "restore"]);
+    assert!(output.contains("Restored: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{output}");
     assert_eq!(read_settings(), before);
     assert!(expect_status(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
-    let said = expect_status(0, state, &["policy", "set", "ksmtuned"]);
-    assert!(said.contains("add --follow"), "{said}");
+    let output = expect_status(0, state, &["policy", "set", "ksmtuned"]);
+    assert!(output.contains("add --follow"), "{output}");
     expect_status(0, state, &["policy", "restore"]);
     assert_eq!(read_settings(), before);
 }
@@ -124,10 +124,10 @@ fn foreign_settings_are_not_restored() {
     let state = state.path();
     expect_status(0, state, &["policy", "set", "flat-out"]);
     ksm.write_setting("sleep_millisecs", 33);
-    let said = expect_status(0, state, &["policy", "show"]);
-    assert!(said.contains("other program"), "{said}");
-    let said = expect_status(3, state, &["policy", "restore"]);
-    assert!(said.contains("sleep_millisecs was 20: it is 33 now, written by another program"), "{said}");
+    let output = expect_status(0, state, &["policy", "show"]);
+    assert!(output.contains("other program"), "{output}");
+    let output = expect_status(3, state, &["policy", "restore"]);
+    assert!(output.contains("sleep_millisecs was 20: it is 33 now, written by another program"), "{output}");
     assert_eq!(
         [read_setting("sleep_millisecs"), read_setting("pages_to_scan"), read_setting("run")],
         ["33", "777", "0"]
@@ -150,8 +150,8 @@ fn recover_undoes_a_killed_follower() {
         assert_eq!(read_settings(), before, "killed after {micros} us");
     }
     let mut child = start_follower(state);
-    let busy = expect_status(2, state, &["policy", "set", "default"]);
-    assert!(busy.contains(&format!("(process {})", child.id())), "{busy}");
+    let error = expect_status(2, state, &["policy", "set", "default"]);
+    assert!(error.contains(&format!("(process {})", child.id())), "{error}");
     child.kill().unwrap();
     child.wait().unwrap();
     expect_status(0, state, &["recover"]);
@@ -167,8 +167,8 @@ fn recover_reports_failed_undos() {
     expect_status(0, state, &["policy", "set", "flat-out"]);
     fs::rename(state.join("ksm.policy.json"), state.join("ksm.journal.json")).unwrap();
     ksm.write_setting("pages_to_scan", 5);
-    let said = expect_status(3, state, &["recover", "--json"]);
-    let report: Value = serde_json::from_str(&said).unwrap();
+    let output = expect_status(3, state, &["recover", "--json"]);
+    let report: Value = serde_json::from_str(&output).unwrap();
     assert_eq!(report["failed_undos"].as_array().unwrap().len(), 1);
     assert_eq!(report["failed_undos"][0]["previous_state"], "/sys/kernel/mm/ksm/pages_to_scan was 777");
     assert_eq!(report["undone"][0], "/sys/kernel/mm/ksm/run was 0");
@@ -243,7 +243,7 @@ fn unsuitable_hosts_fail_with_one_line_and_no_change() {
     if !run_in_mount_namespace("true", state.path(), "--version").status.success() {
         return println!("skipped: needs mount namespaces (unshare)");
     }
-    for (prepare, arguments, says) in [
+    for (prepare, arguments, message) in [
         ("mount --bind -o ro /sys /sys && mount -o remount,ro,bind /sys", "policy set flat-out", "read-only"),
         ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy set flat-out", "CONFIG_KSM"),
         ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy show", "CONFIG_KSM"),
@@ -251,7 +251,7 @@ fn unsuitable_hosts_fail_with_one_line_and_no_change() {
         let output = run_in_mount_namespace(prepare, state.path(), arguments);
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{prepare}: {error}");
-        assert!(error.contains(says) && error.lines().count() == 1, "{prepare}: {error}");
+        assert!(error.contains(message) && error.lines().count() == 1, "{prepare}: {error}");
         assert_eq!(read_settings(), before, "{prepare}");
         assert!(!state.path().join("ksm.journal.json").exists());
     }
@@ -264,8 +264,8 @@ fn other_tuner_is_named_with_its_stop_command() {
     fs::write(&script, "#!/bin/sh\nread line\n").unwrap();
     let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
     let state = state.path().join("state");
-    let said = expect_status(2, &state, &["policy", "set", "default"]);
-    assert!(said.contains("ksmtuned tunes KSM") && said.contains("systemctl disable --now ksmtuned"), "{said}");
+    let output = expect_status(2, &state, &["policy", "set", "default"]);
+    assert!(output.contains("ksmtuned tunes KSM") && output.contains("systemctl disable --now ksmtuned"), "{output}");
     assert_eq!(read_settings(), before);
     expect_status(0, &state, &["policy", "set", "default", "--force"]);
     expect_status(0, &state, &["policy", "restore"]);
@@ -281,12 +281,12 @@ fn unprivileged_program_is_no_tuner() {
         return;
     };
     let before = read_settings();
-    let mut nobody = Command::new("sleep").arg0("ksmtuned").arg("60").uid(65534).gid(65534).spawn().unwrap();
+    let mut program = Command::new("sleep").arg0("ksmtuned").arg("60").uid(65534).gid(65534).spawn().unwrap();
     let state = state.path().join("state");
     expect_status(0, &state, &["policy", "set", "default"]);
     expect_status(0, &state, &["policy", "restore"]);
-    nobody.kill().unwrap();
-    nobody.wait().unwrap();
+    program.kill().unwrap();
+    program.wait().unwrap();
     assert_eq!(read_settings(), before);
 }
 
@@ -294,9 +294,9 @@ fn unprivileged_program_is_no_tuner() {
 fn invalid_policy_is_refused() {
     let state = tempfile::tempdir().unwrap();
     let state = state.path();
-    let check = |arguments: &[&str], says: &str| {
-        let said = expect_status(2, state, arguments);
-        assert!(said.contains(says), "{said}");
+    let check = |arguments: &[&str], message: &str| {
+        let output = expect_status(2, state, arguments);
+        assert!(output.contains(message), "{output}");
     };
     check(&["policy", "set", "flatout"], "did you mean flat-out?");
     check(&["policy", "set", "fastest"], "It is one of default, ksmtuned, advisor, flat-out, guided, or a file");
@@ -366,16 +366,16 @@ fn kernel_advisor_matches_the_model() {
     computed.dedup();
 
     ksm.write_setting("advisor_mode", "scan-time");
-    let mut seen = vec![ksm.read_counter("pages_to_scan") as u64];
+    let mut observed = vec![ksm.read_counter("pages_to_scan") as u64];
     let scans = ksm.read_counter("full_scans");
     ksm.write_setting("run", 1);
     while ksm.read_counter("full_scans") < scans + 8 {
         let pages = ksm.read_counter("pages_to_scan") as u64;
-        if seen.last() != Some(&pages) {
-            seen.push(pages);
+        if observed.last() != Some(&pages) {
+            observed.push(pages);
         }
     }
     ksm.write_setting("run", 0);
     ksm.write_setting("advisor_mode", "none");
-    assert_eq!(seen, computed, "the CPU time of ksmd was {ksmd:?}");
+    assert_eq!(observed, computed, "the CPU time of ksmd was {ksmd:?}");
 }

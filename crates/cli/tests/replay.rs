@@ -36,12 +36,13 @@ fn write_trace(root: &Path, seconds: &[f64], extra_lines: &str) {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     fs::create_dir(root).unwrap();
     fs::write(root.join("recording.toml"), "schema = \"pagefold.recording.moments/1\"\n").unwrap();
-    for (number, at) in seconds.iter().enumerate() {
-        let moment = root.join(format!("{number:06}"));
-        copy_folder(&recording, &moment);
-        let about = fs::read_to_string(moment.join("recording.toml")).unwrap();
-        let about = format!("{about}at_seconds = {at}\ntime = {}\n{extra_lines}", 1_700_000_000.0 + at);
-        fs::write(moment.join("recording.toml"), about).unwrap();
+    for (number, second) in seconds.iter().enumerate() {
+        let folder = root.join(format!("{number:06}"));
+        copy_folder(&recording, &folder);
+        let description = fs::read_to_string(folder.join("recording.toml")).unwrap();
+        let description =
+            format!("{description}at_seconds = {second}\ntime = {}\n{extra_lines}", 1_700_000_000.0 + second);
+        fs::write(folder.join("recording.toml"), description).unwrap();
     }
 }
 
@@ -59,14 +60,14 @@ fn trace_replay_is_deterministic() {
         let arguments = ["--config", &config, "--host", &host, "daemon"];
         run_pagefold(&[&arguments[..], more].concat())
     };
-    let said = stdout_text(&run(&[]));
-    assert_eq!(said, stdout_text(&run(&[])), "two replays of one trace differ");
-    assert!(said.contains("census") && said.contains("new process"), "{said}");
-    assert!(said.contains("it should save"), "{said}");
+    let text = stdout_text(&run(&[]));
+    assert_eq!(text, stdout_text(&run(&[])), "two replays of one trace differ");
+    assert!(text.contains("census") && text.contains("new process"), "{text}");
+    assert!(text.contains("it should save"), "{text}");
 
     let decisions: Vec<serde_json::Value> =
         stdout_text(&run(&["--json"])).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    assert_eq!(decisions.len(), said.lines().count());
+    assert_eq!(decisions.len(), text.lines().count());
     let times: Vec<u64> = decisions.iter().map(|decision| decision["time_ms"].as_u64().unwrap()).collect();
     assert!(times.is_sorted() && times[0] >= 1_700_000_000_000, "{times:?}");
     assert!(times.iter().any(|time| *time >= 1_700_000_600_000), "the daemon must scan again later: {times:?}");
@@ -79,25 +80,25 @@ fn trace_replay_is_deterministic() {
 
 #[test]
 fn quiet_hours_use_the_recorded_clock() {
-    let said = |more: &str, hours: &str| {
+    let replay = |extra_lines: &str, hours: &str| {
         let folder = tempfile::tempdir().unwrap();
         let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
-        write_trace(&root, &(0..20).map(f64::from).collect::<Vec<_>>(), more);
+        write_trace(&root, &(0..20).map(f64::from).collect::<Vec<_>>(), extra_lines);
         fs::write(&config, format!("[daemon]\nmin_memory = \"4KiB\"\nquiet_hours = [{hours:?}]\n")).unwrap();
         let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
         stdout_text(&run_pagefold(&["--config", &config, "--host", &host, "daemon"]))
     };
-    let ahead = "utc_offset_seconds = 7200\n";
-    for (more, hours, quiet) in [
-        (ahead, "00:00-01:00", true),
-        (ahead, "22:00-23:00", false),
-        (ahead, "22:00-23:00Z", true),
+    let offset_line = "utc_offset_seconds = 7200\n";
+    for (extra_lines, hours, quiet) in [
+        (offset_line, "00:00-01:00", true),
+        (offset_line, "22:00-23:00", false),
+        (offset_line, "22:00-23:00Z", true),
         ("", "22:00-23:00", true),
         ("", "00:00-01:00", false),
     ] {
-        let said = said(more, hours);
-        assert_eq!(said.contains("quiet hours"), quiet, "{more}{hours}: {said}");
-        assert_eq!(said.contains("census"), !quiet, "{more}{hours}: {said}");
+        let text = replay(extra_lines, hours);
+        assert_eq!(text.contains("quiet hours"), quiet, "{extra_lines}{hours}: {text}");
+        assert_eq!(text.contains("census"), !quiet, "{extra_lines}{hours}: {text}");
     }
 }
 
@@ -105,14 +106,14 @@ fn quiet_hours_use_the_recorded_clock() {
 /// any time.
 fn page_lines_without_frames(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
     let text = fs::read_to_string(pages).unwrap();
-    let of_line = |line: &str| {
+    let pages_of_line = |line: &str| {
         let words: Vec<_> = line.split(' ').collect();
         let [address, pages, _frame, flags, content] = words[..] else { panic!("not a line of a page file: {line}") };
         let (address, pages) = (u64::from_str_radix(address, 16).unwrap(), pages.parse::<u64>().unwrap());
-        let said = [flags.to_owned(), content.to_owned()];
-        (0..pages).map(move |page| (address + page * 4096, said.clone()))
+        let flags_and_content = [flags.to_owned(), content.to_owned()];
+        (0..pages).map(move |page| (address + page * 4096, flags_and_content.clone()))
     };
-    text.lines().flat_map(of_line).collect()
+    text.lines().flat_map(pages_of_line).collect()
 }
 
 #[test]
@@ -123,14 +124,14 @@ fn trace_recording_ends_after_its_length() {
     let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
     let output =
         run_pagefold(&["record", "--interval", "200ms", "--duration", "500ms", "--pass-interval", "0", &pid, &path]);
-    let said = stdout_text(&output);
-    assert!(said.contains("the time limit is reached"), "{said}");
+    let text = stdout_text(&output);
+    assert!(text.contains("the time limit is reached"), "{text}");
     let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
     // On a busy machine a recording takes longer, so there are fewer of them. The last one began before the end.
     let count = (0..3).take_while(|number| pages(*number).exists()).count();
     assert!(
-        count >= 1 && said.contains(&format!("Recorded a trace of {count} recordings of up to 1 process")),
-        "{said}"
+        count >= 1 && text.contains(&format!("Recorded a trace of {count} recordings of up to 1 process")),
+        "{text}"
     );
     let inode =
         |number: u32| fs::metadata(root.join(format!("{number:06}/files/proc/{}/cmdline", lab.pid()))).unwrap().ino();
@@ -158,7 +159,7 @@ fn trace_recording_ends_at_its_size_limit() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("moments").display().to_string();
     let pid = format!("--pid={}", lab.pid());
-    let said = stdout_text(&run_pagefold(&[
+    let text = stdout_text(&run_pagefold(&[
         "record",
         "--interval",
         "10ms",
@@ -169,5 +170,5 @@ fn trace_recording_ends_at_its_size_limit() {
         &pid,
         &path,
     ]));
-    assert!(said.contains("Recorded a trace of 1 recording ") && said.contains("--max-bytes"), "{said}");
+    assert!(text.contains("Recorded a trace of 1 recording ") && text.contains("--max-bytes"), "{text}");
 }

@@ -31,19 +31,19 @@ const GUEST_INTERVAL_SECONDS: u32 = 1200;
 fn write_history(path: &Path, host: &str, mib: f64, tau: f64) {
     let begin = |time| HistoryWriter::open(path, HistoryLimits::default(), host, "0.1.0", time).expect("no history");
     let mut writer = begin(START_SECONDS);
-    let mut made = SyntheticStatus { status: fixture_status(), mib, tau, restarted_at: 0, decision_count: 0 };
+    let mut synthetic = SyntheticStatus { status: fixture_status(), mib, tau, restarted_at: 0, decision_count: 0 };
     for second in 0..3 * 3600_u32 {
         if second == 7200 {
             writer.commit().expect("cannot write the history");
             writer = begin(START_SECONDS + f64::from(second));
-            made.restarted_at = second;
+            synthetic.restarted_at = second;
         }
         let since = second % GUEST_INTERVAL_SECONDS;
         if since < 15 || second.is_multiple_of(10) {
-            writer.note_status(made.status_at(second));
+            writer.note_status(synthetic.status_at(second));
         }
         if second.is_multiple_of(60) {
-            writer.note_footprints(made.status.time, &fixture_status().tracked_processes);
+            writer.note_footprints(synthetic.status.time, &fixture_status().tracked_processes);
             writer.commit().expect("cannot write the history");
         }
     }
@@ -61,48 +61,48 @@ struct SyntheticStatus {
 impl SyntheticStatus {
     /// The status at a second. A new guest waits for two seconds, is scanned for one second and merged for eight.
     fn status_at(&mut self, second: u32) -> &StatusReport {
-        let (number, since) = (second / GUEST_INTERVAL_SECONDS, f64::from(second % GUEST_INTERVAL_SECONDS));
-        let merged = |since: f64| if since < 3.0 { 0.0 } else { 1.0 - (-(since - 3.0) / self.tau).exp() };
-        let saved = self.mib * (f64::from(number) + merged(since)) * f64::from(1 << 20);
+        let (number, elapsed) = (second / GUEST_INTERVAL_SECONDS, f64::from(second % GUEST_INTERVAL_SECONDS));
+        let merged = |elapsed: f64| if elapsed < 3.0 { 0.0 } else { 1.0 - (-(elapsed - 3.0) / self.tau).exp() };
+        let saved = self.mib * (f64::from(number) + merged(elapsed)) * f64::from(1 << 20);
         let status = &mut self.status;
         status.time = START_SECONDS + f64::from(second);
         status.saved.gross = Some(saved as u64);
         status.saved.net = Some((saved * 0.985) as i64);
         let guests = f64::from(number + 1) * 900.0 * f64::from(1 << 20);
         status.memory.available = Some((30e9 - guests + saved) as u64);
-        let worked = f64::from(second - self.restarted_at) * 0.002 + f64::from(number) * 6.0;
+        let cpu_seconds = f64::from(second - self.restarted_at) * 0.002 + f64::from(number) * 6.0;
         if let (Some(ksmd), Some(pagefold)) = (&mut status.cpu.ksmd, &mut status.cpu.pagefold) {
-            (ksmd.seconds, pagefold.seconds) = (worked + merged(since) * 6.0, worked / 3.0);
+            (ksmd.seconds, pagefold.seconds) = (cpu_seconds + merged(elapsed) * 6.0, cpu_seconds / 3.0);
         }
-        let newcomer = TrackedProcessReport {
+        let new_guest = TrackedProcessReport {
             state: TrackingState::Arriving,
             start_time: u64::from(number),
             ..status.tracked_processes[0].clone()
         };
-        status.tracked_processes = vec![TrackedProcessReport { state: TrackingState::Merged, ..newcomer.clone() }];
-        if since < 2.0 {
-            status.tracked_processes.push(newcomer);
+        status.tracked_processes = vec![TrackedProcessReport { state: TrackingState::Merged, ..new_guest.clone() }];
+        if elapsed < 2.0 {
+            status.tracked_processes.push(new_guest);
         }
-        let ended = |after: f64, reached| PassReport {
+        let pass_report = |after: f64, measured| PassReport {
             time: START_SECONDS + f64::from(number * GUEST_INTERVAL_SECONDS) + after,
             seconds: after - 2.0,
             cpu_seconds: after / 1.5,
             processes: 1,
             predicted: (self.mib * 1.02 * f64::from(1 << 20)) as u64,
-            measured: reached,
+            measured,
         };
-        let reached = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
+        let measured = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
         // Each daemon counts its own passes.
-        let passes = u64::from(number - self.restarted_at / GUEST_INTERVAL_SECONDS) + u64::from(since >= 3.0);
+        let passes = u64::from(number - self.restarted_at / GUEST_INTERVAL_SECONDS) + u64::from(elapsed >= 3.0);
         status.passes.passes = passes;
-        status.passes.last = match since {
+        status.passes.last = match elapsed {
             _ if passes == 0 => None,
-            since if since < 3.0 => status.passes.last,
-            since if since < 11.0 => Some(ended(3.0, None)),
-            _ => Some(ended(11.0, reached)),
+            elapsed if elapsed < 3.0 => status.passes.last,
+            elapsed if elapsed < 11.0 => Some(pass_report(3.0, None)),
+            _ => Some(pass_report(11.0, measured)),
         };
         status.decisions.clear();
-        if self.decision_count <= number && since >= 2.0 {
+        if self.decision_count <= number && elapsed >= 2.0 {
             self.decision_count = number + 1;
             status.decisions.push(DecisionReport {
                 time_ms: (status.time * 1e3) as u64,
@@ -150,15 +150,15 @@ fn expect_golden(name: &str, actual: &str) {
         std::fs::write(&path, actual).expect("cannot write the golden file");
     }
     let expected = std::fs::read_to_string(&path).unwrap_or_default();
-    let differs = actual.lines().zip(expected.lines()).find(|(told, expected)| told != expected);
+    let differs = actual.lines().zip(expected.lines()).find(|(actual, expected)| actual != expected);
     assert!(actual == expected, "{name} differs from the golden file (UPDATE_GOLDEN=1 rewrites it): {differs:#?}");
 }
 
 fn assert_matches_schema(report: &Value) {
     let schema = std::fs::read(repository_path("docs/schema/report.json")).expect("cannot read the schema");
     let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
-    let wrong: Vec<String> = validator.iter_errors(report).map(|error| error.to_string()).collect();
-    assert!(wrong.is_empty(), "{wrong:#?}");
+    let schema_errors: Vec<String> = validator.iter_errors(report).map(|error| error.to_string()).collect();
+    assert!(schema_errors.is_empty(), "{schema_errors:#?}");
 }
 
 #[test]
@@ -173,15 +173,16 @@ fn hosts_and_time_spans_are_compared() {
     let spans = ["report", "a.db", "--compare", "2h..1h", "1h..", "-o", "spans.html"];
     expect_golden("spans.txt", &run_successfully(folder, &spans));
 
-    let told = run_successfully(folder, &["report", "a.db", "b.db", "--json"]);
-    let mut report: Value = serde_json::from_str(&told).expect("JSON");
+    let json = run_successfully(folder, &["report", "a.db", "b.db", "--json"]);
+    let mut report: Value = serde_json::from_str(&json).expect("JSON");
     assert_matches_schema(&report);
-    let known = report["sides"][0]["figures"]["convergence"].clone();
-    assert_eq!(known["merges"], 9, "{known}");
+    let convergence = report["sides"][0]["figures"]["convergence"].clone();
+    assert_eq!(convergence["merges"], 9, "{convergence}");
     // By construction: an exponential rise reaches 90 % after 2.3 time constants. The scan before it took one second,
     // and the guests waited two seconds.
-    let (to_90, arrival) = (known["to_90_median"].as_f64().unwrap(), known["arrival_to_90_median"].as_f64().unwrap());
-    assert!((to_90 - 3.3).abs() < 0.15 && (arrival - to_90 - 2.0).abs() < 0.01, "{known}");
+    let (to_90, arrival) =
+        (convergence["to_90_median"].as_f64().unwrap(), convergence["arrival_to_90_median"].as_f64().unwrap());
+    assert!((to_90 - 3.3).abs() < 0.15 && (arrival - to_90 - 2.0).abs() < 0.01, "{convergence}");
     for side in report["sides"].as_array_mut().unwrap() {
         let points = side["points"].as_array_mut().unwrap();
         assert!((900..=1010).contains(&points.len()), "{}", points.len());
@@ -193,11 +194,11 @@ fn hosts_and_time_spans_are_compared() {
 #[test]
 fn page_is_self_contained_and_escapes_markup() {
     let folder = write_two_histories();
-    let told = run_successfully(folder.path(), &["report", "a.db", "--since", "90m"]);
-    assert!(told.ends_with("\nWritten: pagefold-report.html\n"), "{told}");
+    let text = run_successfully(folder.path(), &["report", "a.db", "--since", "90m"]);
+    assert!(text.ends_with("\nWritten: pagefold-report.html\n"), "{text}");
     let page = std::fs::read_to_string(folder.path().join("pagefold-report.html")).unwrap();
-    for elsewhere in ["http:", "https:", " src=", "@import", "url(", "<script", "<link rel=\"style"] {
-        assert!(!page.contains(elsewhere), "the page refers to an external resource: {elsewhere}");
+    for reference in ["http:", "https:", " src=", "@import", "url(", "<script", "<link rel=\"style"] {
+        assert!(!page.contains(reference), "the page refers to an external resource: {reference}");
     }
     assert!(page.contains("&amp; &lt;b&gt;nobody&lt;/b&gt;") && !page.contains("<b>nobody"), "unescaped markup");
     assert_eq!(page.matches("<svg class=\"chart\"").count(), 4);
@@ -207,19 +208,19 @@ fn page_is_self_contained_and_escapes_markup() {
 #[test]
 fn unusable_histories_are_reported() {
     let folder = tempfile::tempdir().unwrap();
-    let failed = |arguments: &[&str], code: i32, why: &str| {
+    let expect_failure = |arguments: &[&str], code: i32, why: &str| {
         let output = run_pagefold(folder.path(), arguments);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.code() == Some(code) && said.contains(why), "{arguments:?}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(code) && stderr.contains(why), "{arguments:?}: {stderr}");
     };
-    failed(&["report", "none.db"], 2, "--history FILE");
+    expect_failure(&["report", "none.db"], 2, "--history FILE");
     std::fs::write(folder.path().join("other"), "text").unwrap();
-    failed(&["report", "other"], 2, "is no history of pagefold");
+    expect_failure(&["report", "other"], 2, "is no history of pagefold");
     write_empty_history(&folder.path().join("empty.db"));
-    failed(&["report", "empty.db"], 1, "no samples in that span");
-    failed(&["report", "empty.db", "--since", "soon"], 2, "2026-11-20");
-    failed(&["report", "empty.db", "--since", "1h", "--until", "2h"], 2, "ends before it begins");
-    failed(&["report", "--compare", "empty.db", "1h"], 2, "not a span such as");
+    expect_failure(&["report", "empty.db"], 1, "no samples in that span");
+    expect_failure(&["report", "empty.db", "--since", "soon"], 2, "2026-11-20");
+    expect_failure(&["report", "empty.db", "--since", "1h", "--until", "2h"], 2, "ends before it begins");
+    expect_failure(&["report", "--compare", "empty.db", "1h"], 2, "not a span such as");
     assert!(!folder.path().join("pagefold-report.html").exists());
 }
 
@@ -311,12 +312,12 @@ fn history_survives_daemon_exit_and_kill() {
 
     // After a kill, the next daemon continues the history.
     let mut daemon = RecordingHistoryDaemon::start(folder.path());
-    let more =
+    let report_with_more_samples =
         || report_from_folder(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
-    wait_until("more samples of the next daemon", || more().is_some());
+    wait_until("more samples of the next daemon", || report_with_more_samples().is_some());
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
-    assert!(more().is_some());
+    assert!(report_with_more_samples().is_some());
     drop(daemon);
 
     // Without a usable history file, the daemon still works.

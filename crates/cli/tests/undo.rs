@@ -45,9 +45,9 @@ fn self_enrolled_memory_is_enrolled_again_after_merge() {
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
     let output = pagefold_command(state.path(), "merge").args(&pids).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let narrowed = report["plan"]["temporary_unenrolls"].as_array().unwrap();
-    assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * MIN_PAGE_BYTES)), "{narrowed:?}");
-    assert_eq!(narrowed.len(), 2);
+    let unenrolls = report["plan"]["temporary_unenrolls"].as_array().unwrap();
+    assert!(unenrolls.iter().all(|range| range["bytes"].as_u64() >= Some(3000 * MIN_PAGE_BYTES)), "{unenrolls:?}");
+    assert_eq!(unenrolls.len(), 2);
     assert_eq!(report["outcome"]["failed_undos"], Value::Array(Vec::new()));
     // By now other profitable memory is enrolled, too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
@@ -97,25 +97,25 @@ fn second_pagefold_is_refused_across_state_dirs_and_namespaces() {
     BufReader::new(follower.0.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("Following ksmtuned"), "{line}");
     let state = first.path().canonicalize().unwrap();
-    let named = format!("(process {}, state directory {})", follower.0.id(), state.display());
+    let holder = format!("(process {}, state directory {})", follower.0.id(), state.display());
     let own_sysfs = "mount -t sysfs none /sys && exec \"$0\" \"$@\"";
     for namespaces in [&["env"][..], &["unshare", "--mount"], &["unshare", "--mount", "--net", "sh", "-c", own_sysfs]] {
-        let needs: &[&str] = match namespaces.len() {
+        let required: &[&str] = match namespaces.len() {
             1 => &[],
             2 => &["--mount", "true"],
             _ => &["--mount", "--net", "test", "-w", "/proc/1/root/sys/kernel/mm/ksm/run"],
         };
-        if !needs.is_empty() && !Command::new("unshare").args(needs).status().unwrap().success() {
-            println!("skipped in part: needs `unshare {}`", needs.join(" "));
+        if !required.is_empty() && !Command::new("unshare").args(required).status().unwrap().success() {
+            println!("skipped in part: needs `unshare {}`", required.join(" "));
             continue;
         }
         let recover = pagefold_command_with(second.path(), &["recover"]);
-        let mut inside = Command::new(namespaces[0]);
-        inside.args(&namespaces[1..]).arg(recover.get_program()).args(recover.get_args());
-        let output = inside.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{namespaces:?}: {said}");
-        assert!(said.contains(&named), "{namespaces:?}: {said}, not {named}");
+        let mut command = Command::new(namespaces[0]);
+        command.args(&namespaces[1..]).arg(recover.get_program()).args(recover.get_args());
+        let output = command.output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{namespaces:?}: {stderr}");
+        assert!(stderr.contains(&holder), "{namespaces:?}: {stderr}, not {holder}");
     }
     drop(follower);
     let output = pagefold_command_with(second.path(), &["recover"]).output().unwrap();

@@ -194,9 +194,9 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     assert_eq!((status, &dry["outcome"]), (Some(0), &"planned".into()), "{dry}");
     assert!(regions_of(first.pid, 112 * BYTES_PER_MIB)?.contains(&ram), "a dry run changed the regions");
 
-    let (status, done) = unmerge_json(&["--vm", "apart-0"])?;
-    assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
-    let guest = &done["processes"][0];
+    let (status, report) = unmerge_json(&["--vm", "apart-0"])?;
+    assert_eq!((status, &report["outcome"]), (Some(0), &"done".into()), "{report}");
+    let guest = &report["processes"][0];
     assert_eq!(
         (&guest["pid"], &guest["method"], &guest["state"]),
         (&first.pid.into(), &"qmp".into(), &"unenrolled".into())
@@ -206,7 +206,7 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     let merged = guest["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
     assert!(merged * 4096 >= 16 * BYTES_PER_MIB, "{guest}");
     // All counted pages were copied. Meanwhile other processes may have written to KSM pages.
-    let copies = done["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
+    let copies = report["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
     assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
 
     let after = regions_of(first.pid, 112 * BYTES_PER_MIB)?;
@@ -220,11 +220,11 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     // Firmware and video memory belong to no backend. The first run reports them; the second unenrolls them by
     // injection.
     assert!(guest["uncovered_pages"].as_u64() > Some(0), "{guest}");
-    let (status, again) = unmerge_json(&["--vm", "apart-0"])?;
+    let (status, repeated) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!(
-        (status, &again["outcome"], &again["processes"][0]["method"]),
+        (status, &repeated["outcome"], &repeated["processes"][0]["method"]),
         (Some(0), &"done".into(), &"regions".into()),
-        "{again}"
+        "{repeated}"
     );
     assert!(regions_of(first.pid, 0)?.iter().all(|region| !region.2));
     assert_eq!(run_qmp_command(first, "query-status")?["return"]["status"], "paused");
@@ -241,9 +241,9 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
-    let alone =
+    let arguments =
         ["--guests", "1", "--memory", "112", "--shared-mib", "8", "--unique-mib", "8", "--name-prefix", "killed"];
-    let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&alone)?;
+    let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&arguments)?;
     let [guest] = fleet.lines() else { return Err("the fleet must have one guest".into()) };
     let is_marked =
         || -> Result<bool, Box<dyn Error>> { Ok(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|r| r.2)) };
@@ -254,14 +254,14 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
         command.args(["unmerge", "--vm", "killed-0", "--state"]).arg(state.path()).env("PAGEFOLD_FAULT_POINT", point);
         let output = command.output()?;
-        let said = String::from_utf8(output.stderr)?;
-        assert_eq!(output.status.code(), None, "{said}");
-        assert_eq!(said.trim(), format!("fault point {point}: {name}"));
+        let error = String::from_utf8(output.stderr)?;
+        assert_eq!(output.status.code(), None, "{error}");
+        assert_eq!(error.trim(), format!("fault point {point}: {name}"));
         assert_eq!(run_qmp_command(guest, "query-status")?["return"]["status"], "running");
         assert_eq!(is_marked()?, marked, "{name}");
     }
-    let (status, done) = unmerge_json(&["--vm", "killed-0"])?;
-    assert_eq!((status, &done["processes"][0]["state"]), (Some(0), &"unenrolled".into()), "{done}");
+    let (status, report) = unmerge_json(&["--vm", "killed-0"])?;
+    assert_eq!((status, &report["processes"][0]["state"]), (Some(0), &"unenrolled".into()), "{report}");
     assert!(regions_of(guest.pid, 0)?.iter().all(|region| !region.2));
     Ok(())
 }
@@ -288,8 +288,8 @@ fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
     assert_eq!(status, Some(2));
     assert!(error.contains("--qmp applies to one virtual machine, but 2 are selected"), "{error}");
 
-    let held = UnixStream::connect(&first.qmp)?;
-    BufReader::new(&held).read_line(&mut String::new())?;
+    let connection = UnixStream::connect(&first.qmp)?;
+    BufReader::new(&connection).read_line(&mut String::new())?;
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains("virsh qemu-monitor-command"), "{error}");
@@ -332,47 +332,47 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     };
     let before = sums()?;
     assert!(before.len() >= 2);
-    let chosen = ["--vm", "tight-0", "--vm", "tight-1"];
-    let (_, dry) = unmerge_json(&[&chosen[..], &["--dry-run"]].concat())?;
+    let targets = ["--vm", "tight-0", "--vm", "tight-1"];
+    let (_, dry) = unmerge_json(&[&targets[..], &["--dry-run"]].concat())?;
     let pages = |process: usize| dry["processes"][process]["merged_pages"].as_u64().unwrap_or(0);
-    let (least, most) = (pages(0) * 4096, pages(1) * 4096);
-    assert!(least >= 16 * BYTES_PER_MIB && most >= least, "{dry}");
+    let (first_bytes, second_bytes) = (pages(0) * 4096, pages(1) * 4096);
+    assert!(first_bytes >= 16 * BYTES_PER_MIB && second_bytes >= first_bytes, "{dry}");
     // One guest fits, with some memory to spare for page tables and sockets; both do not.
-    cgroup.set_limit((cgroup.used_bytes().ok_or("no memory usage")? + least + least / 4) & !4095)?;
+    cgroup.set_limit((cgroup.used_bytes().ok_or("no memory usage")? + first_bytes + first_bytes / 4) & !4095)?;
 
-    let (status, text, error) = run_unmerge(&chosen)?;
+    let (status, text, error) = run_unmerge(&targets)?;
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
     assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
     assert!(text.contains("`--staged` would unenroll 1 of 2 parts now"), "{text}");
     let all_at_once = "is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls";
-    let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(flat(&text).contains(all_at_once), "{text}");
-    let (status, refused) = unmerge_json(&chosen)?;
+    let join_lines = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(join_lines(&text).contains(all_at_once), "{text}");
+    let (status, refused) = unmerge_json(&targets)?;
     assert_eq!(
         (status, &refused["outcome"], &refused["guard"]["verdict"]),
         (Some(1), &"refused".into(), &"short".into())
     );
-    let binds = &refused["guard"]["limits"][0];
+    let binding_limit = &refused["guard"]["limits"][0];
     let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
-    assert!(binds["scope"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
+    assert!(binding_limit["scope"].as_str().is_some_and(|scope| scope.ends_with(name)), "{binding_limit}");
     // Compare with the figures of the same plan: between two plans pages merge and COW breaks happen.
     let copies = |process: usize| {
         let pages = |name: &str| refused["processes"][process][name].as_u64().unwrap_or(0);
         4096 * (pages("merged_pages") + pages("zero_pages"))
     };
-    let needed = binds["needed"].as_u64();
+    let needed = binding_limit["needed"].as_u64();
     assert_eq!(needed, Some(copies(0) + copies(1)), "the guard must not count freed frames as available: {refused}");
     for guest in fleet.lines() {
         assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "the guest was changed");
     }
 
-    let (status, staged) = unmerge_json(&[&chosen[..], &["--staged"]].concat())?;
+    let (status, staged) = unmerge_json(&[&targets[..], &["--staged"]].concat())?;
     assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
     let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
     assert_eq!(states, ["unenrolled", "untouched"], "{staged}");
     assert_eq!(staged["stopped_by_guard"]["verdict"], "short");
-    let (_, text, _) = run_unmerge(&[&chosen[..], &["--staged"]].concat())?;
-    assert!(flat(&text).contains(all_at_once), "{text}");
+    let (_, text, _) = run_unmerge(&[&targets[..], &["--staged"]].concat())?;
+    assert!(join_lines(&text).contains(all_at_once), "{text}");
     assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
     assert_eq!(sums()?, before);
     Ok(())
@@ -382,10 +382,10 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
 fn unmerge_requires_existing_targets() -> UnmergeTestResult {
     // Only one pagefold may change this host at a time; without root the guard cannot exclude others.
     let _ksm = KsmTestGuard::acquire().ok();
-    let check = |arguments: &[&str], said: &str| -> UnmergeTestResult {
+    let check = |arguments: &[&str], message: &str| -> UnmergeTestResult {
         let (status, text, error) = run_unmerge(arguments)?;
         assert_eq!((status, text.as_str()), (Some(2), ""), "{arguments:?}");
-        assert!(error.contains(said), "{arguments:?}: {error}");
+        assert!(error.contains(message), "{arguments:?}: {error}");
         Ok(())
     };
     check(&[], "no processes are selected")?;
@@ -507,16 +507,16 @@ fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
             lab.lines().iter().map(region_range).map(|(start, end)| range_checksum(pid, start, end)).collect()
         };
         let before = sums()?;
-        let (status, done) = unmerge_json(&["--pid", &pid.to_string()])?;
-        assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
-        let process = &done["processes"][0];
+        let (status, report) = unmerge_json(&["--pid", &pid.to_string()])?;
+        assert_eq!((status, &report["outcome"]), (Some(0), &"done".into()), "{report}");
+        let process = &report["processes"][0];
         assert_eq!(process["method"], if enrolled == "--mergeable" { "regions" } else { "whole" });
         let pages = |name: &str| process[name].as_u64();
         assert!(pages("merged_pages") >= Some(4000) && pages("zero_pages") >= Some(1000), "{process}");
         // Zero pages placed by KSM are restored, too.
         assert_eq!((&process["merged_pages_after"], &process["zero_pages_after"]), (&0.into(), &0.into()), "{process}");
         let merged = process["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
-        let copies = done["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
+        let copies = report["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
         assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
         assert_eq!(sums()?, before);
         assert!(regions_of(pid, 0)?.iter().all(|region| !region.2), "a region is still marked mergeable");
@@ -536,19 +536,19 @@ fn collapse_restores_huge_pages() -> UnmergeTestResult {
         return skip_test("huge pages are not allowed on this host");
     }
     // The same content in both, so that ksmd splits huge pages to merge them.
-    let twin = || RunningLab::start_layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
-    let (lab, _other) = (twin()?, twin()?);
+    let start_lab = || RunningLab::start_layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
+    let (lab, _other) = (start_lab()?, start_lab()?);
     let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
     ksm.write_setting("use_zero_pages", 0);
     ksm.scan_until_settled();
-    let (status, done) = unmerge_json(&["--pid", &lab.pid().to_string(), "--collapse"])?;
-    assert_eq!(status, Some(0), "{done}");
-    let huge = &done["processes"][0]["huge"];
+    let (status, report) = unmerge_json(&["--pid", &lab.pid().to_string(), "--collapse"])?;
+    assert_eq!(status, Some(0), "{report}");
+    let huge = &report["processes"][0]["huge"];
     let [unmerged, collapsed] = ["unmerged", "collapsed"].map(|name| huge[name].as_u64().unwrap_or(0));
-    assert!(collapsed >= 8 * BYTES_PER_MIB && unmerged < collapsed, "{done}");
+    assert!(collapsed >= 8 * BYTES_PER_MIB && unmerged < collapsed, "{report}");
     Ok(())
 }
 
@@ -581,8 +581,8 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     assert_eq!(range_checksum(pid, start, end)?, before);
     // Without the limit the rest follows.
     cgroup.set_limit(1 << 40)?;
-    let (status, rest) = unmerge_json(&["--pid", &target, "--staged"])?;
-    assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
+    let (status, completed) = unmerge_json(&["--pid", &target, "--staged"])?;
+    assert_eq!((status, &completed["outcome"]), (Some(0), &"done".into()), "{completed}");
     assert_eq!(range_checksum(pid, start, end)?, before);
     Ok(())
 }
@@ -598,16 +598,21 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResu
     if !is_root() {
         return skip_test("needs root");
     }
-    let (Some(pod), Some(own)) = (UnmergeCgroup::new("pod"), UnmergeCgroup::new("container")) else {
+    let (Some(pod_cgroup), Some(container_cgroup)) = (UnmergeCgroup::new("pod"), UnmergeCgroup::new("container"))
+    else {
         return skip_test("cannot create a memory cgroup");
     };
-    let inside = |arguments: &[&str]| {
-        Command::new("sh").args(["-c", CONTAINER_SHELL_COMMAND]).arg(&own.directory).args(arguments).output()
+    let run_in_container = |arguments: &[&str]| {
+        Command::new("sh")
+            .args(["-c", CONTAINER_SHELL_COMMAND])
+            .arg(&container_cgroup.directory)
+            .args(arguments)
+            .output()
     };
-    if !inside(&["true"])?.status.success() {
+    if !run_in_container(&["true"])?.status.success() {
         return skip_test("needs cgroup, mount and network namespaces");
     }
-    let lab: RunningLab<RegionLine> = start_in(&pod, "layout", &["--mergeable", "within=4096,copies=64"])?;
+    let lab: RunningLab<RegionLine> = start_in(&pod_cgroup, "layout", &["--mergeable", "within=4096,copies=64"])?;
     let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
@@ -617,21 +622,21 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResu
     let unmerge = |arguments: &[&str]| -> Result<(Option<i32>, Value), Box<dyn Error>> {
         let state = state.path().to_str().ok_or("the state directory is not UTF-8")?;
         let command = [env!("CARGO_BIN_EXE_pagefold"), "unmerge", "--state", state, "--pid", &pid, "--json"];
-        let output = inside(&[&command, arguments].concat())?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        let report = serde_json::from_slice(&output.stdout).map_err(|why| format!("{why}: {said}"))?;
+        let output = run_in_container(&[&command, arguments].concat())?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let report = serde_json::from_slice(&output.stdout).map_err(|why| format!("{why}: {stderr}"))?;
         Ok((output.status.code(), report))
     };
-    pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + BYTES_PER_MIB) & !4095)?;
+    pod_cgroup.set_limit((pod_cgroup.used_bytes().ok_or("no memory usage")? + BYTES_PER_MIB) & !4095)?;
     let (status, refused) = unmerge(&[])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
     assert_eq!(refused["guard"]["unreadable"], json!([]), "{refused}");
-    let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
-    let binds = &refused["guard"]["limits"][0];
-    assert!(binds["scope"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
-    pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + 64 * BYTES_PER_MIB) & !4095)?;
-    let (status, done) = unmerge(&[])?;
-    assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
-    assert_eq!(done["processes"][0]["merged_pages_after"], 0, "{done}");
+    let name = pod_cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
+    let binding_limit = &refused["guard"]["limits"][0];
+    assert!(binding_limit["scope"].as_str().is_some_and(|scope| scope.ends_with(name)), "{refused}");
+    pod_cgroup.set_limit((pod_cgroup.used_bytes().ok_or("no memory usage")? + 64 * BYTES_PER_MIB) & !4095)?;
+    let (status, report) = unmerge(&[])?;
+    assert_eq!((status, &report["outcome"]), (Some(0), &"done".into()), "{report}");
+    assert_eq!(report["processes"][0]["merged_pages_after"], 0, "{report}");
     Ok(())
 }

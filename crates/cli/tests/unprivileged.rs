@@ -40,8 +40,8 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
     install_executable(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
 
     let spec = ["zero=31", "unique=47", "within=36,copies=3", "volatile=20", "shared-content=seen-by-one:15"];
-    let his = RunningLab::start_layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();
-    let roots = RunningLab::start_layout(&["shared-content=seen-by-one:15"]).unwrap();
+    let user_lab = RunningLab::start_layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();
+    let root_lab = RunningLab::start_layout(&["shared-content=seen-by-one:15"]).unwrap();
     let output = Command::new(&binary)
         .args(["census", "--json", "--top", "1"])
         .current_dir("/")
@@ -54,7 +54,7 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
 
     let expect = |kind: &str, expected: &[(&str, u64)]| {
         let expected: BTreeMap<String, u64> = expected.iter().map(|&(name, pages)| (name.to_owned(), pages)).collect();
-        assert_eq!(classes_of_region(&report, &his, his.first_region(kind)), expected, "{kind}");
+        assert_eq!(classes_of_region(&report, &user_lab, user_lab.first_region(kind)), expected, "{kind}");
     };
     expect("zero", &[("resident", 31), ("zero", 31)]);
     expect("unique", &[("resident", 47), ("unique", 47)]);
@@ -63,10 +63,10 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
     // The other copies are in processes that the user may not read.
     expect("shared-content", &[("resident", 15), ("unique", 15)]);
 
-    for pid in [roots.pid(), std::process::id()] {
-        let unseen = report["not_counted"]["unscanned_processes"].as_array().unwrap();
-        let unseen = unseen.iter().find(|process| process["pid"] == pid).expect("root's process is not named");
-        assert_eq!(unseen["reason"], "denied");
+    for pid in [root_lab.pid(), std::process::id()] {
+        let unscanned = report["not_counted"]["unscanned_processes"].as_array().unwrap();
+        let unscanned = unscanned.iter().find(|process| process["pid"] == pid).expect("root's process is not named");
+        assert_eq!(unscanned["reason"], "denied");
         assert!(report["processes"].as_array().unwrap().iter().all(|process| process["pid"] != pid));
     }
 }

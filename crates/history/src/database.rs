@@ -12,7 +12,7 @@ use std::time::Duration;
 const APPLICATION_ID: i64 = 0x5046_4849;
 
 /// `PRAGMA user_version`.
-const SCHEMA_VERSION: i64 = 2;
+pub(crate) const SCHEMA_VERSION: i64 = 2;
 
 /// Open a database for writing. Creates it if it is missing or empty, readable by its owner only.
 pub fn open_writable(path: &Path) -> Result<Connection, Error> {

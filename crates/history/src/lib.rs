@@ -45,7 +45,10 @@ pub enum Error {
     #[error("{} is no history of pagefold: name another file, or move it away", .0.display())]
     NotAHistory(PathBuf),
     /// Its format version is unknown.
-    #[error("the history {} has format {}, this pagefold reads 1: use the one that wrote it", .0.display(), .1)]
+    #[error(
+        "the history {} has format {}, and this pagefold reads format {}: use the version that wrote it",
+        .0.display(), .1, database::SCHEMA_VERSION
+    )]
     UnknownVersion(PathBuf, i64),
     /// It is damaged.
     #[error("the history {} is damaged ({}): move it away to start a new one", .0.display(), .1)]

@@ -123,22 +123,22 @@ pub fn format_net(value: i64) -> String {
 /// Escapes characters that could control a terminal or reorder a line: control characters, and Unicode's invisible
 /// characters for direction and joining.
 pub fn escape_unprintable(text: &str) -> Cow<'_, str> {
-    let steers = |c: char| {
+    let controls_terminal = |c: char| {
         c.is_control()
             || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
     };
-    if !text.contains(steers) {
+    if !text.contains(controls_terminal) {
         return text.into();
     }
-    let mut safe = String::new();
+    let mut escaped = String::new();
     for c in text.chars() {
-        if steers(c) {
-            safe.extend(c.escape_default());
+        if controls_terminal(c) {
+            escaped.extend(c.escape_default());
         } else {
-            safe.push(c);
+            escaped.push(c);
         }
     }
-    safe.into()
+    escaped.into()
 }
 
 /// The name in all reports for the savings that KSM's counters contain.

@@ -62,22 +62,22 @@ impl MappingShares {
     pub fn bytes(&self, page: PageSize) -> Bytes {
         // 64 fractional bits: each term is short by less than 2^-64 of a byte, which rounding to nearest absorbs.
         const HALF_BYTE: u128 = 1 << 63;
-        let fixed: u128 = self
+        let fixed_point: u128 = self
             .iter()
             .map(|(mappings, pages)| {
                 let (bytes, mappings) = (u128::from(pages.0) * u128::from(page.bytes()), u128::from(mappings.get()));
                 ((bytes / mappings) << 64) + ((bytes % mappings) << 64) / mappings
             })
             .sum();
-        Bytes(((fixed + HALF_BYTE) >> 64) as u64)
+        Bytes(((fixed_point + HALF_BYTE) >> 64) as u64)
     }
 
     /// The difference to `other`, if `other` is contained in these shares.
     pub fn without(&self, other: &Self) -> Option<Self> {
         let mut rest = self.clone();
         for (mappings, pages) in &other.0 {
-            let left = rest.0.remove(mappings)?.checked_sub(*pages)?;
-            rest.add(*mappings, left);
+            let remaining_pages = rest.0.remove(mappings)?.checked_sub(*pages)?;
+            rest.add(*mappings, remaining_pages);
         }
         Some(rest)
     }
@@ -336,8 +336,8 @@ impl Footprint {
 
     /// The gross savings of this process by merging: those that KSM counts, and the zeros in split huge pages if known.
     pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
-        let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.bytes_of(*pages));
-        Ok(self.counted_by_ksm(page)? + by_splitting)
+        let freed_by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.bytes_of(*pages));
+        Ok(self.counted_by_ksm(page)? + freed_by_splitting)
     }
 
     /// The savings that KSM counts: all pages that it merged, minus the share that the process still pays for them.
@@ -474,7 +474,7 @@ pub struct FootprintGroup {
 impl GroupBy {
     /// The group of a process.
     pub fn key(self, process: &Process) -> GroupKey {
-        let or_unread =
+        let or_unread_group =
             |reading: Result<GroupKey, &Absent>| reading.unwrap_or_else(|why| GroupKey::Unread(why.clone()));
         let identity = &process.identity;
         match self {
@@ -482,8 +482,8 @@ impl GroupBy {
             Self::Vm => {
                 identity.vm.as_ref().map_or(GroupKey::Ungrouped, |vm| GroupKey::Vm(process.id, vm.name.clone()))
             }
-            Self::Cgroup => or_unread(process.cgroup.as_ref().map(|path| GroupKey::Cgroup(path.clone()))),
-            Self::User => or_unread(process.uid.as_ref().map(|&uid| GroupKey::User(uid))),
+            Self::Cgroup => or_unread_group(process.cgroup.as_ref().map(|path| GroupKey::Cgroup(path.clone()))),
+            Self::User => or_unread_group(process.uid.as_ref().map(|&uid| GroupKey::User(uid))),
             Self::Step => identity.job.as_ref().map_or(GroupKey::Ungrouped, |job| GroupKey::Job(job.name.clone())),
             Self::Job => {
                 identity.job.as_ref().map_or(GroupKey::Ungrouped, |job| GroupKey::Job(job_without_step(&job.name)))

@@ -279,67 +279,72 @@ pub struct Reconciliation {
 
 /// Compares an account with the kernel's counters, which should be read right after the frames.
 pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ksm, memory: &MemInfo) -> Reconciliation {
-    let exact = || accounts.iter().map(|account| &account.footprint).filter(|f| f.basis == Basis::Exact);
+    let exact_footprints =
+        || accounts.iter().map(|account| &account.footprint).filter(|footprint| footprint.basis == Basis::Exact);
     // Sums before rounding to bytes.
-    let mut all = Footprint::empty();
-    exact().for_each(|footprint| all += footprint);
-    let balance = compute_balance(page, &all.fair.exact, frames);
-    let drift = SharingDrift::from_footprints(exact(), frames, ksm);
-    let saved = signed(frames.ksm_mappings.saturating_sub(frames.ksm).0);
+    let mut total = Footprint::empty();
+    exact_footprints().for_each(|footprint| total += footprint);
+    let balance = compute_balance(page, &total.fair.exact, frames);
+    let drift = SharingDrift::from_footprints(exact_footprints(), frames, ksm);
+    let saved_pages = signed(frames.ksm_mappings.saturating_sub(frames.ksm).0);
     let bytes = |pages: Pages| signed(page.bytes_of(pages).0);
 
     let figures = [
-        (KernelCounter::Pss, signed(balance.fair.0) - bytes(frames.hugetlb), all.pss.clone().map(|pss| signed(pss.0))),
+        (
+            KernelCounter::Pss,
+            signed(balance.fair.0) - bytes(frames.hugetlb),
+            total.pss.clone().map(|pss| signed(pss.0)),
+        ),
         (KernelCounter::AnonPages, bytes(frames.anonymous), memory.anon.clone().map(|anon| signed(anon.0))),
         (KernelCounter::PagesShared, signed(frames.ksm.0), ksm.pages_shared.clone().map(signed)),
-        (KernelCounter::PagesSharing, saved, ksm.pages_sharing.clone().map(signed)),
-        (KernelCounter::MergingPages, signed(all.ksm.0), all.merging_pages.clone().map(signed)),
+        (KernelCounter::PagesSharing, saved_pages, ksm.pages_sharing.clone().map(signed)),
+        (KernelCounter::MergingPages, signed(total.ksm.0), total.merging_pages.clone().map(signed)),
         (KernelCounter::ZeroPages, signed(frames.zero.0), ksm.ksm_zero_pages.clone()),
-        (KernelCounter::FramesAtSharingLimit, frames_at_limit(&all.ksm_fair.exact, ksm), copies_in_chains(ksm)),
+        (KernelCounter::FramesAtSharingLimit, frames_at_limit(&total.ksm_fair.exact, ksm), copies_in_chains(ksm)),
         (KernelCounter::Hugetlb, bytes(frames.hugetlb), memory.hugetlb.clone().map(|hugetlb| signed(hugetlb.0))),
         (KernelCounter::HugeZeroPage, signed(frames.huge_zero.0), Err(Absent::NotOnThisKernel)),
     ];
-    let profits = all.profit_counted_by_ksm(page).into_iter().flat_map(|NetBytes(profit)| {
+    let profits = total.profit_counted_by_ksm(page).into_iter().flat_map(|NetBytes(profit)| {
         [
             (KernelCounter::GeneralProfit, profit, ksm.general_profit.clone()),
-            (KernelCounter::ProcessProfit, profit, all.kernel_profit.clone().map(|profit| profit.0)),
+            (KernelCounter::ProcessProfit, profit, total.kernel_profit.clone().map(|profit| profit.0)),
         ]
     });
-    let lines = figures
+    let comparisons = figures
         .into_iter()
         .chain(profits)
-        .map(|(counter, ours, kernel)| {
-            let difference = kernel.as_ref().ok().map(|kernel| ours.saturating_sub(*kernel));
+        .map(|(counter, account_value, kernel_value)| {
+            let difference = kernel_value.as_ref().ok().map(|kernel_value| account_value.saturating_sub(*kernel_value));
             let explanation = match &drift {
                 Ok(drift) if counter == KernelCounter::PagesSharing && difference != Some(0) => drift.describe(),
                 _ => explain_difference(counter, difference, page, frames),
             };
-            CounterComparison { counter, account_value: ours, kernel_value: kernel, explanation }
+            CounterComparison { counter, account_value, kernel_value, explanation }
         })
         .collect();
     Reconciliation {
         balance,
-        comparisons: lines,
+        comparisons,
         drift,
-        estimated_processes: (accounts.len() - exact().count()) as u64,
+        estimated_processes: (accounts.len() - exact_footprints().count()) as u64,
     }
 }
 
 fn compute_balance(page: PageSize, fair: &MappingShares, frames: &Frames) -> Balance {
-    let mut all = fair.clone();
-    all += &frames.unseen;
-    all += &frames.partially_read;
-    let exact = all.without(&frames.excess).and_then(|shares| shares.frames()) == Some(frames.distinct);
+    let mut total = fair.clone();
+    total += &frames.unseen;
+    total += &frames.partially_read;
+    let exact = total.without(&frames.excess).and_then(|shares| shares.frames()) == Some(frames.distinct);
     let in_use = page.bytes_of(frames.distinct);
     let excess = frames.excess.bytes(page);
-    let moved = signed(in_use.0 + excess.0) - signed(all.bytes(page).0);
+    let remainder = signed(in_use.0 + excess.0) - signed(total.bytes(page).0);
     Balance {
         frames: in_use,
         fair: fair.bytes(page),
         unseen: frames.unseen.bytes(page),
         partially_read: frames.partially_read.bytes(page),
         excess,
-        changed_mappings: NetBytes(if exact { 0 } else { moved }),
+        changed_mappings: NetBytes(if exact { 0 } else { remainder }),
         exact,
     }
 }
@@ -357,19 +362,19 @@ fn copies_in_chains(ksm: &Ksm) -> Reading<i64> {
 
 /// Why the figures differ, by the direction of the difference, and the meaning of the counter.
 fn explain_difference(counter: KernelCounter, difference: Option<i64>, page: PageSize, frames: &Frames) -> String {
-    let (less, more) = counter.difference_reasons();
+    let (reason_if_less, reason_if_more) = counter.difference_reasons();
     // The expected difference: `ksm_process_profit` does not charge the kept copies.
-    let kept = if counter == KernelCounter::ProcessProfit { signed(page.bytes_of(frames.ksm).0) } else { 0 };
-    let reason = match difference.map(|difference| difference.saturating_add(kept)) {
+    let uncharged_bytes = if counter == KernelCounter::ProcessProfit { signed(page.bytes_of(frames.ksm).0) } else { 0 };
+    let reason = match difference.map(|difference| difference.saturating_add(uncharged_bytes)) {
         _ if counter == KernelCounter::HugeZeroPage => {
             "mapped where memory for huge pages was read and never written; it belongs to no process and is in neither \
              RSS nor PSS"
         }
         None => "this kernel has no such counter",
-        Some(0) if kept > 0 => "nothing else differs",
+        Some(0) if uncharged_bytes > 0 => "nothing else differs",
         Some(0) => "agrees",
-        Some(..0) => less,
-        Some(_) => more,
+        Some(..0) => reason_if_less,
+        Some(_) => reason_if_more,
     };
     let meaning = match counter {
         KernelCounter::MergingPages => format!(

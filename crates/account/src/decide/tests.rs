@@ -87,18 +87,22 @@ fn footprint_counts_its_share_of_ksm_frames() {
 
 #[test]
 fn zeros_in_split_huge_pages_are_saved_and_not_counted_by_ksm() {
-    let split = |pages| Footprint { zeros_by_splitting: pages, ..footprint(6) };
-    let (with, without) = (split(Ok(Pages(5))), split(Ok(Pages::ZERO)));
-    let five = page().bytes_of(Pages(5));
-    assert_eq!(with.saved(page()).unwrap(), without.saved(page()).unwrap() + five);
-    assert_eq!(with.profit(page()).unwrap().0, without.profit(page()).unwrap().0 + five.0.cast_signed());
-    assert_eq!(with.unmerged(page()).unwrap(), without.unmerged(page()).unwrap() + five);
-    assert_eq!(with.profit_counted_by_ksm(page()), without.profit(page()), "compared with the kernel's profit");
-    assert_eq!(split(Err(Absent::Denied)).saved(page()), without.saved(page()), "the known part is still reported");
-    let mut sum = with.clone();
-    sum += &with;
+    let with_split_zeros = |pages| Footprint { zeros_by_splitting: pages, ..footprint(6) };
+    let (some, none) = (with_split_zeros(Ok(Pages(5))), with_split_zeros(Ok(Pages::ZERO)));
+    let five_pages = page().bytes_of(Pages(5));
+    assert_eq!(some.saved(page()).unwrap(), none.saved(page()).unwrap() + five_pages);
+    assert_eq!(some.profit(page()).unwrap().0, none.profit(page()).unwrap().0 + five_pages.0.cast_signed());
+    assert_eq!(some.unmerged(page()).unwrap(), none.unmerged(page()).unwrap() + five_pages);
+    assert_eq!(some.profit_counted_by_ksm(page()), none.profit(page()), "compared with the kernel's profit");
+    assert_eq!(
+        with_split_zeros(Err(Absent::Denied)).saved(page()),
+        none.saved(page()),
+        "the known part is still reported"
+    );
+    let mut sum = some.clone();
+    sum += &some;
     assert_eq!(sum.zeros_by_splitting, Ok(Pages(10)));
-    sum += &split(Err(Absent::Denied));
+    sum += &with_split_zeros(Err(Absent::Denied));
     assert_eq!(sum.zeros_by_splitting, Err(Absent::Denied), "a sum with a missing part is absent");
 }
 
@@ -125,28 +129,28 @@ fn rollup() -> SmapsRollup {
 }
 
 fn host(shared: u64, sharing: u64) -> Ksm {
-    let no = || Err(Absent::NotOnThisKernel);
+    let absent = || Err(Absent::NotOnThisKernel);
     Ksm {
-        run: no(),
-        pages_to_scan: no(),
-        sleep_millisecs: no(),
+        run: absent(),
+        pages_to_scan: absent(),
+        sleep_millisecs: absent(),
         pages_shared: Ok(shared),
         pages_sharing: Ok(sharing),
-        pages_unshared: no(),
-        pages_volatile: no(),
-        pages_scanned: no(),
-        pages_skipped: no(),
-        full_scans: no(),
-        max_page_sharing: no(),
-        merge_across_nodes: no(),
-        use_zero_pages: no(),
+        pages_unshared: absent(),
+        pages_volatile: absent(),
+        pages_scanned: absent(),
+        pages_skipped: absent(),
+        full_scans: absent(),
+        max_page_sharing: absent(),
+        merge_across_nodes: absent(),
+        use_zero_pages: absent(),
         ksm_zero_pages: Err(Absent::NotOnThisKernel),
         general_profit: Err(Absent::NotOnThisKernel),
-        stable_node_chains: no(),
-        stable_node_dups: no(),
-        smart_scan: no(),
+        stable_node_chains: absent(),
+        stable_node_dups: absent(),
+        smart_scan: absent(),
         advisor_mode: Err(Absent::NotOnThisKernel),
-        advisor_target_scan_time: no(),
+        advisor_target_scan_time: absent(),
     }
 }
 

@@ -41,8 +41,8 @@ impl FakeFrameHost {
 
     fn lookup_frames<T>(&self, frames: &[Pfn], field: impl Fn((u64, u64)) -> T) -> Reading<Vec<T>> {
         assert!(frames.is_sorted_by(|a, b| a < b), "frames must be requested in ascending order, each once");
-        let known = self.frames.lock().unwrap();
-        Ok(frames.iter().map(|pfn| field(known[&pfn.0])).collect())
+        let all_frames = self.frames.lock().unwrap();
+        Ok(frames.iter().map(|pfn| field(all_frames[&pfn.0])).collect())
     }
 }
 
@@ -97,9 +97,9 @@ impl FakeMapper {
     }
 
     fn answer_or_vanish<T>(&self, range: AddressRange, answer: impl FnOnce() -> T) -> Reading<T> {
-        let mut asked = self.requested_ranges.lock().unwrap();
-        asked.push(range);
-        if asked.len() > self.reads_before_exit { Err(Absent::Vanished) } else { Ok(answer()) }
+        let mut requested_ranges = self.requested_ranges.lock().unwrap();
+        requested_ranges.push(range);
+        if requested_ranges.len() > self.reads_before_exit { Err(Absent::Vanished) } else { Ok(answer()) }
     }
 }
 
@@ -118,17 +118,21 @@ impl ProcessHandle for FakeMapper {
         Ok(pages.map(|(number, _)| PageRun { address: number * PAGE_BYTES, pages: 1, huge: false }).collect())
     }
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        let again = !self.requested_ranges.lock().unwrap().is_empty();
+        let is_repeated_read = !self.requested_ranges.lock().unwrap().is_empty();
         self.answer_or_vanish(range, || {
-            let page =
-                |number| match self.frames_after_migration.get(&number).filter(|_| again).or(self.pages.get(&number)) {
-                    Some(None) if again => PagemapEntry::default(),
-                    Some(&frame) => {
-                        let file = frame.is_some_and(|frame| self.file_frames.contains(&frame.0));
-                        PagemapEntry { present: true, frame, file, ..PagemapEntry::default() }
-                    }
-                    None => PagemapEntry::default(),
-                };
+            let page = |number| match self
+                .frames_after_migration
+                .get(&number)
+                .filter(|_| is_repeated_read)
+                .or(self.pages.get(&number))
+            {
+                Some(None) if is_repeated_read => PagemapEntry::default(),
+                Some(&frame) => {
+                    let file = frame.is_some_and(|frame| self.file_frames.contains(&frame.0));
+                    PagemapEntry { present: true, frame, file, ..PagemapEntry::default() }
+                }
+                None => PagemapEntry::default(),
+            };
             (range.start / PAGE_BYTES..range.end / PAGE_BYTES).map(page).collect()
         })
     }
@@ -319,8 +323,9 @@ fn empty_ranges_are_not_read() {
     ];
     let mut ledger = FrameLedger::new(&host);
     assert_eq!(ledger.add_process(&process, &regions).unwrap().shares, shares(&[(1, 4)]));
-    let asked = process.requested_ranges.lock().unwrap();
-    let pages: Vec<_> = asked.iter().map(|range| (range.start / PAGE_BYTES, range.end / PAGE_BYTES)).collect();
+    let requested_ranges = process.requested_ranges.lock().unwrap();
+    let pages: Vec<_> =
+        requested_ranges.iter().map(|range| (range.start / PAGE_BYTES, range.end / PAGE_BYTES)).collect();
     assert_eq!(pages, [(tib, tib + 1001), (11 * tib, 11 * tib + 1)]);
 }
 
@@ -330,8 +335,8 @@ fn dense_regions_are_read_in_batches() {
     (0..BATCH_PAGES + 3).for_each(|pfn| host.set_frame(pfn, 1, KPF_ANON));
     let process = FakeMapper::new(1, 0..BATCH_PAGES + 3);
     assert_eq!(add_to_ledger(&mut FrameLedger::new(&host), &process).shares, shares(&[(1, BATCH_PAGES + 3)]));
-    let asked = process.requested_ranges.lock().unwrap();
-    let pages: Vec<_> = asked.iter().map(|range| range.bytes().0 / PAGE_BYTES).collect();
+    let requested_ranges = process.requested_ranges.lock().unwrap();
+    let pages: Vec<_> = requested_ranges.iter().map(|range| range.bytes().0 / PAGE_BYTES).collect();
     assert_eq!(pages, [BATCH_PAGES, 3]);
 }
 
@@ -346,9 +351,9 @@ fn frame_counts_of_any_size_are_kept() {
             FrameCount { kernel_mappings: mappings, seen_mappings: seen }
         });
         expected = (mappings, seen);
-        let known: Vec<_> =
-            table.counts().filter(|cell| cell.kernel_mappings > 0).map(|cell| cell.seen_mappings).collect();
-        assert_eq!(known, [seen], "each frame has exactly one count");
+        let counts: Vec<_> =
+            table.counts().filter(|count| count.kernel_mappings > 0).map(|count| count.seen_mappings).collect();
+        assert_eq!(counts, [seen], "each frame has exactly one count");
     }
 }
 
@@ -376,15 +381,15 @@ proptest! {
 
         let run = |order: &mut dyn Iterator<Item = &FakeMapper>| {
             let mut ledger = FrameLedger::new(&host);
-            let mut all = MappingShares::default();
-            order.for_each(|process| all += &add_to_ledger(&mut ledger, process).shares);
-            (all, ledger.finish())
+            let mut total = MappingShares::default();
+            order.for_each(|process| total += &add_to_ledger(&mut ledger, process).shares);
+            (total, ledger.finish())
         };
-        let (all, seen) = run(&mut processes.iter());
-        prop_assert_eq!(seen.distinct, Pages(frames.len() as u64));
-        prop_assert_eq!(all.frames(), Some(seen.distinct));
-        prop_assert_eq!((&seen.unseen, &seen.excess, seen.changed_mappings), (&MappingShares::default(), &MappingShares::default(), Pages(0)));
-        prop_assert_eq!(run(&mut processes.iter().rev()), (all, seen));
+        let (total, all_frames) = run(&mut processes.iter());
+        prop_assert_eq!(all_frames.distinct, Pages(frames.len() as u64));
+        prop_assert_eq!(total.frames(), Some(all_frames.distinct));
+        prop_assert_eq!((&all_frames.unseen, &all_frames.excess, all_frames.changed_mappings), (&MappingShares::default(), &MappingShares::default(), Pages(0)));
+        prop_assert_eq!(run(&mut processes.iter().rev()), (total, all_frames));
 
         let (mut part, without_one) = run(&mut processes.iter().skip(1));
         part += &without_one.unseen;

@@ -243,14 +243,14 @@ impl AccountReport {
             })
             .collect();
         processes.sort_by_key(|process| (Reverse(process.footprint.fair_share), process.process.pid));
-        let mut sums = match input.group_by {
+        let mut groups = match input.group_by {
             GroupBy::Process => Vec::new(),
             by => group_footprints(input.accounts, by)
                 .into_iter()
                 .map(|group| GroupAccount::from_group(&group, page))
                 .collect(),
         };
-        sums.sort_by_key(|group| Reverse(group.footprint.fair_share));
+        groups.sort_by_key(|group| Reverse(group.footprint.fair_share));
         Self {
             schema: "pagefold.account/1",
             host: input.host.clone(),
@@ -266,7 +266,7 @@ impl AccountReport {
                 GroupBy::Step => "step",
                 GroupBy::User => "user",
             },
-            groups: sums,
+            groups,
             reconciliation: input.reconciliation.map(ReconciliationReport::from_input),
             unscanned_processes: unscanned_processes(input.unscanned),
         }
@@ -274,9 +274,10 @@ impl AccountReport {
 
     /// Whether a selected process could not be read or, with `--explain`, the frames of any process.
     pub fn is_incomplete(&self) -> bool {
-        let unexplained =
-            |whole: &ReconciliationReport| whole.estimated_processes > 0 || !whole.unscanned_processes.is_empty();
-        !self.unscanned_processes.is_empty() || self.reconciliation.as_ref().is_some_and(unexplained)
+        let is_partial = |whole_host: &ReconciliationReport| {
+            whole_host.estimated_processes > 0 || !whole_host.unscanned_processes.is_empty()
+        };
+        !self.unscanned_processes.is_empty() || self.reconciliation.as_ref().is_some_and(is_partial)
     }
 
     /// Number of processes with estimated figures.
@@ -334,15 +335,14 @@ impl GroupAccount {
 }
 
 impl ReconciliationReport {
-    fn from_input(whole: ReconciliationInput<'_>) -> Self {
-        let Reconciliation { balance, comparisons: lines, drift, estimated_processes: estimated } =
-            whole.reconciliation;
+    fn from_input(input: ReconciliationInput<'_>) -> Self {
+        let Reconciliation { balance, comparisons, drift, estimated_processes } = input.reconciliation;
         Self {
-            processes: whole.processes.saturating_sub(*estimated),
-            estimated_processes: *estimated,
-            unscanned_processes: unscanned_processes(whole.unscanned),
+            processes: input.processes.saturating_sub(*estimated_processes),
+            estimated_processes: *estimated_processes,
+            unscanned_processes: unscanned_processes(input.unscanned),
             balance: BalanceReport::from_balance(balance),
-            comparisons: lines.iter().map(CounterComparisonReport::from_comparison).collect(),
+            comparisons: comparisons.iter().map(CounterComparisonReport::from_comparison).collect(),
             drift: drift.as_ref().ok().map(DriftReport::from_drift),
         }
     }
@@ -381,13 +381,16 @@ impl CounterComparisonReport {
 
 impl DriftReport {
     fn from_drift(drift: &SharingDrift) -> Self {
-        let SharingDrift { unvisited, stale, counted_elsewhere: elsewhere, unseen, excess_frames: frames } = *drift;
-        Self { unvisited, stale, counted_elsewhere: elsewhere, unseen, excess_frames: frames }
+        let SharingDrift { unvisited, stale, counted_elsewhere, unseen, excess_frames } = *drift;
+        Self { unvisited, stale, counted_elsewhere, unseen, excess_frames }
     }
 }
 
-fn unscanned_processes(unseen: &[UnscannedProcess]) -> Vec<UnscannedProcessReport> {
-    unseen.iter().map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why)).collect()
+fn unscanned_processes(unscanned: &[UnscannedProcess]) -> Vec<UnscannedProcessReport> {
+    unscanned
+        .iter()
+        .map(|process| UnscannedProcessReport::new(process.pid.0, process.comm.clone(), &process.why))
+        .collect()
 }
 
 #[cfg(test)]

@@ -162,15 +162,16 @@ fn reconciliation(accounts: &[Account]) -> Reconciliation {
 fn report(by: GroupBy, explain: bool) -> AccountReport {
     let accounts = sample_accounts();
     let reconciliation = reconciliation(&accounts);
-    let unseen = [UnscannedProcess { pid: Pid(1), comm: Some("init".to_owned()), why: Absent::Denied }];
-    let whole = ReconciliationInput { reconciliation: &reconciliation, processes: 4, unscanned: &unseen };
+    let unscanned = [UnscannedProcess { pid: Pid(1), comm: Some("init".to_owned()), why: Absent::Denied }];
+    let reconciliation_input =
+        ReconciliationInput { reconciliation: &reconciliation, processes: 4, unscanned: &unscanned };
     AccountReport::from_input(&AccountInput {
         host: "this host".to_owned(),
         page_size: page(),
         group_by: by,
         accounts: &accounts,
-        unscanned: &unseen,
-        reconciliation: explain.then_some(whole),
+        unscanned: &unscanned,
+        reconciliation: explain.then_some(reconciliation_input),
         seconds: 0.5,
     })
 }

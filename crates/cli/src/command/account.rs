@@ -96,21 +96,22 @@ pub fn run(options: &AccountArguments, global: &GlobalOptions) -> anyhow::Result
     let host = host_selection::open_host(global)?;
     let selection = host_selection::process_selection(&options.targets, global)?;
     let started = Instant::now();
-    let never = AtomicBool::new(false);
-    let (accounts, unseen, whole) = progress::run_census_with_progress(host.page_size(), &never, |_| {
-        take_account(&*host, &selection, options.explain, load_freed_zeros(&*host, global))
-    })?;
-    host_selection::check_any_seen(!accounts.is_empty(), &selection, &unseen, global)?;
+    let never_stopped = AtomicBool::new(false);
+    let (accounts, unscanned, reconciliation) =
+        progress::run_census_with_progress(host.page_size(), &never_stopped, |_| {
+            take_account(&*host, &selection, options.explain, load_freed_zeros(&*host, global))
+        })?;
+    host_selection::check_any_seen(!accounts.is_empty(), &selection, &unscanned, global)?;
     let report = AccountReport::from_input(&AccountInput {
         host: host.describe(),
         page_size: host.page_size(),
         group_by: options.by.into(),
         accounts: &accounts,
-        unscanned: &unseen,
-        reconciliation: whole.as_ref().map(|(reconciliation, processes, unseen)| ReconciliationInput {
+        unscanned: &unscanned,
+        reconciliation: reconciliation.as_ref().map(|(reconciliation, processes, unscanned)| ReconciliationInput {
             reconciliation,
             processes: *processes,
-            unscanned: unseen,
+            unscanned,
         }),
         seconds: started.elapsed().as_secs_f64(),
     });
@@ -128,7 +129,7 @@ pub fn run(options: &AccountArguments, global: &GlobalOptions) -> anyhow::Result
 }
 
 /// The accounts of the selected processes and the processes that could not be read. With `explain`, also the comparison
-/// for the whole host, its number of processes, and those of them that could not be read.
+/// for the whole host, the number of its processes, and its processes that could not be read.
 pub type AccountResult = (Vec<Account>, Vec<UnscannedProcess>, Option<(Reconciliation, u64, Vec<UnscannedProcess>)>);
 
 /// Load the counts of zero pages that merges freed by splitting huge pages. A recording has none.
@@ -149,22 +150,23 @@ pub fn take_account(
 ) -> Result<AccountResult, pagefold_census::Error> {
     let (frames, ledger) = (footprint::check_frames_readable(host), Mutex::new(FrameLedger::new(host)));
     let books = AccountBooks { host, frames, ledger, ksm: read_ksm(host), freed_zeros };
-    let (accounts, unseen) =
+    let (accounts, unscanned) =
         scan_scope::inspect_selected(host, selection, |handle, process| books.account_process(handle, process))?;
     if !explain {
-        return Ok((accounts, unseen, None));
+        return Ok((accounts, unscanned, None));
     }
-    let entered: BTreeSet<_> = accounts.iter().map(|account| account.process.id).collect();
-    let (rest, missed) = scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
-        let new = !entered.contains(&process.id);
-        new.then(|| books.account_process(handle, process)).transpose()
-    })?;
+    let selected_ids: BTreeSet<_> = accounts.iter().map(|account| account.process.id).collect();
+    let (other_accounts, all_unscanned) =
+        scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
+            let is_new = !selected_ids.contains(&process.id);
+            is_new.then(|| books.account_process(handle, process)).transpose()
+        })?;
     let frames = books.ledger.into_inner().expect("no thread panicked").finish();
-    let everybody: Vec<Account> = accounts.iter().cloned().chain(rest.into_iter().flatten()).collect();
+    let all_accounts: Vec<Account> = accounts.iter().cloned().chain(other_accounts.into_iter().flatten()).collect();
     // Read the counters right after the frames, so that they are from the same time.
     let memory = observe::memory(host).unwrap_or_else(|_| parse::meminfo(b""));
-    let reconciliation = reconcile(host.page_size(), &everybody, &frames, &read_ksm(host), &memory);
-    Ok((accounts, unseen, Some((reconciliation, everybody.len() as u64, missed))))
+    let reconciliation = reconcile(host.page_size(), &all_accounts, &frames, &read_ksm(host), &memory);
+    Ok((accounts, unscanned, Some((reconciliation, all_accounts.len() as u64, all_unscanned))))
 }
 
 /// KSM's counters, each absent where the kernel has no KSM.
@@ -188,7 +190,7 @@ impl AccountBooks<'_> {
     /// Account for a process: exactly if frames can be read, otherwise from the kernel's sums.
     fn account_process(&self, handle: &dyn Handle, process: Process) -> Reading<Account> {
         let page = self.host.page_size();
-        // First, so that a process that has ended by now is in no part of the comparison.
+        // Read the rollup first: a process that has ended by now must be in no part of the comparison.
         let rollup = observe::rollup(handle);
         if rollup == Err(Absent::Vanished) {
             return Err(Absent::Vanished);
@@ -208,13 +210,13 @@ impl AccountBooks<'_> {
 
     /// The zero pages freed by splitting that are still free.
     fn count_split_zeros(&self, handle: &dyn Handle, process: &Process) -> Reading<Pages> {
-        let noted = self.freed_zeros.as_ref().map_err(Absent::clone)?.get(&process.id).copied();
-        split_zeros::count_still_free(self.host, handle, noted.unwrap_or(Pages::ZERO))
+        let freed = self.freed_zeros.as_ref().map_err(Absent::clone)?.get(&process.id).copied();
+        split_zeros::count_still_free(self.host, handle, freed.unwrap_or(Pages::ZERO))
     }
 
     /// The pages of a process that map a store of the user-space engine, from its regions, without the frames.
     fn count_engine_pages(&self, handle: &dyn Handle) -> Reading<Pages> {
-        if !observe::mapped_regions(handle)?.iter().any(|mapped| is_store_mapping(&mapped.name)) {
+        if !observe::mapped_regions(handle)?.iter().any(|region| is_store_mapping(&region.name)) {
             return Ok(Pages::ZERO);
         }
         let stores = observe::regions(handle)?.into_iter().filter(|region| is_store_mapping(&region.name));
@@ -228,8 +230,8 @@ impl AccountBooks<'_> {
         let regions = observe::regions(handle)?;
         let mapped = self.ledger.lock().expect("no thread panicked").add_process(handle, &regions)?;
         let resident: Bytes = regions.iter().map(|region| region.rss).sum();
-        let found = mapped.shares.pages() + mapped.zero + mapped.huge_zero + mapped.gone;
-        if resident > Bytes::ZERO && found == Pages::ZERO {
+        let found_pages = mapped.shares.pages() + mapped.zero + mapped.huge_zero + mapped.gone;
+        if resident > Bytes::ZERO && found_pages == Pages::ZERO {
             // A recording may lack the pages of a process.
             return Err(Absent::Malformed("no page tables, though memory is resident".to_owned()));
         }

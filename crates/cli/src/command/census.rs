@@ -70,8 +70,8 @@ pub struct CensusArguments {
 pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
-    let available = || std::thread::available_parallelism().map_or(1, Into::into);
-    let threads = options.threads.map_or_else(available, usize::from);
+    let available_cpus = || std::thread::available_parallelism().map_or(1, Into::into);
+    let threads = options.threads.map_or_else(available_cpus, usize::from);
     let census_options = pagefold_census::CensusOptions {
         selection: host_selection::process_selection(&options.targets, global)?,
         domains: Config::load(global)?.domains(options.domains),
@@ -110,5 +110,5 @@ pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<
 }
 
 fn seed_from_clock() -> u64 {
-    std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64)
+    std::time::UNIX_EPOCH.elapsed().map_or(0, |elapsed| elapsed.as_nanos() as u64)
 }

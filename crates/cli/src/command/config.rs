@@ -55,11 +55,11 @@ fn import_ksmtuned(file: &Path, global: &GlobalOptions) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let host = host_selection::open_host(global)?;
     let total = observe::memory(&*host).and_then(|memory| memory.total).context("cannot read MemTotal")?;
-    let KsmtunedImport { section, imported: kept, skipped: left, implied_defaults: defaults } = import(&text, total);
+    let KsmtunedImport { section, imported, skipped, implied_defaults } = import(&text, total);
     let mut printed = format!("# From {}.\n", escape_unprintable(&file.to_string_lossy()));
-    for (word, lines) in [("kept", kept), ("left out", left), ("ksmtuned's default", defaults)] {
+    for (label, lines) in [("kept", imported), ("left out", skipped), ("ksmtuned's default", implied_defaults)] {
         for line in lines {
-            printed.push_str(&format!("# {word}: {}\n", escape_unprintable(&line)));
+            printed.push_str(&format!("# {label}: {}\n", escape_unprintable(&line)));
         }
     }
     output::print_stdout(&(printed + &section))
@@ -73,7 +73,7 @@ fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
         None => format!("{DEFAULT_CONFIG_FILE} does not exist: the defaults are in force\n"),
     };
     let style = output::stdout_style(global);
-    let (mut domains, mut alone) =
+    let (mut domains, mut excluded) =
         (BTreeMap::<String, u64>::new(), style.new_table(&[">pid", "program", "excluded because"]));
     let processes = observe::processes(&*host).context("cannot list the processes")?;
     for process in processes.into_iter().filter_map(|(_, process)| process.ok()) {
@@ -82,7 +82,7 @@ fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
         }
         *domains.entry(config.domains(None).domain(&process).to_string()).or_default() += 1;
         if let Some(why) = config.exclusions.reason(&process) {
-            alone.add_row([process.id.pid.to_string(), cut_end(&process.comm, 20), why]);
+            excluded.add_row([process.id.pid.to_string(), cut_end(&process.comm, 20), why]);
         }
     }
     let mut table = style.new_table(&[">processes", "trust domain"]);
@@ -92,9 +92,9 @@ fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
     text.push('\n');
     text.push_str(&style.render_table(&table));
     text.push('\n');
-    text.push_str(&match alone.is_empty() {
+    text.push_str(&match excluded.is_empty() {
         true => "No running process is excluded.\n".to_owned(),
-        false => style.render_table(&alone),
+        false => style.render_table(&excluded),
     });
     output::print_stdout(&text)
 }

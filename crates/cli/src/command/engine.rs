@@ -63,16 +63,17 @@ pub fn run(options: &EngineArguments, global: &GlobalOptions) -> anyhow::Result<
         bail!("--host {}: recordings contain no domains of the user-space engine; leave --host out", global.host);
     }
     let host = host_selection::open_host(global)?;
-    let (domains, not_seen) = find_domains(&*host, options.domain.as_deref());
+    let (domains, unreadable) = find_domains(&*host, options.domain.as_deref());
     if let (Some(name), []) = (&options.domain, &domains[..]) {
-        let others: String = not_seen.iter().map(|unlooked| format!(". Not read: {}", unlooked.reason)).collect();
+        let unreadable_note: String =
+            unreadable.iter().map(|directory| format!(". Not read: {}", directory.reason)).collect();
         bail!(
             "there is no domain {name:?} that this user can see: `pagefold engine status` lists the domains. Only root \
              sees domains of other users. For domains in another directory, set PAGEFOLD_RUNTIME as for the \
-             program{others}"
+             program{unreadable_note}"
         );
     }
-    let report = EngineReport::from_domains(host.page_size(), &domains, not_seen, time_since_boot());
+    let report = EngineReport::from_domains(host.page_size(), &domains, unreadable, time_since_boot());
     let style = output::stdout_style(global);
     output::print_stdout(&match &options.domain {
         _ if options.json => pagefold_output::wire::to_json(&report),
@@ -91,20 +92,20 @@ fn time_since_boot() -> Duration {
 /// Find all domains, or those of a name: of each user, and of each NUMA node if merged separately. Each comes with the
 /// program names of its members. Also returns the directories that could not be read.
 fn find_domains(host: &dyn Host, name: Option<&str>) -> (Vec<(EngineDomain, Vec<String>)>, Vec<UnreadableDirectory>) {
-    let (mut domains, mut not_seen) = (Vec::new(), Vec::new());
+    let (mut domains, mut unreadable) = (Vec::new(), Vec::new());
     for root in observe::readable_roots() {
         let names = observe::domain_names(&root).unwrap_or_else(|error| {
-            not_seen.extend(unreadable_directory(&root, error));
+            unreadable.extend(unreadable_directory(&root, error));
             Vec::new()
         });
         for found in names.iter().filter(|found| name.is_none_or(|name| is_domain_or_its_node(found, name))) {
             match observe::read_domain(&root, found) {
                 Ok(domain) => domains.push(keep_verified_members(host, domain)),
-                Err(error) => not_seen.extend(unreadable_directory(&root, error)),
+                Err(error) => unreadable.extend(unreadable_directory(&root, error)),
             }
         }
     }
-    (domains, not_seen)
+    (domains, unreadable)
 }
 
 /// Whether `found` is the domain `name`, or that of one of its NUMA nodes.

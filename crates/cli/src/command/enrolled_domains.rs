@@ -35,9 +35,9 @@ impl EnrolledDomains {
             let process = pagefold_host::hold(host, *id).and_then(|handle| observe::process(host, &*handle)).ok()?;
             Some(domains.domain(&process))
         };
-        let others = enrolled.processes.iter().filter(|id| Some(**id) != except);
+        let other_processes = enrolled.processes.iter().filter(|id| Some(**id) != except);
         Ok(Self {
-            domains: others.filter_map(domain).collect(),
+            domains: other_processes.filter_map(domain).collect(),
             may_be_incomplete: enrolled.may_be_incomplete || !lists_all_processes(host),
         })
     }
@@ -46,6 +46,7 @@ impl EnrolledDomains {
 /// Whether `/proc` lists all processes. It does not in another PID namespace, nor with the mount option `hidepid`,
 /// which hides process 1 from all users but root.
 pub fn lists_all_processes(host: &dyn Host) -> bool {
-    let spaces = host.open(Pid(std::process::id())).and_then(|this| this.links("ns"));
-    host.open(Pid(1)).is_ok() && spaces.is_ok_and(|spaces| spaces.iter().any(|space| space == INITIAL_PID_NAMESPACE))
+    let namespaces = host.open(Pid(std::process::id())).and_then(|this| this.links("ns"));
+    host.open(Pid(1)).is_ok()
+        && namespaces.is_ok_and(|namespaces| namespaces.iter().any(|namespace| namespace == INITIAL_PID_NAMESPACE))
 }

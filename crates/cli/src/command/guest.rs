@@ -43,16 +43,19 @@ impl<'a> GuestSocketQueries<'a> {
         }
         let started = Instant::now();
         let backends = qmp::list_backends(socket, process.id, self.stop).map_err(|error| error.to_string());
-        let spent = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.elapsed_millis.fetch_add(spent, Ordering::Relaxed);
+        let elapsed_millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.elapsed_millis.fetch_add(elapsed_millis, Ordering::Relaxed);
         backends
     }
 }
 
 /// Refuse a control socket given by `--qmp` if several virtual machines are selected: it belongs to only one.
-pub fn check_single_guest<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Process>) -> anyhow::Result<()> {
-    let guests = chosen.filter(|process| process.identity.vm.is_some()).count();
-    if named.is_some() && guests > 1 {
+pub fn check_single_guest<'p>(
+    named_socket: Option<&Path>,
+    processes: impl Iterator<Item = &'p Process>,
+) -> anyhow::Result<()> {
+    let guests = processes.filter(|process| process.identity.vm.is_some()).count();
+    if named_socket.is_some() && guests > 1 {
         bail!("--qmp applies to one virtual machine, but {guests} are selected: select one by --vm or --pid");
     }
     Ok(())

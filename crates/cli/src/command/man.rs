@@ -31,8 +31,8 @@ pub fn run(options: &ManArguments) -> anyhow::Result<CommandOutcome> {
 
 /// Write the pages of a command and of its subcommands.
 fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
-    for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
-        write_pages(below, folder)?;
+    for subcommand in command.get_subcommands().filter(|subcommand| !subcommand.is_hide_set()) {
+        write_pages(subcommand, folder)?;
     }
     let name = command.get_display_name().unwrap_or(command.get_name());
     fs::write(folder.join(format!("{name}.1")), render_page(command)?)
@@ -51,8 +51,8 @@ fn render_page(command: &Command) -> io::Result<Vec<u8>> {
         man.render_subcommands_section(&mut text)?;
     }
     // clap_mangen would reflow the lines of the examples.
-    if let Some(after) = command.get_after_help() {
-        writeln!(text, ".SH NOTES\n.nf\n{}\n.fi", escape_roff(&after.to_string()))?;
+    if let Some(after_help) = command.get_after_help() {
+        writeln!(text, ".SH NOTES\n.nf\n{}\n.fi", escape_roff(&after_help.to_string()))?;
     }
     Ok(text)
 }

@@ -122,30 +122,38 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     check_ksm_present(&*host)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin_session(&*host, options, global)?) };
-    let PreparedPlan { census, plan, probes, enrolled_may_be_hidden: others_hidden, .. } =
+    let PreparedPlan { census, plan, probes, enrolled_may_be_hidden, .. } =
         prepare_merge(&*host, options, global, &stop)?;
     let page_size = host.page_size();
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::from_plan(host.describe(), page_size, huge_page_size, &census, &plan);
-    let seen = options.across_domains || !others_hidden && enrolled_domains::lists_all_processes(&*host);
-    report.enrolled_may_be_hidden = global.host == "live" && !seen;
+    report.enrolled_may_be_hidden = global.host == "live"
+        && !options.across_domains
+        && (enrolled_may_be_hidden || !enrolled_domains::lists_all_processes(&*host));
     drop(census);
-    let mut met = true;
+    let mut met_prediction = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {
-        let after = if options.keep_ksmd_running { AfterMerge::KeepKsmdRunning } else { AfterMerge::UndoChanges };
-        let how = execute::MergeOptions {
+        let after_merge = if options.keep_ksmd_running { AfterMerge::KeepKsmdRunning } else { AfterMerge::UndoChanges };
+        let merge_options = execute::MergeOptions {
             ksmd_cpu_share: options.cpu,
             deadline: options.deadline,
             watch_time: options.watch_time,
-            after_merge: after,
+            after_merge,
         };
-        let planned = execute::PreparedMerge { plan, probes, started_at: started };
+        let prepared_merge = execute::PreparedMerge { plan, probes, started_at: started };
         let outcome = progress::run_merge_with_progress(page_size, &stop, |progress| {
-            execute::execute_plan(&mut session, planned, &how, &mut MergeMonitor::new(&*host), progress, &stop)
+            execute::execute_plan(
+                &mut session,
+                prepared_merge,
+                &merge_options,
+                &mut MergeMonitor::new(&*host),
+                progress,
+                &stop,
+            )
         })
         .map_err(|error| session.abort(error))?;
         report = report.with_outcome(&outcome, page_size);
-        met = outcome.met_prediction();
+        met_prediction = outcome.met_prediction();
     }
     if options.json {
         output::print_stdout(&wire::to_json(&report))?;
@@ -157,7 +165,7 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
             output::stdout_style(global),
         ))?;
     }
-    Ok(match (report.is_incomplete(), met) {
+    Ok(match (report.is_incomplete(), met_prediction) {
         (true, _) => CommandOutcome::Partial,
         (false, true) => CommandOutcome::Done,
         (false, false) => CommandOutcome::NegativeVerdict,
@@ -171,15 +179,15 @@ fn prepare_merge(
     global: &GlobalOptions,
     stop: &AtomicBool,
 ) -> anyhow::Result<PreparedPlan> {
-    let available = || std::thread::available_parallelism().map_or(1, Into::into);
+    let available_cpus = || std::thread::available_parallelism().map_or(1, Into::into);
     let config = Config::load(global)?.with_opt_out_ignored(options.ignore_opt_out);
-    let excluded = |process: &Process| config.exclusions.reason(process);
+    let exclusion_reason = |process: &Process| config.exclusions.reason(process);
     let request = PlanRequest {
         selection: host_selection::process_selection(&options.targets, global)?,
         domains: config.domains(options.domains),
         across_domains: options.across_domains,
         pass_interval: options.pass_interval,
-        threads: options.threads.map_or_else(available, usize::from),
+        threads: options.threads.map_or_else(available_cpus, usize::from),
         whole_processes: options.whole_processes,
         min_profit: options.min_profit,
         ksmd_cpu_share: options.cpu,
@@ -191,7 +199,7 @@ fn prepare_merge(
         explain_differences: true,
     };
     let mut prepared = progress::run_census_with_progress(host.page_size(), stop, |progress| {
-        prepare_plan(host, &request, &excluded, None, progress, stop)
+        prepare_plan(host, &request, &exclusion_reason, None, progress, stop)
     })?;
     let (census, plan) = (&prepared.census, &prepared.plan);
     if options.whole_processes || options.across_domains {
@@ -235,19 +243,19 @@ fn check_single_domain(
     if options.across_domains {
         return Ok(false);
     }
-    let EnrolledDomains { domains: mut all, may_be_incomplete: hidden } =
+    let EnrolledDomains { domains: mut all_domains, may_be_incomplete } =
         EnrolledDomains::observe(host, domains, None)?;
-    all.extend(plan.targets.iter().map(|target| target.domain.without_nodes().clone()));
-    if !plan.targets.is_empty() && all.len() > 1 {
-        let some: Vec<String> = all.iter().take(2).map(TrustDomain::to_string).collect();
+    all_domains.extend(plan.targets.iter().map(|target| target.domain.without_nodes().clone()));
+    if !plan.targets.is_empty() && all_domains.len() > 1 {
+        let examples: Vec<String> = all_domains.iter().take(2).map(TrustDomain::to_string).collect();
         bail!(
             "--whole-processes would let {} trust domains share pages ({}, ..., with those of processes already \
              enrolled), and {SIDE_CHANNEL_NOTE}: select processes of one domain, or give --across-domains",
-            all.len(),
-            some.join(", ")
+            all_domains.len(),
+            examples.join(", ")
         );
     }
-    Ok(hidden)
+    Ok(may_be_incomplete)
 }
 
 /// The method to enroll a whole process.
@@ -259,7 +267,7 @@ fn enroll_method(
     queries: &GuestSocketQueries<'_>,
 ) -> anyhow::Result<EnrollMethod> {
     let process = &target.process;
-    // If it has ended, enrolling it reports that.
+    // If the process has ended, enrolling it reports that.
     let Ok(handle) = host.open(process.id.pid) else { return Ok(EnrollMethod::InProcess) };
     Ok(match find_control(&*handle, process, options.qmp.as_deref(), options.inject, global, queries)? {
         GuestControl::Unused => EnrollMethod::InProcess,

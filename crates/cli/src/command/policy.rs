@@ -127,15 +127,16 @@ fn set_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::R
     let host = open_live_host(global)?;
     let policy = check_policy(&*host, options)?;
     let mut session = begin_session(&*host, global)?;
-    let (settings, remains) = policy::set_policy(&mut session, &policy, &options.policy).map_err(with_remedy)?;
+    let (settings, failed_undos) = policy::set_policy(&mut session, &policy, &options.policy).map_err(with_remedy)?;
     drop(session);
-    let outcome = report_failed_undos(&remains);
+    let outcome = report_failed_undos(&failed_undos);
     if options.json {
         show_policies(&*host, true, global)?;
         return Ok(outcome);
     }
-    let list: Vec<_> = settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file_name())).collect();
-    let mut text = format!("{} is set: {}.\n", options.policy, list.join(", "));
+    let assignments: Vec<_> =
+        settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file_name())).collect();
+    let mut text = format!("{} is set: {}.\n", options.policy, assignments.join(", "));
     if policy.adapts() {
         text.push_str("These are the settings of one step. To adapt them every minute, add --follow.\n");
     }
@@ -145,11 +146,11 @@ fn set_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::R
 }
 
 /// Print the failed undos to standard error. Write errors are ignored, because the terminal may be closed.
-fn report_failed_undos(remains: &[FailedUndo]) -> CommandOutcome {
-    for remains in remains {
-        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
+fn report_failed_undos(failed_undos: &[FailedUndo]) -> CommandOutcome {
+    for failed_undo in failed_undos {
+        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {failed_undo}");
     }
-    if remains.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial }
+    if failed_undos.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial }
 }
 
 fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
@@ -161,8 +162,9 @@ fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow
     match policy::follow_policy(&mut session, &policy, || stop.load(Ordering::Relaxed)) {
         Ok(steps) => {
             let outcome = report_failed_undos(&session.undo_all().map_err(with_remedy)?);
-            let back = if outcome == CommandOutcome::Done { " The previous settings are restored." } else { "" };
-            let _ = writeln!(std::io::stderr(), "Took {steps} steps.{back}");
+            let restored_note =
+                if outcome == CommandOutcome::Done { " The previous settings are restored." } else { "" };
+            let _ = writeln!(std::io::stderr(), "Took {steps} steps.{restored_note}");
             Ok(outcome)
         }
         Err(error @ Error::SettingOverwritten { .. }) => {
@@ -177,15 +179,15 @@ fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow
 fn restore_policy(print: &PolicyPrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let mut session = begin_session(&*host, global)?;
-    let (undone, remains) = session.restore_policy().map_err(with_remedy)?;
-    print_result(&undone, &remains, print.json, "No policy is set: there is nothing to restore.")
+    let (undone, failed_undos) = session.restore_policy().map_err(with_remedy)?;
+    print_result(&undone, &failed_undos, print.json, "No policy is set: there is nothing to restore.")
 }
 
 fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     check_ksm_present(host)?;
-    let set = policy::load_current_policy(host, &global.state).map_err(session::Error::from)?;
+    let journal = policy::load_current_policy(host, &global.state).map_err(session::Error::from)?;
     let observation = policy::observe_host(host);
-    let written = set.iter().flat_map(|journal| &journal.entries).filter_map(|entry| match &entry.undo {
+    let recorded = journal.iter().flat_map(|journal| &journal.entries).filter_map(|entry| match &entry.undo {
         Action::Write { knob, value } => Some((
             knob.ksm_setting()?,
             RecordedSetting { value_before: value.clone(), written_values: entry.written_values.clone() },
@@ -195,11 +197,11 @@ fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow:
     let policies = POLICY_NAMES.iter().filter_map(|name| Some((name, Policy::from_name(name)?.ok()?)));
     let facts = PolicyFacts {
         host: host.describe(),
-        policy: set.as_ref().and_then(|journal| journal.purpose.clone()),
+        policy: journal.as_ref().and_then(|journal| journal.purpose.clone()),
         tuners: other_tuners(host)?,
         ksmd_cpu_seconds: observation.ksmd_cpu.as_ref().ok().map(|cpu| cpu.as_secs_f64()),
         current: Setting::ALL.into_iter().map(|setting| (setting, Knob::from(setting).read(host))).collect(),
-        recorded: written.collect(),
+        recorded: recorded.collect(),
         policies: policies.map(|(name, policy)| ((*name).to_owned(), policy.one_shot_settings(&observation))).collect(),
     };
     let report = PolicyReport::from_facts(&facts);

@@ -77,7 +77,7 @@ const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
-    let recorder = RecordingSession {
+    let session = RecordingSession {
         host: &*host,
         hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,
         pass_interval: options.pass_interval,
@@ -86,17 +86,17 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
         global,
     };
     match options.interval {
-        Some(interval) => recorder.record_trace(options, interval),
+        Some(interval) => session.record_trace(options, interval),
         None => {
-            let RecordingSummary { process_count: processes, line_count: lines, is_complete: whole } =
-                recorder.record_once(&options.directory, "", true)?;
+            let RecordingSummary { process_count, line_count, is_complete } =
+                session.record_once(&options.directory, "", true)?;
             output::print_stdout(&format!(
-                "Recorded {} with {lines} lines of pages in {path}.\n\
+                "Recorded {} with {line_count} lines of pages in {path}.\n\
                  Check the files, then attach them: tar czf recording.tar.gz -C {path} .\n",
-                format_process_count(processes),
+                format_process_count(process_count),
                 path = options.directory.display(),
             ))?;
-            Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
+            Ok(if is_complete { CommandOutcome::Done } else { CommandOutcome::Partial })
         }
     }
 }
@@ -134,71 +134,71 @@ impl RecordingSession<'_> {
             bail!("--interval 0: the interval must be above 0");
         }
         let root = &options.directory;
-        let cannot = || format!("cannot record into {}: name a new directory", root.display());
-        let mut moments = TraceWriter::create(root).with_context(cannot)?;
-        let (began, mut whole, mut processes) = (Instant::now(), true, 0);
-        let why = loop {
-            let at = began.elapsed();
+        let error_context = || format!("cannot record into {}: name a new directory", root.display());
+        let mut trace = TraceWriter::create(root).with_context(error_context)?;
+        let (started, mut is_complete, mut max_processes) = (Instant::now(), true, 0);
+        let end_reason = loop {
+            let elapsed = started.elapsed();
             let now = SystemTime::now();
             let time = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            let about = format!(
+            let time_lines = format!(
                 "at_seconds = {:.3}\ntime = {:.3}\nutc_offset_seconds = {}\n",
-                at.as_secs_f64(),
+                elapsed.as_secs_f64(),
                 time.as_secs_f64(),
                 utc_offset(now),
             );
-            match self.record_once(&moments.next_folder(), &about, moments.recording_count() == 0) {
+            match self.record_once(&trace.next_folder(), &time_lines, trace.recording_count() == 0) {
                 // An interrupted recording is incomplete.
                 Ok(_) if self.stop.load(Ordering::Relaxed) => {
-                    moments.discard_next();
+                    trace.discard_next();
                     break "a signal ended it";
                 }
-                Ok(recorded) => {
-                    moments.commit_next().with_context(|| format!("cannot write to {}", root.display()))?;
-                    whole &= recorded.is_complete;
-                    processes = recorded.process_count.max(processes);
+                Ok(summary) => {
+                    trace.commit_next().with_context(|| format!("cannot write to {}", root.display()))?;
+                    is_complete &= summary.is_complete;
+                    max_processes = summary.process_count.max(max_processes);
                 }
                 Err(error) => {
-                    moments.discard_next();
+                    trace.discard_next();
                     return Err(error);
                 }
             }
-            if moments.written_bytes() >= options.max_bytes.0 {
+            if trace.written_bytes() >= options.max_bytes.0 {
                 break "the size limit is reached (--max-bytes)";
             }
             // If a recording takes longer than the interval, the next one starts at the next multiple of the interval.
-            let next = interval * (at.as_secs_f64() / interval.as_secs_f64()).floor() as u32 + interval;
-            if options.duration.is_some_and(|duration| next >= duration) {
+            let next_start = interval * (elapsed.as_secs_f64() / interval.as_secs_f64()).floor() as u32 + interval;
+            if options.duration.is_some_and(|duration| next_start >= duration) {
                 break "the time limit is reached (--duration)";
             }
-            while began.elapsed() < next && !self.stop.load(Ordering::Relaxed) {
-                std::thread::sleep(SIGNAL_POLL_INTERVAL.min(next.saturating_sub(began.elapsed())));
+            while started.elapsed() < next_start && !self.stop.load(Ordering::Relaxed) {
+                std::thread::sleep(SIGNAL_POLL_INTERVAL.min(next_start.saturating_sub(started.elapsed())));
             }
             if self.stop.load(Ordering::Relaxed) {
                 break "a signal ended it";
             }
         };
-        if moments.recording_count() == 0 {
-            bail!("nothing was recorded: {why}");
+        if trace.recording_count() == 0 {
+            bail!("nothing was recorded: {end_reason}");
         }
-        let count = moments.recording_count();
+        let count = trace.recording_count();
         output::print_stdout(&format!(
-            "Recorded a trace of {count} recording{} of up to {} in {}, {}: {why}.\n\
+            "Recorded a trace of {count} recording{} of up to {} in {}, {}: {end_reason}.\n\
              To replay the daemon's decisions: pagefold --host recording:{} daemon\n",
             if count == 1 { "" } else { "s" },
-            format_process_count(processes),
+            format_process_count(max_processes),
             root.display(),
-            Bytes(moments.written_bytes()),
+            Bytes(trace.written_bytes()),
             root.display(),
         ))?;
-        Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
+        Ok(if is_complete { CommandOutcome::Done } else { CommandOutcome::Partial })
     }
 
     /// Record the host as it is now. `extra_lines` go to recording.toml. If `requires_process` is set, fail if no
     /// selected process could be read.
     fn record_once(&self, root: &Path, extra_lines: &str, requires_process: bool) -> anyhow::Result<RecordingSummary> {
         let host = self.host;
-        let tap = HostRecorder::new(host, root, is_command_line_kept)
+        let recorder = HostRecorder::new(host, root, is_command_line_kept)
             .with_context(|| format!("cannot record into {}: name a new directory", root.display()))?;
         let options = pagefold_census::CensusOptions {
             selection: self.selection.clone(),
@@ -213,7 +213,7 @@ impl RecordingSession<'_> {
             ..Default::default()
         };
         let (census, index) = progress::run_census_with_progress(host.page_size(), self.stop, |progress| {
-            pagefold_census::take_census_with_hasher(&self.hasher, &tap, &options, progress, self.stop)
+            pagefold_census::take_census_with_hasher(&self.hasher, &recorder, &options, progress, self.stop)
         })?;
         host_selection::check_any_seen(
             !requires_process || !census.subjects.is_empty(),
@@ -221,50 +221,50 @@ impl RecordingSession<'_> {
             &census.unscanned,
             self.global,
         )?;
-        tap.restrict_to_pids(recorded_pids(host, &census));
-        read_for_other_commands(host, &tap, &census);
-        let nodes = NumaNodes::read(&tap).unwrap_or_default();
-        let lines = write_pages(&tap, &census, &index, &nodes, root)?;
+        recorder.restrict_to_pids(recorded_pids(host, &census));
+        read_for_other_commands(host, &recorder, &census);
+        let nodes = NumaNodes::read(&recorder).unwrap_or_default();
+        let line_count = write_pages(&recorder, &census, &index, &nodes, root)?;
         write_lines(
             &root.join("contents.txt"),
             census.contents.iter().filter_map(|content| Some(format_content_line(content.fingerprint, content.kind?))),
         )?;
-        let about = format!(
+        let metadata = format!(
             "kernel = {:?}\narchitecture = {:?}\npagefold = {:?}\nsettle_seconds = {}\npartial = {}\n{extra_lines}",
-            observe::kernel_release(&tap).unwrap_or_default(),
+            observe::kernel_release(&recorder).unwrap_or_default(),
             std::env::consts::ARCH,
             env!("CARGO_PKG_VERSION"),
             census.pass_interval.unwrap_or_default().as_secs_f64(),
             census.partial,
         );
-        tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
-        let whole = !census.partial && census.unscanned.is_empty();
-        Ok(RecordingSummary { process_count: census.subjects.len(), line_count: lines, is_complete: whole })
+        recorder.finish(&metadata).with_context(|| format!("cannot write to {}", root.display()))?;
+        let is_complete = !census.partial && census.unscanned.is_empty();
+        Ok(RecordingSummary { process_count: census.subjects.len(), line_count, is_complete })
     }
 }
 
-/// Read the files that other commands read beyond a census. The tap records them, also if they are absent.
-fn read_for_other_commands(host: &dyn Host, tap: &HostRecorder<'_>, census: &Census) {
-    let facts = doctor_facts::gather_host_facts(tap, &[], &Default::default());
+/// Read the files that other commands read beyond a census. The recorder stores them, also if they are absent.
+fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census: &Census) {
+    let facts = doctor_facts::gather_host_facts(recorder, &[], &Default::default());
     for process in &facts.processes {
-        if let Ok(handle) = tap.open(process.process.id.pid) {
+        if let Ok(handle) = recorder.open(process.process.id.pid) {
             let _ = observe::rollup(&*handle);
             let _ = handle.read("statm");
         }
     }
-    let _ = observe::huge_page_bytes(tap);
+    let _ = observe::huge_page_bytes(recorder);
     // For `policy show` and `unmerge --dry-run`.
     for setting in Setting::ALL {
-        let _ = Knob::from(setting).read(tap);
+        let _ = Knob::from(setting).read(recorder);
     }
-    let _ = policy::observe_host(tap);
+    let _ = policy::observe_host(recorder);
     // For the daemon.
-    let _ = observe::pressure(tap);
-    if let Some(ksmd) = find_ksmd(host).and_then(|ksmd| tap.open(ksmd).ok()) {
+    let _ = observe::pressure(recorder);
+    if let Some(ksmd) = find_ksmd(host).and_then(|ksmd| recorder.open(ksmd).ok()) {
         let _ = ksmd.read("schedstat");
     }
     let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
-    let _ = memory_headroom::cgroup_shortages(tap, &cgroups);
+    let _ = memory_headroom::cgroup_shortages(recorder, &cgroups);
 }
 
 fn find_ksmd(host: &dyn Host) -> Option<Pid> {
@@ -277,11 +277,11 @@ fn find_ksmd(host: &dyn Host) -> Option<Pid> {
 
 /// The processes of the census, and ksmd, whose CPU time the doctor reads.
 fn recorded_pids(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
-    let seen = census.subjects.iter().map(|subject| subject.process.id.pid);
-    seen.chain(census.unscanned.iter().map(|unseen| unseen.pid)).chain(find_ksmd(host)).collect()
+    let scanned = census.subjects.iter().map(|subject| subject.process.id.pid);
+    scanned.chain(census.unscanned.iter().map(|process| process.pid)).chain(find_ksmd(host)).collect()
 }
 
-/// Whether a command line is recorded whole.
+/// Whether a command line is recorded in full.
 fn is_command_line_kept(comm: &str, arguments: &[String]) -> bool {
     identify_tuner(comm, arguments).is_some() || Identity::new(arguments, &Default::default(), None).vm.is_some()
 }

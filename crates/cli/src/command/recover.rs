@@ -37,21 +37,21 @@ pub struct RecoverArguments {
 /// Undo the changes of a killed run, and print them.
 pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
-    let (mut undone, mut remains, mut errors) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut undone, mut failed_undos, mut errors) = (Vec::new(), Vec::new(), Vec::new());
     for class in ResourceClass::ALL {
         match Session::begin(&*host, &global.state, class) {
-            Ok((_, more, failed)) => {
-                undone.extend(more);
-                remains.extend(failed);
+            Ok((_, undone_here, failed_here)) => {
+                undone.extend(undone_here);
+                failed_undos.extend(failed_here);
             }
             // The other classes may still have something to undo.
             Err(error) => errors.push(with_daemon_hint(with_remedy(error), global)),
         }
     }
-    if undone.is_empty() && remains.is_empty() && !errors.is_empty() {
+    if undone.is_empty() && failed_undos.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0));
     }
-    let outcome = print_result(&undone, &remains, options.json, "Nothing was left to put back.")?;
+    let outcome = print_result(&undone, &failed_undos, options.json, "Nothing was left to put back.")?;
     errors.iter().for_each(|error| eprintln!("not recovered: {error:#}"));
     Ok(if errors.is_empty() { outcome } else { CommandOutcome::Partial })
 }
@@ -66,19 +66,19 @@ pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
 
 /// Begin a session that changes a host. First it undoes the changes of a killed run, and prints them to standard error.
 pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::Result<Session<'a>> {
-    let (session, undone, remains) = Session::begin(host, &global.state, ResourceClass::Ksm)
+    let (session, undone, failed_undos) = Session::begin(host, &global.state, ResourceClass::Ksm)
         .map_err(with_remedy)
         .map_err(|error| with_daemon_hint(error, global))?;
-    if !undone.is_empty() || !remains.is_empty() {
-        eprint!("An earlier pagefold was killed.\n{}", build_report(&undone, &remains).render(""));
+    if !undone.is_empty() || !failed_undos.is_empty() {
+        eprint!("An earlier pagefold was killed.\n{}", build_report(&undone, &failed_undos).render(""));
     }
     Ok(session)
 }
 
 /// Add a hint to an error if the daemon holds the lock of this host.
 fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
-    let busy = matches!(error.downcast_ref(), Some(Error::Busy { class: ResourceClass::Ksm, .. }));
-    if busy && control_socket::is_daemon_listening(&global.state) {
+    let is_busy = matches!(error.downcast_ref(), Some(Error::Busy { class: ResourceClass::Ksm, .. }));
+    if is_busy && control_socket::is_daemon_listening(&global.state) {
         return error
             .context("the daemon controls KSM on this host: run `pagefold pause` before and `pagefold resume` after");
     }
@@ -88,22 +88,22 @@ fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Err
 /// Print the changes that were undone and those that were not.
 pub fn print_result(
     undone: &[Action],
-    remains: &[FailedUndo],
+    failed_undos: &[FailedUndo],
     json: bool,
     empty_text: &str,
 ) -> anyhow::Result<CommandOutcome> {
-    let report = build_report(undone, remains);
+    let report = build_report(undone, failed_undos);
     output::print_stdout(&if json { wire::to_json(&report) } else { report.render(empty_text) })?;
-    Ok(if remains.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial })
+    Ok(if failed_undos.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
-fn build_report(undone: &[Action], remains: &[FailedUndo]) -> RecoverReport {
-    let remains = remains.iter().map(|remains| FailedUndoReport {
-        previous_state: UndoDescription(&remains.undo).to_string(),
-        why: remains.why.clone(),
-        will_retry: remains.will_retry,
+fn build_report(undone: &[Action], failed_undos: &[FailedUndo]) -> RecoverReport {
+    let failed_undos = failed_undos.iter().map(|failed| FailedUndoReport {
+        previous_state: UndoDescription(&failed.undo).to_string(),
+        why: failed.why.clone(),
+        will_retry: failed.will_retry,
     });
-    RecoverReport::new(undone.iter().map(|undo| UndoDescription(undo).to_string()).collect(), remains.collect())
+    RecoverReport::new(undone.iter().map(|undo| UndoDescription(undo).to_string()).collect(), failed_undos.collect())
 }
 
 /// Add the remedy to an error.
@@ -124,9 +124,9 @@ pub fn with_remedy(error: Error) -> anyhow::Error {
 
 /// The exit status for an error: 3 if some changes were not undone, otherwise 2.
 pub fn exit_status(error: &anyhow::Error) -> u8 {
-    let remains =
+    let is_undo_failure =
         |error: &(dyn std::error::Error + 'static)| matches!(error.downcast_ref(), Some(Error::UndoFailed { .. }));
-    if error.chain().any(remains) { 3 } else { 2 }
+    if error.chain().any(is_undo_failure) { 3 } else { 2 }
 }
 
 /// Check that the kernel has KSM. All other code relies on this check.
@@ -161,16 +161,16 @@ mod tests {
     fn error_claims_nothing_changed_only_if_true() {
         let refused = || Error::Refused(ActionError::Denied("writing 1 to run".to_owned()));
         let undo = Action::Write { knob: Setting::PagesToScan.into(), value: "100".to_owned() };
-        let remains = vec![FailedUndo { undo, why: "permission denied".to_owned(), will_retry: true }];
-        let in_part = with_remedy(Error::UndoFailed { failed_undos: remains, source: Box::new(refused()) });
+        let failed_undos = vec![FailedUndo { undo, why: "permission denied".to_owned(), will_retry: true }];
+        let partial = with_remedy(Error::UndoFailed { failed_undos, source: Box::new(refused()) });
         assert_eq!(
-            format!("{in_part:#}"),
+            format!("{partial:#}"),
             "some changes could not be undone (/sys/kernel/mm/ksm/pages_to_scan was 100: permission denied): \
              permission denied: writing 1 to run"
         );
-        assert_eq!(exit_status(&in_part.context("around it")), 3);
-        let whole = with_remedy(refused());
-        assert!(format!("{whole:#}").starts_with("nothing was changed"), "{whole:#}");
-        assert_eq!(exit_status(&whole), 2);
+        assert_eq!(exit_status(&partial.context("around it")), 3);
+        let complete = with_remedy(refused());
+        assert!(format!("{complete:#}").starts_with("nothing was changed"), "{complete:#}");
+        assert_eq!(exit_status(&complete), 2);
     }
 }

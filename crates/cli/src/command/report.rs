@@ -84,9 +84,9 @@ fn parse_time(text: &str) -> Result<TimeArgument, String> {
         return Ok(TimeArgument::BeforeLastSample(ago));
     }
     let day = text.split_once(['T', ' ']).map_or(text, |(day, _)| day);
-    let hour = text.get(day.len() + 1..).map_or("00:00:00", |hour| hour.trim_end_matches('Z'));
-    let seconds = if hour.matches(':').count() == 1 { ":00" } else { "" };
-    match humantime::parse_rfc3339(&format!("{day}T{hour}{seconds}Z")) {
+    let time_of_day = text.get(day.len() + 1..).map_or("00:00:00", |time_of_day| time_of_day.trim_end_matches('Z'));
+    let seconds = if time_of_day.matches(':').count() == 1 { ":00" } else { "" };
+    match humantime::parse_rfc3339(&format!("{day}T{time_of_day}{seconds}Z")) {
         Ok(time) => {
             Ok(TimeArgument::UnixSeconds(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()))
         }
@@ -96,8 +96,8 @@ fn parse_time(text: &str) -> Result<TimeArgument, String> {
 
 fn parse_span(text: &str) -> Option<Result<TimeSpanArgument, String>> {
     let (from, to) = text.split_once("..")?;
-    let end = |text: &str| if text.is_empty() { Ok(None) } else { parse_time(text).map(Some) };
-    Some(end(from).and_then(|from| Ok(TimeSpanArgument { from, to: end(to)? })))
+    let parse_end = |text: &str| if text.is_empty() { Ok(None) } else { parse_time(text).map(Some) };
+    Some(parse_end(from).and_then(|from| Ok(TimeSpanArgument { from, to: parse_end(to)? })))
 }
 
 /// Write the report.
@@ -106,7 +106,7 @@ pub fn run(options: &ReportArguments, global: &GlobalOptions) -> anyhow::Result<
         Some(compare) => compared_sides(compare, options, global)?,
         None => sides_of_files(options, global)?,
     };
-    if sides.iter().all(|(_, kept)| kept.samples.is_empty()) {
+    if sides.iter().all(|(_, history)| history.samples.is_empty()) {
         eprintln!("pagefold: the history has no samples in that span: {}", join_side_names(&sides));
         return Ok(CommandOutcome::NegativeVerdict);
     }
@@ -133,13 +133,13 @@ fn sides_of_files(options: &ReportArguments, global: &GlobalOptions) -> anyhow::
     let default = [default_history_file(global)?];
     let files = if options.files.is_empty() { &default[..] } else { &options.files };
     let span = TimeSpanArgument { from: options.since, to: options.until };
-    let kept = files.iter().map(|file| load_history(file, span)).collect::<anyhow::Result<Vec<HistorySpan>>>()?;
-    let name = |(file, one): (&PathBuf, &HistorySpan)| {
-        let alike = kept.iter().filter(|other| other.host == one.host).count();
-        if alike > 1 { format!("{} ({})", one.host, file.display()) } else { one.host.clone() }
+    let histories = files.iter().map(|file| load_history(file, span)).collect::<anyhow::Result<Vec<HistorySpan>>>()?;
+    let name = |(file, history): (&PathBuf, &HistorySpan)| {
+        let same_name_count = histories.iter().filter(|other| other.host == history.host).count();
+        if same_name_count > 1 { format!("{} ({})", history.host, file.display()) } else { history.host.clone() }
     };
-    let names: Vec<String> = files.iter().zip(&kept).map(name).collect();
-    Ok(names.into_iter().zip(kept).collect())
+    let names: Vec<String> = files.iter().zip(&histories).map(name).collect();
+    Ok(names.into_iter().zip(histories).collect())
 }
 
 /// The two sides of `--compare`.
@@ -195,11 +195,11 @@ fn load_history(file: &Path, span: TimeSpanArgument) -> anyhow::Result<HistorySp
         )
     })?;
     let last = reader.last_sample_time()?.unwrap_or(0.0);
-    let second = |when: TimeArgument| match when {
-        TimeArgument::UnixSeconds(second) => second,
+    let to_seconds = |time: TimeArgument| match time {
+        TimeArgument::UnixSeconds(seconds) => seconds,
         TimeArgument::BeforeLastSample(ago) => last - ago.as_secs_f64(),
     };
-    let (from, to) = (span.from.map_or(f64::NEG_INFINITY, second), span.to.map_or(f64::INFINITY, second));
+    let (from, to) = (span.from.map_or(f64::NEG_INFINITY, to_seconds), span.to.map_or(f64::INFINITY, to_seconds));
     if from > to {
         bail!("{}: the span ends before it begins", file.display());
     }
@@ -213,16 +213,16 @@ fn write_outputs(
     report: &HistoryReport,
 ) -> anyhow::Result<Vec<PathBuf>> {
     let mut written = Vec::new();
-    let mut put = |path: &Path, text: &str| {
+    let mut write_file = |path: &Path, text: &str| {
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
         written.push(path.to_owned());
         Ok::<(), anyhow::Error>(())
     };
-    let is_asked = options.json || options.parquet.is_some();
-    let page = options.output.clone().or_else(|| (!is_asked).then(|| DEFAULT_PAGE_FILE.into()));
-    if let Some(path) = page {
+    let has_other_output = options.json || options.parquet.is_some();
+    let page_path = options.output.clone().or_else(|| (!has_other_output).then(|| DEFAULT_PAGE_FILE.into()));
+    if let Some(path) = page_path {
         let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
-        put(&path, &html::render_document(report, now))?;
+        write_file(&path, &html::render_document(report, now))?;
     }
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {

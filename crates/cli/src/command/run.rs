@@ -181,11 +181,11 @@ struct Program<'o> {
 
 impl<'o> Program<'o> {
     fn new(command: &'o [OsString]) -> anyhow::Result<Self> {
-        let words = command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
+        let arguments = command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
         let name = command.first().context("no program was named")?;
         let file_name = Path::new(name).file_name().unwrap_or(name).to_string_lossy().into_owned();
         let process = future_process(command, &file_name);
-        Ok(Self { name, file_name, command: words, process })
+        Ok(Self { name, file_name, command: arguments, process })
     }
 }
 
@@ -277,7 +277,8 @@ fn run_with_ksm(
 }
 
 impl ProgramEnrollment {
-    /// Enroll this process, or prepare that, unless the configuration or an enrolled process forbids it.
+    /// Enroll this process, or prepare to enroll the program, unless the configuration or an enrolled process forbids
+    /// it.
     fn prepare(
         options: &RunArguments,
         program: &Program<'_>,
@@ -373,8 +374,8 @@ fn start_enroll_companion(
     match prepared {
         Some(PreparedEnroll::Companion) => {
             let exclusions = Config::load(global)?.exclusions;
-            let excluded = |process: &Process| exclusions.reason(process);
-            let enroll = |this| companion::enroll_tree(&LiveHost::new(), this, &excluded);
+            let exclusion_reason = |process: &Process| exclusions.reason(process);
+            let enroll = |this| companion::enroll_tree(&LiveHost::new(), this, &exclusion_reason);
             spawn_companion(StderrPolicy::KeepIfNoReader, enroll).map(Some)
         }
         Some(PreparedEnroll::Preload(value)) => {
@@ -431,9 +432,9 @@ impl RunArguments {
             ("--across-domains", self.across_domains),
             ("--policy", self.policy.is_some()),
         ];
-        let (foreign, engine): (&[_], _) =
+        let (other_options, engine): (&[_], _) =
             if self.engine == MergeEngine::User { (&kernel, "kernel") } else { (&user, "user") };
-        match foreign.iter().find(|(_, given)| *given) {
+        match other_options.iter().find(|(_, given)| *given) {
             Some((name, _)) => bail!("{name} is for --engine {engine}"),
             None => Ok(()),
         }
@@ -445,8 +446,8 @@ impl RunArguments {
 fn future_process(command: &[OsString], name: &str) -> Process {
     let host = LiveHost::new();
     let this = host.open(Pid(process::id())).and_then(|handle| observe::process(&host, &*handle));
-    let unknown = |why| Process::absent(ProcessId { pid: Pid(process::id()), start_time: 0 }, &why);
-    let this = this.unwrap_or_else(unknown);
+    let unread_process = |why| Process::absent(ProcessId { pid: Pid(process::id()), start_time: 0 }, &why);
+    let this = this.unwrap_or_else(unread_process);
     let arguments: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     let vm = Identity::new(&arguments, &BTreeMap::new(), this.cgroup.as_deref().ok()).vm;
     Process {
@@ -464,12 +465,16 @@ fn exclusion_reason(config: &Config, program: &Program<'_>) -> Option<String> {
 }
 
 /// Why a program must not be enrolled whole beside the enrolled processes, if so.
-fn foreign_domain_reason(enrolled: &EnrolledDomains, own: &TrustDomain, program: &Program<'_>) -> Option<String> {
-    let other = enrolled.domains.iter().find(|domain| *domain != own)?;
+fn foreign_domain_reason(
+    enrolled: &EnrolledDomains,
+    own_domain: &TrustDomain,
+    program: &Program<'_>,
+) -> Option<String> {
+    let foreign_domain = enrolled.domains.iter().find(|domain| *domain != own_domain)?;
     let name = &program.file_name;
     Some(format!(
-        "{name} is in the trust domain {own} and would share pages with {other}, which has a process enrolled in KSM, \
-         and {SIDE_CHANNEL_NOTE}: --policy guided keeps domains apart, --across-domains does not"
+        "{name} is in the trust domain {own_domain} and would share pages with {foreign_domain}, which has a process \
+         enrolled in KSM, and {SIDE_CHANNEL_NOTE}: --policy guided keeps domains apart, --across-domains does not"
     ))
 }
 
@@ -507,7 +512,7 @@ fn join_reasons(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String {
 }
 
 /// Start a companion process that runs `work` for this process after it has become the program.
-fn spawn_companion(errors: StderrPolicy, work: impl FnOnce(ProcessId)) -> anyhow::Result<CompanionHandle> {
+fn spawn_companion(stderr_policy: StderrPolicy, work: impl FnOnce(ProcessId)) -> anyhow::Result<CompanionHandle> {
     let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
-    launch::spawn_companion(errors, || work(this)).context("cannot start a companion process")
+    launch::spawn_companion(stderr_policy, || work(this)).context("cannot start a companion process")
 }

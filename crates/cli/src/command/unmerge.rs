@@ -140,16 +140,16 @@ impl UnmergeJob<'_> {
         let mut session = if options.dry_run { None } else { Some(recover::begin_session(self.host, self.global)?) };
         let plan = self.make_plan(stop)?;
         let need = plan.frame_need();
-        let mut judgement = plan.check_memory(self.host, &need);
-        let parts = plan.count_batches_that_fit(self.host);
+        let mut check = plan.check_memory(self.host, &need);
+        let batch_counts = plan.count_batches_that_fit(self.host);
         let deadline = Instant::now() + options.max_wait;
-        let patient = |judgement: &MemoryCheck| !options.staged && judgement.verdict != MemoryVerdict::Fits;
-        while session.is_some() && patient(&judgement) && Instant::now() < deadline && !is_stop_requested(stop) {
+        let must_wait = |check: &MemoryCheck| !options.staged && check.verdict != MemoryVerdict::Fits;
+        while session.is_some() && must_wait(&check) && Instant::now() < deadline && !is_stop_requested(stop) {
             std::thread::sleep(Duration::from_millis(200));
-            judgement = plan.check_memory(self.host, &need);
+            check = plan.check_memory(self.host, &need);
         }
-        let mut report = self.planned_report(&plan, &judgement, parts);
-        let fits = judgement.verdict == MemoryVerdict::Fits;
+        let mut report = self.planned_report(&plan, &check, batch_counts);
+        let fits = check.verdict == MemoryVerdict::Fits;
         let Some(session) = session.as_mut().filter(|_| !plan.targets.is_empty()) else { return Ok(report) };
         if !fits && !options.force && !options.staged {
             report.outcome = UnmergeOutcomeKind::Refused;
@@ -163,26 +163,26 @@ impl UnmergeJob<'_> {
             collapse_huge_pages: options.collapse,
             max_pressure_percent: None,
         };
-        let done = unmerge::execute_plan(session, &plan, limits, stop).map_err(|error| session.abort(error))?;
-        add_outcome(&mut report, &plan, &done);
+        let outcome = unmerge::execute_plan(session, &plan, limits, stop).map_err(|error| session.abort(error))?;
+        add_outcome(&mut report, &plan, &outcome);
         Ok(report)
     }
 
     fn make_plan(&self, stop: &AtomicBool) -> anyhow::Result<UnenrollPlan> {
         let selection = host_selection::process_selection(&self.options.targets, self.global)?;
         let queries = GuestSocketQueries::new(stop);
-        let failed: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
+        let errors: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
         let plan = unmerge::make_plan(self.host, &selection, &|handle, process| match self
             .unenroll_method(handle, process, &queries)
         {
-            Ok(way) => way,
+            Ok(method) => method,
             Err(error) => {
-                failed.lock().expect("no thread panicked").push(error);
+                errors.lock().expect("no thread panicked").push(error);
                 None
             }
         })?;
         check_single_guest(self.options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
-        if let Some(error) = failed.into_inner().expect("no thread panicked").into_iter().next() {
+        if let Some(error) = errors.into_inner().expect("no thread panicked").into_iter().next() {
             return Err(error);
         }
         host_selection::check_any_seen(
@@ -236,7 +236,7 @@ impl UnmergeJob<'_> {
             unscanned_processes: plan
                 .unscanned
                 .iter()
-                .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                .map(|process| UnscannedProcessReport::new(process.pid.0, process.comm.clone(), &process.why))
                 .collect(),
         }
     }
@@ -273,51 +273,53 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
 
 /// Add the outcome to the report.
 fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &UnenrollOutcome) {
-    let figures = (outcome.before.oom_kills.clone(), outcome.after.oom_kills.clone());
-    for ((target, done), process) in plan.targets.iter().zip(&outcome.targets).zip(&mut report.processes) {
-        process.batches_unenrolled = done.batches_done as u64;
-        process.state = unenroll_state(done);
-        if let Some(Ok(StillMerged { merged_pages: merged, zero_pages: zeros, uncovered_pages: beside })) =
-            done.still_merged
-        {
-            (process.merged_pages_after, process.zero_pages_after) = (Some(merged.0), Some(zeros.0));
-            process.uncovered_pages = Some(beside.0).filter(|_| matches!(target.method, UnenrollMethod::Guest { .. }));
+    let oom_kills = (outcome.before.oom_kills.clone(), outcome.after.oom_kills.clone());
+    for ((target, result), process) in plan.targets.iter().zip(&outcome.targets).zip(&mut report.processes) {
+        process.batches_unenrolled = result.batches_done as u64;
+        process.state = unenroll_state(result);
+        if let Some(Ok(StillMerged { merged_pages, zero_pages, uncovered_pages })) = result.still_merged {
+            (process.merged_pages_after, process.zero_pages_after) = (Some(merged_pages.0), Some(zero_pages.0));
+            process.uncovered_pages =
+                Some(uncovered_pages.0).filter(|_| matches!(target.method, UnenrollMethod::Guest { .. }));
         }
-        process.longest_stop_ms = done.stop_durations.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
-        process.huge = done.huge_before_and_after_collapse.map(|(unmerged, collapsed)| HugePagesReport {
+        process.longest_stop_ms = result.stop_durations.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
+        process.huge = result.huge_before_and_after_collapse.map(|(unmerged, collapsed)| HugePagesReport {
             before: target.anon_huge.0,
             unmerged: unmerged.0,
             collapsed: collapsed.0,
         });
-        let missed = done.missed_ranges.first().map(|(range, why)| {
-            format!("{} ranges were not unenrolled, the first is {range}: {why}", done.missed_ranges.len())
+        let missed_note = result.missed_ranges.first().map(|(range, why)| {
+            format!("{} ranges were not unenrolled, the first is {range}: {why}", result.missed_ranges.len())
         });
-        process.error =
-            if done.ended { Some(exit_note(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
+        process.error = if result.ended {
+            Some(exit_note(&oom_kills.0, &oom_kills.1))
+        } else {
+            result.error.clone().or(missed_note)
+        };
     }
-    let succeeded = |done: &UnenrollResult| done.is_complete() && !done.ended;
+    let is_success = |result: &UnenrollResult| result.is_complete() && !result.ended;
     report.outcome =
-        if outcome.targets.iter().all(succeeded) { UnmergeOutcomeKind::Done } else { UnmergeOutcomeKind::Partial };
+        if outcome.targets.iter().all(is_success) { UnmergeOutcomeKind::Done } else { UnmergeOutcomeKind::Partial };
     report.stopped_by_guard = outcome.stopped_by_guard.as_ref().map(GuardReport::from_judgement);
     report.interrupted = outcome.interrupted;
     let size = report.page_size;
     let HostCounters { available, anon, cow_ksm, .. } = &outcome.before;
     let after = &outcome.after;
-    let grown = |before: &Reading<Bytes>, after: &Reading<Bytes>| {
+    let growth = |before: &Reading<Bytes>, after: &Reading<Bytes>| {
         let (before, after) = before.as_ref().ok().zip(after.as_ref().ok())?;
         Some(after.0.cast_signed() - before.0.cast_signed())
     };
-    let merged: Pages = plan.targets.iter().map(UnenrollTarget::merged_pages).sum();
+    let merged_pages: Pages = plan.targets.iter().map(UnenrollTarget::merged_pages).sum();
     let predicted = plan.frame_need().host;
     report.taken = Some(TakenReport {
         predicted: predicted.0 * size,
         unenrolled: outcome.planned_frames(plan).0 * size,
-        anon_pages: grown(anon, &after.anon),
-        mem_available: grown(&after.available, available),
+        anon_pages: growth(anon, &after.anon),
+        mem_available: growth(&after.available, available),
         mem_available_before: available.as_ref().ok().map(|bytes| bytes.0),
         mem_available_after: after.available.as_ref().ok().map(|bytes| bytes.0),
         copies: cow_ksm.as_ref().ok().zip(after.cow_ksm.as_ref().ok()).map(|(before, after)| after - before),
-        copies_predicted: merged.0,
+        copies_predicted: merged_pages.0,
     });
 }
 
@@ -335,11 +337,11 @@ fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) ->
     format!("{ended}; the OOM killer killed processes meanwhile (oom_kill grew by {kills}): see the kernel log")
 }
 
-fn unenroll_state(done: &UnenrollResult) -> UnenrollState {
-    match done {
-        done if done.ended => UnenrollState::Ended,
-        done if done.is_complete() => UnenrollState::Unenrolled,
-        done if done.batches_done > 0 || done.all_unenrolled => UnenrollState::Partial,
+fn unenroll_state(result: &UnenrollResult) -> UnenrollState {
+    match result {
+        result if result.ended => UnenrollState::Ended,
+        result if result.is_complete() => UnenrollState::Unenrolled,
+        result if result.batches_done > 0 || result.all_unenrolled => UnenrollState::Partial,
         UnenrollResult { error: Some(_), .. } => UnenrollState::Failed,
         _ => UnenrollState::Untouched,
     }
@@ -351,10 +353,10 @@ mod tests {
 
     #[test]
     fn process_that_ended_names_the_oom_killer_only_if_it_acted() {
-        let said = |before, after| exit_note(&before, &after);
-        assert!(said(Ok(3), Ok(5)).contains("oom_kill grew by 2"));
+        let note = |before, after| exit_note(&before, &after);
+        assert!(note(Ok(3), Ok(5)).contains("oom_kill grew by 2"));
         for (before, after) in [(Ok(3), Ok(3)), (Ok(3), Err(pagefold_base::Absent::NotOnThisKernel))] {
-            assert!(!said(before, after).contains("OOM"));
+            assert!(!note(before, after).contains("OOM"));
         }
     }
 }

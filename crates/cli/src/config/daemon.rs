@@ -140,59 +140,65 @@ impl From<DaemonModeArgument> for DaemonMode {
 
 impl DaemonConfigSection {
     /// Parse the settings of the HTTP server. An error begins with its line number.
-    pub(super) fn parse_http(&mut self, place: &ConfigText<'_>) -> Result<HttpConfig, String> {
-        let address = |text: String| text.parse().map_err(|_| "expected an address such as 127.0.0.1:9750".to_owned());
-        let name =
+    pub(super) fn parse_http(&mut self, config_text: &ConfigText<'_>) -> Result<HttpConfig, String> {
+        let parse_address =
+            |text: String| text.parse().map_err(|_| "expected an address such as 127.0.0.1:9750".to_owned());
+        let parse_name =
             |name: String| match name.bytes().all(|c| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'.' | b'_')) {
                 true if !name.is_empty() => Ok(name),
                 _ => Err("expected a host name without a port".to_owned()),
             };
-        let names = place.convert_each(std::mem::take(&mut self.http_names), name)?;
-        Ok(HttpConfig { address: place.convert_optional(self.http.take(), address)?, names })
+        let names = config_text.convert_each(std::mem::take(&mut self.http_names), parse_name)?;
+        Ok(HttpConfig { address: config_text.convert_optional(self.http.take(), parse_address)?, names })
     }
 
     /// Parse the location of the history. An error begins with its line number.
-    pub(super) fn parse_history(&mut self, place: &ConfigText<'_>) -> Result<Option<HistoryLocation>, String> {
-        place.convert_optional(self.history.take(), |text| text.parse())
+    pub(super) fn parse_history(&mut self, config_text: &ConfigText<'_>) -> Result<Option<HistoryLocation>, String> {
+        config_text.convert_optional(self.history.take(), |text| text.parse())
     }
 
     /// Convert the section to settings, without trust domains and exclusions. An error begins with its line number.
-    pub(super) fn into_settings(self, place: &ConfigText<'_>) -> Result<DaemonSettings, String> {
+    pub(super) fn into_settings(self, config_text: &ConfigText<'_>) -> Result<DaemonSettings, String> {
         let (defaults, rules) = (DaemonSettings::default(), DaemonRules::default());
-        let amount = |word: OptionalWord| place.convert_optional(word, |text: String| parse_bytes(&text));
-        let price =
-            place.convert_optional(self.max_cpu_seconds_per_mib, |price| match price > 0.0 && price.is_finite() {
-                true => Ok(price),
+        let parse_amount = |word: OptionalWord| config_text.convert_optional(word, |text: String| parse_bytes(&text));
+        let max_cpu_seconds_per_mib = config_text.convert_optional(self.max_cpu_seconds_per_mib, |limit| {
+            match limit > 0.0 && limit.is_finite() {
+                true => Ok(limit),
                 false => Err("expected a number above 0, in CPU seconds per MiB; a large number such as 1000.0 turns \
                           the limit off"
                     .to_owned()),
-            })?;
+            }
+        })?;
         let rules = DaemonRules {
             mode: self.mode.map_or(rules.mode, Into::into),
-            keep_available: amount(self.keep_available)?,
-            cpu_rate: place.convert_optional(self.cpu_rate, |text| parse_cpu_share(&text))?.unwrap_or(rules.cpu_rate),
-            burst: place.convert_optional(self.cpu_burst, |text| parse_duration(&text))?.unwrap_or(rules.burst),
-            max_cpu_seconds_per_mib: price.unwrap_or(rules.max_cpu_seconds_per_mib),
-            pressure_percent: place
+            keep_available: parse_amount(self.keep_available)?,
+            cpu_rate: config_text
+                .convert_optional(self.cpu_rate, |text| parse_cpu_share(&text))?
+                .unwrap_or(rules.cpu_rate),
+            burst: config_text.convert_optional(self.cpu_burst, |text| parse_duration(&text))?.unwrap_or(rules.burst),
+            max_cpu_seconds_per_mib: max_cpu_seconds_per_mib.unwrap_or(rules.max_cpu_seconds_per_mib),
+            pressure_percent: config_text
                 .convert_optional(self.pressure_threshold, |text| parse_cpu_share(&text))?
                 .map_or(rules.pressure_percent, |share| share * 100.0),
-            max_slowdown: place
+            max_slowdown: config_text
                 .convert_optional(self.max_slowdown, |text| parse_cpu_share(&text))?
                 .unwrap_or(rules.max_slowdown),
-            quiet_hours: place.convert_each(self.quiet_hours, |hours| parse_hours(&hours))?,
+            quiet_hours: config_text.convert_each(self.quiet_hours, |hours| parse_hours(&hours))?,
             ignore_tuners: self.force.unwrap_or(rules.ignore_tuners),
             across_domains: self.across_domains.unwrap_or(rules.across_domains),
             ..rules
         };
         Ok(DaemonSettings {
             rules,
-            min_resident: amount(self.min_memory)?.unwrap_or(defaults.min_resident),
-            min_profit: amount(self.min_profit)?.unwrap_or(defaults.min_profit),
-            max_metadata: amount(self.max_metadata)?,
+            min_resident: parse_amount(self.min_memory)?.unwrap_or(defaults.min_resident),
+            min_profit: parse_amount(self.min_profit)?.unwrap_or(defaults.min_profit),
+            max_metadata: parse_amount(self.max_metadata)?,
             max_regions: self.max_regions,
-            tracked_group: place.convert_optional(self.tracked, |only| match only.into_group(place)? {
-                only if only.has_condition() => Ok(only),
-                _ => Err("[daemon.tracked] has no condition".to_owned()),
+            tracked_group: config_text.convert_optional(self.tracked, |conditions| {
+                match conditions.into_group(config_text)? {
+                    group if group.has_condition() => Ok(group),
+                    _ => Err("[daemon.tracked] has no condition".to_owned()),
+                }
             })?,
             split_huge_pages: self.split_huge_pages.unwrap_or(defaults.split_huge_pages),
             ..defaults
@@ -209,17 +215,17 @@ impl Config {
 
 /// Parse hours such as `22:00-06:30` in the host's local time, or `22:00-06:30Z` in UTC.
 fn parse_hours(text: &str) -> Result<DailyHours, String> {
-    let second = |text: &str| {
+    let parse_second = |text: &str| {
         let (hour, minute) = text.trim().split_once(':')?;
         let (hour, minute) = (hour.parse::<u32>().ok()?, minute.parse::<u32>().ok()?);
         (hour <= 24 && minute < 60 && hour * 60 + minute <= 24 * 60).then_some(hour * 3600 + minute * 60)
     };
-    let both = || {
-        let (hours, utc) = text.trim_end().strip_suffix('Z').map_or((text, false), |hours| (hours, true));
+    let parse = || {
+        let (hours, in_utc) = text.trim_end().strip_suffix('Z').map_or((text, false), |hours| (hours, true));
         let (from, to) = hours.split_once('-')?;
-        Some(DailyHours { start_second: second(from)?, end_second: second(to)?, in_utc: utc })
+        Some(DailyHours { start_second: parse_second(from)?, end_second: parse_second(to)?, in_utc })
     };
-    both().ok_or_else(|| "expected hours such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
+    parse().ok_or_else(|| "expected hours such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
 }
 
 #[cfg(test)]

@@ -46,45 +46,46 @@ const UNSUPPORTED_VARIABLES: [(&str, &str); 6] = [
 /// Import a ksmtuned configuration for a host with `total` memory.
 pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
     let statements = parse_statements(text);
-    let said = |name: &str| {
+    let assigned_value = |name: &str| {
         let last = statements.iter().rfind(|statement| statement.may_assign(name))?;
         parse_decimal(last.assignment?.1)
     };
     let default = Ksmtuned::default();
     // ksmtuned's threshold: the larger of a share of all memory and a constant in kB.
-    let [coefficient, constant] = THRESHOLD_VARIABLES.map(said);
+    let [coefficient, constant] = THRESHOLD_VARIABLES.map(assigned_value);
     let threshold = Bytes((total.0 / 100).saturating_mul(coefficient.unwrap_or(default.threshold_percent)))
         .max(Bytes(constant.unwrap_or(default.threshold_kib).saturating_mul(1024)));
     let mut section = format!("[daemon]\nmode = \"act\"\nkeep_available = \"{}MiB\"\n", threshold.0 >> 20);
-    let mut means = vec![(THRESHOLD_VARIABLES, format!("in keep_available, which is {threshold}"))];
+    let mut effects = vec![(THRESHOLD_VARIABLES, format!("in keep_available, which is {threshold}"))];
     let mut defaults = vec![
         (THRESHOLD_VARIABLES[0], coefficient.is_none(), default.threshold_percent),
         (THRESHOLD_VARIABLES[1], constant.is_none(), default.threshold_kib),
     ];
-    let [most, sleep] = RATE_VARIABLES.map(said);
-    if most.is_some() || sleep.is_some() {
+    let [max_pages, sleep_millis] = RATE_VARIABLES.map(assigned_value);
+    if max_pages.is_some() || sleep_millis.is_some() {
         let gib = total.0.max(1) as f64 / f64::from(1 << 30);
-        let pause = (sleep.unwrap_or(default.sleep_millisecs) as f64 * 16.0 / gib).max(10.0);
-        let work = most.unwrap_or(default.max_pages.unsigned_abs()) as f64 * SCAN_MICROSECONDS_PER_PAGE / 1000.0;
-        let percent = (work / (work + pause) * 100.0).clamp(1.0, 100.0);
+        let pause_millis = (sleep_millis.unwrap_or(default.sleep_millisecs) as f64 * 16.0 / gib).max(10.0);
+        let work_millis =
+            max_pages.unwrap_or(default.max_pages.unsigned_abs()) as f64 * SCAN_MICROSECONDS_PER_PAGE / 1000.0;
+        let percent = (work_millis / (work_millis + pause_millis) * 100.0).clamp(1.0, 100.0);
         section.push_str(&format!("cpu_rate = \"{percent:.0}%\"\n"));
-        means.push((RATE_VARIABLES, format!("in cpu, which is {percent:.0} % of one CPU on average")));
-        defaults.push((RATE_VARIABLES[0], most.is_none(), default.max_pages.unsigned_abs()));
-        defaults.push((RATE_VARIABLES[1], sleep.is_none(), default.sleep_millisecs));
+        effects.push((RATE_VARIABLES, format!("in cpu, which is {percent:.0} % of one CPU on average")));
+        defaults.push((RATE_VARIABLES[0], max_pages.is_none(), default.max_pages.unsigned_abs()));
+        defaults.push((RATE_VARIABLES[1], sleep_millis.is_none(), default.sleep_millisecs));
     }
-    let meaning = |name: &str| {
-        means.iter().find(|(names, _)| names.contains(&name)).map(|(_, meaning)| meaning.as_str()).unwrap_or_default()
+    let effect = |name: &str| {
+        effects.iter().find(|(names, _)| names.contains(&name)).map(|(_, effect)| effect.as_str()).unwrap_or_default()
     };
-    let (mut kept, mut left) = (Vec::new(), Vec::new());
+    let (mut imported, mut skipped) = (Vec::new(), Vec::new());
     for (position, statement) in statements.iter().enumerate() {
-        let again = |name: &str| statements[position + 1..].iter().any(|later| later.may_assign(name));
+        let is_reassigned = |name: &str| statements[position + 1..].iter().any(|later| later.may_assign(name));
         let why = match statement.assignment {
             None => "not a plain assignment; the import runs no shell code".to_owned(),
-            Some((name, _)) if again(name) => "it is assigned again below".to_owned(),
+            Some((name, _)) if is_reassigned(name) => "it is assigned again below".to_owned(),
             Some((name, value)) if THRESHOLD_VARIABLES.contains(&name) || RATE_VARIABLES.contains(&name) => {
                 match parse_decimal(value) {
                     Some(_) => {
-                        kept.push(format!("{}: {}", statement.text, meaning(name)));
+                        imported.push(format!("{}: {}", statement.text, effect(name)));
                         continue;
                     }
                     None if value.is_empty() => "empty, which means ksmtuned's default".to_owned(),
@@ -93,17 +94,17 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
             }
             Some((name, _)) => skip_reason(name),
         };
-        left.push(format!("{}: {why}", statement.text));
+        skipped.push(format!("{}: {why}", statement.text));
     }
     let defaults = defaults.into_iter().filter(|(_, is_default, _)| *is_default);
-    let defaults = defaults.map(|(name, _, value)| format!("{name}={value}: {}", meaning(name))).collect();
-    KsmtunedImport { section, imported: kept, skipped: left, implied_defaults: defaults }
+    let defaults = defaults.map(|(name, _, value)| format!("{name}={value}: {}", effect(name))).collect();
+    KsmtunedImport { section, imported, skipped, implied_defaults: defaults }
 }
 
 /// Parse a decimal number. In shell arithmetic a leading 0 makes a number octal, which is refused.
 fn parse_decimal(value: &str) -> Option<u64> {
-    let plain = value.bytes().all(|c| c.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
-    value.parse().ok().filter(|_| plain)
+    let is_decimal = value.bytes().all(|c| c.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
+    value.parse().ok().filter(|_| is_decimal)
 }
 
 /// Why a variable is left out.
@@ -111,9 +112,9 @@ fn skip_reason(name: &str) -> String {
     if let Some((_, why)) = UNSUPPORTED_VARIABLES.iter().find(|(known, _)| *known == name) {
         return (*why).to_owned();
     }
-    let known =
+    let known_names =
         THRESHOLD_VARIABLES.into_iter().chain(RATE_VARIABLES).chain(UNSUPPORTED_VARIABLES.map(|(name, _)| name));
-    let hint = nearest_word(name, known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    let hint = nearest_word(name, known_names).map_or_else(String::new, |near| format!("; did you mean {near}?"));
     format!("ksmtuned reads no such variable{hint}")
 }
 
@@ -127,8 +128,8 @@ struct ShellStatement<'a> {
 impl ShellStatement<'_> {
     /// Whether the statement may change a variable.
     fn may_assign(&self, name: &str) -> bool {
-        let written = |sign: &str| self.text.contains(&format!("{name}{sign}"));
-        self.assignment.map_or_else(|| written("=") || written("+="), |(assigned, _)| assigned == name)
+        let contains = |sign: &str| self.text.contains(&format!("{name}{sign}"));
+        self.assignment.map_or_else(|| contains("=") || contains("+="), |(assigned, _)| assigned == name)
     }
 }
 
@@ -144,11 +145,11 @@ fn parse_statements(text: &str) -> Vec<ShellStatement<'_>> {
 /// The assignments of a line that contains only assignments and a comment.
 fn parse_assignments(line: &str) -> Option<Vec<ShellStatement<'_>>> {
     let mut rest = line.strip_prefix("export").filter(|rest| rest.starts_with([' ', '\t'])).unwrap_or(line);
-    let mut found = Vec::new();
+    let mut assignments = Vec::new();
     loop {
         rest = rest.trim_start();
         if rest.is_empty() || rest.starts_with('#') {
-            return Some(found);
+            return Some(assignments);
         }
         let (name, value) = rest.split_once('=')?;
         let is_name = name.bytes().all(|c| c.is_ascii_alphanumeric() || c == b'_');
@@ -157,7 +158,7 @@ fn parse_assignments(line: &str) -> Option<Vec<ShellStatement<'_>>> {
         }
         let (value, after) = parse_word(value)?;
         let text = rest[..rest.len() - after.len()].trim_end();
-        found.push(ShellStatement { text, assignment: Some((name, value)) });
+        assignments.push(ShellStatement { text, assignment: Some((name, value)) });
         rest = after;
     }
 }
@@ -174,8 +175,8 @@ fn parse_word(text: &str) -> Option<(&str, &str)> {
         Some(_) => &['$', '`', '\\'],
         None => &['$', '`', '\\', '"', '\'', ';', '&', '|', '(', ')', '<', '>', '~'],
     };
-    let ends = after.is_empty() || after.starts_with([' ', '\t']);
-    (ends && !value.contains(special)).then_some((value, after))
+    let is_whole_word = after.is_empty() || after.starts_with([' ', '\t']);
+    (is_whole_word && !value.contains(special)).then_some((value, after))
 }
 
 #[cfg(test)]
@@ -208,7 +209,7 @@ mod tests {
 
     #[test]
     fn assignments_follow_shell_rules() {
-        let kept = |text: &str| {
+        let import_text = |text: &str| {
             let imported = import(text, Bytes(100 << 30));
             let settings = Config::parse(&imported.section).unwrap().daemon_settings();
             (settings.rules.keep_available.map(|bytes| bytes.0 >> 30), imported)
@@ -226,42 +227,42 @@ mod tests {
             ("KSM_THRES_COEF=50\nKSM_THRES_COEF=${X:-10}", 20),
             ("KSM_THRES_COEF=50\nKSM_THRES_COEF+=0", 20),
         ] {
-            assert_eq!(kept(text).0, Some(expect), "{text}: {:?}", kept(text).1);
+            assert_eq!(import_text(text).0, Some(expect), "{text}: {:?}", import_text(text).1);
         }
-        let unknown = kept("KSM_SLEEP_MSECS=20\nPATH=/bin").1.skipped;
+        let unknown = import_text("KSM_SLEEP_MSECS=20\nPATH=/bin").1.skipped;
         assert!(
             unknown[0].ends_with("did you mean KSM_SLEEP_MSEC?") && unknown[1].ends_with("variable"),
             "{unknown:?}"
         );
-        let unreadable = kept("KSM_SLEEP_MSEC=${X:-10}").1;
+        let unreadable = import_text("KSM_SLEEP_MSEC=${X:-10}").1;
         assert_eq!(line_subjects(&unreadable.skipped), ["KSM_SLEEP_MSEC=${X:-10}"]);
         assert_eq!(unreadable.imported, [""; 0], "an unreadable value is not imported");
     }
 
     /// A line with its assignments, each as it is reported.
     fn any_line_with_assignments() -> impl Strategy<Value = (String, Vec<String>)> {
-        let known = THRESHOLD_VARIABLES
+        let known_names = THRESHOLD_VARIABLES
             .into_iter()
             .chain(RATE_VARIABLES)
             .chain(UNSUPPORTED_VARIABLES.map(|(name, _)| name))
             .chain(["KSM_FOO", "x"]);
-        let name = prop::sample::select(known.collect::<Vec<_>>());
-        let plain = prop_oneof![
+        let name = prop::sample::select(known_names.collect::<Vec<_>>());
+        let plain_value = prop_oneof![
             any::<u64>().prop_map(|value| value.to_string()),
             prop::sample::select(vec!["", "10", "\"30\"", "'1 2'", "-50", "007", "a#b", "/var/log/ksm", "\"a; b\""])
                 .prop_map(str::to_owned),
         ];
-        let shell =
+        let shell_value =
             prop::sample::select(vec!["${X:-10}", "$((10 + 10))", "`nproc`", "\"$X\"", "1; true", "a'b'", "\\1"]);
         let end = prop::sample::select(vec!["", " ", "\t# more", " # KSM_FOO=1"]);
         let export = prop::sample::select(vec!["", "export ", "export\t", "  "]);
         let assigned = |(name, value): (&str, String)| format!("{name}={value}");
-        let plain = prop::collection::vec((name.clone(), plain).prop_map(assigned), 1..3);
+        let plain_assignments = prop::collection::vec((name.clone(), plain_value).prop_map(assigned), 1..3);
         prop_oneof![
-            (export.clone(), plain, end.clone()).prop_map(|(export, assignments, end)| {
+            (export.clone(), plain_assignments, end.clone()).prop_map(|(export, assignments, end)| {
                 (format!("{export}{}{end}", assignments.join(" ")), assignments)
             }),
-            (export, name, shell, end).prop_map(|(export, name, value, end)| {
+            (export, name, shell_value, end).prop_map(|(export, name, value, end)| {
                 let line = format!("{export}{name}={value}{end}");
                 let assignments = vec![line.trim().to_owned()];
                 (line, assignments)
@@ -275,15 +276,15 @@ mod tests {
         fn every_assignment_is_reported_once(lines in prop::collection::vec(any_line_with_assignments(), 0..12), gib in 0_u64..4096) {
             let (lines, assignments): (Vec<String>, Vec<Vec<String>>) = lines.into_iter().unzip();
             let imported = import(&lines.join("\n"), Bytes(gib << 30));
-            let mut said = [line_subjects(&imported.imported), line_subjects(&imported.skipped)].concat();
+            let mut reported = [line_subjects(&imported.imported), line_subjects(&imported.skipped)].concat();
             let mut assignments = assignments.concat();
-            said.sort_unstable();
+            reported.sort_unstable();
             assignments.sort_unstable();
-            prop_assert_eq!(said, assignments);
+            prop_assert_eq!(reported, assignments);
             prop_assert!(Config::parse(&imported.section).is_ok(), "{}", imported.section);
-            let kept = |line: &str| line.split_once('=').map(|(name, _)| name.to_owned());
-            let names: Vec<_> = line_subjects(&imported.imported).into_iter().map(kept).collect();
-            prop_assert!(line_subjects(&imported.implied_defaults).into_iter().all(|line| !names.contains(&kept(line))));
+            let variable = |line: &str| line.split_once('=').map(|(name, _)| name.to_owned());
+            let names: Vec<_> = line_subjects(&imported.imported).into_iter().map(variable).collect();
+            prop_assert!(line_subjects(&imported.implied_defaults).into_iter().all(|line| !names.contains(&variable(line))));
         }
 
         #[test]

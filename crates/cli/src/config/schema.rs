@@ -93,9 +93,12 @@ mod tests {
 
     #[test]
     fn accepted_fixtures_match_the_schema() {
-        let (validator, whole) = (schema_validator(), super::super::tests::default_config_uncommented());
+        let (validator, uncommented) = (schema_validator(), super::super::tests::default_config_uncommented());
         let mut texts: Vec<_> = config_fixtures("valid").collect();
-        texts.extend([("the default".to_owned(), DEFAULT_CONFIG_TEXT.to_owned()), ("all of it".to_owned(), whole)]);
+        texts.extend([
+            ("the default".to_owned(), DEFAULT_CONFIG_TEXT.to_owned()),
+            ("all of it".to_owned(), uncommented),
+        ]);
         for (name, text) in texts {
             let document = toml_to_json(&text).expect(&name);
             let errors: Vec<_> = validator.iter_errors(&document).map(|error| error.to_string()).collect();
@@ -107,38 +110,38 @@ mod tests {
     fn refused_fixtures_violate_the_schema_where_expressible() {
         let validator = schema_validator();
         // serde_json turns an infinite number into null, which the schema accepts.
-        let unseen = ["pattern", "twice", "unknown-user", "daemon-max-cpu-seconds-per-mib"];
+        let inexpressible = ["pattern", "twice", "unknown-user", "daemon-max-cpu-seconds-per-mib"];
         for (name, text) in config_fixtures("invalid") {
             let Some(document) = toml_to_json(&text) else { continue };
-            assert_eq!(validator.is_valid(&document), unseen.contains(&name.as_str()), "{name}");
+            assert_eq!(validator.is_valid(&document), inexpressible.contains(&name.as_str()), "{name}");
         }
     }
 
     #[test]
     fn schema_defaults_are_the_real_defaults() {
         let schema: Value = serde_json::from_str(&config_schema()).unwrap();
-        let mut said = toml::Table::new();
+        let mut defaults = toml::Table::new();
         for section in ["DaemonConfigSection", "ExcludeConfig"] {
             let fields = schema["$defs"][section]["properties"].as_object().expect("fields");
-            let given = fields.iter().filter_map(|(name, field)| Some((name, field.get("default")?)));
-            let values = given.filter(|(_, value)| !value.is_null());
+            let with_default = fields.iter().filter_map(|(name, field)| Some((name, field.get("default")?)));
+            let values = with_default.filter(|(_, value)| !value.is_null());
             let table: toml::Table =
                 values.map(|(name, value)| (name.clone(), toml::Value::try_from(value).unwrap())).collect();
             assert!(!table.is_empty(), "{section}");
             let key = if section == "DaemonConfigSection" { "daemon" } else { "exclude" };
-            said.insert(key.to_owned(), table.into());
+            defaults.insert(key.to_owned(), table.into());
         }
-        let text = toml::to_string(&said).unwrap();
+        let text = toml::to_string(&defaults).unwrap();
         assert_eq!(format!("{:?}", Config::parse(&text).expect(&text)), format!("{:?}", Config::default()), "{text}");
     }
 
     #[test]
     fn every_key_has_a_description() {
         let schema: Value = serde_json::from_str(&config_schema()).unwrap();
-        let described = |field: &Value| field.get("description").is_some();
+        let has_description = |field: &Value| field.get("description").is_some();
         for (name, definition) in schema["$defs"].as_object().unwrap() {
             for (key, field) in definition["properties"].as_object().into_iter().flatten() {
-                assert!(described(field), "{name}.{key}");
+                assert!(has_description(field), "{name}.{key}");
             }
         }
     }

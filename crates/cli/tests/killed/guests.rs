@@ -35,40 +35,40 @@ fn guest_merge_by_control_sockets_survives_kill() {
         let output = run_pagefold(state.path(), command, &pids, Some(fault));
         (state, output)
     };
-    let separate = |state: &Path, place: &str| {
+    let unmerge = |state: &Path, context: &str| {
         let unmerged = run_pagefold(state, "unmerge", &pids, None);
-        assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
-        assert!(!pids.iter().any(marked), "{place}");
+        assert_eq!(unmerged.status.code(), Some(0), "{context}: {unmerged:?}");
+        assert!(!pids.iter().any(marked), "{context}");
     };
     // Checksums that the guests compute of their own memory. A merge merges most of that memory; `unmerge` separates
     // it.
-    let hold = || -> Vec<String> {
+    let guest_checksums = || -> Vec<String> {
         let sums = |guest| query_guest(guest, "sha1sum /data/same /data/own").expect("the guest does not answer");
         std::thread::scope(|scope| {
-            let asked: Vec<_> = fleet.lines().iter().map(|guest| scope.spawn(move || sums(guest))).collect();
-            asked.into_iter().map(|asked| asked.join().expect("the guest does not answer")).collect()
+            let threads: Vec<_> = fleet.lines().iter().map(|guest| scope.spawn(move || sums(guest))).collect();
+            threads.into_iter().map(|thread| thread.join().expect("the guest does not answer")).collect()
         })
     };
-    let before = hold();
+    let before = guest_checksums();
     assert!(before.iter().all(|sums| sums.lines().count() == 2) && before[0] != before[1], "{before:?}");
     let (state, output) = merge("count");
     assert!(parse_json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
     assert_eq!(parse_json(&output)["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {output:?}");
-    separate(state.path(), "without a kill");
-    let taken_back = Cell::new(0);
+    unmerge(state.path(), "without a kill");
+    let undone_enrolls = Cell::new(0);
     kill_at_selected_points("backend", &reached_points(&output), |point| {
         let (state, output) = merge(point);
-        let (killed, place) = was_killed(&output, point);
+        let (killed, context) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("ksm.journal.json")).unwrap_or_default();
         let undone = journal.contains("until_commit");
-        taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
-        run_recover(&ksm, state.path(), &pids, &place);
-        assert!(!undone || !pids.iter().any(marked), "{place}: recover left memory enrolled by an unfinished merge");
+        undone_enrolls.set(undone_enrolls.get() + u32::from(undone && pids.iter().any(marked)));
+        run_recover(&ksm, state.path(), &pids, &context);
+        assert!(!undone || !pids.iter().any(marked), "{context}: recover left memory enrolled by an unfinished merge");
         // Changes made before the kill persist.
-        separate(state.path(), &place);
-        assert_eq!(hold(), before, "{place}");
+        unmerge(state.path(), &context);
+        assert_eq!(guest_checksums(), before, "{context}");
         killed
     });
     // Only this kind of change switches backends, so every day it is killed right after such a switch.
-    assert_ne!(taken_back.get(), 0, "no kill left a guest enrolled by an unfinished merge");
+    assert_ne!(undone_enrolls.get(), 0, "no kill left a guest enrolled by an unfinished merge");
 }

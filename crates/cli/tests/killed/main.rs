@@ -171,17 +171,17 @@ fn points_of_kind(kind: &str) -> BTreeSet<&'static str> {
 
 /// The points at which a kind of change is killed on a given day.
 fn points_for_day(kind: &str, day: usize) -> Vec<&'static str> {
-    let own = points_of_kind(kind);
+    let points = points_of_kind(kind);
     if kind == GUIDED_KIND {
-        return own.iter().copied().nth(day % own.len()).into_iter().collect();
+        return points.iter().copied().nth(day % points.len()).into_iter().collect();
     }
-    let deals = |name: &&str| {
+    let is_selected = |name: &&str| {
         let kinds = CHANGE_KINDS.iter().map(|(kind, _)| *kind).filter(|kind| *kind != GUIDED_KIND);
         let kinds: Vec<&str> = kinds.filter(|kind| points_of_kind(kind).contains(name)).collect();
         let number: usize = name.bytes().map(usize::from).sum();
         (0..MIN_KINDS_PER_POINT).any(|hit| kinds[(number + day + hit) % kinds.len()] == kind)
     };
-    own.into_iter().filter(deals).collect()
+    points.into_iter().filter(is_selected).collect()
 }
 
 /// Whether each kind is killed at every point.
@@ -191,28 +191,28 @@ fn is_soak_run() -> bool {
 
 /// The days since 1970, which select the points; `PAGEFOLD_DAY` overrides them.
 fn days_since_1970() -> u64 {
-    let told = std::env::var("PAGEFOLD_DAY").ok();
-    told.map_or_else(|| UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400, |day| day.parse().expect("a number of days"))
+    let day = std::env::var("PAGEFOLD_DAY").ok();
+    day.map_or_else(|| UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400, |day| day.parse().expect("a number of days"))
 }
 
 /// Kill a kind of change at the points selected for today, or at all points in the soak run. `reached` counts the
 /// points of a run without a kill. `kill` returns whether the run reached the point: the progress of ksmd decides how
 /// often pagefold writes its pace, so a run may reach a point less often.
 fn kill_at_selected_points(kind_name: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
-    let began = Instant::now();
+    let started = Instant::now();
     let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
     assert_eq!(names, points_of_kind(kind_name), "{kind_name} reaches other points than CHANGE_KINDS lists");
     let (soak, day) = (is_soak_run(), days_since_1970());
     let (mut tried, mut killed) = (0, 0);
-    let today = if soak { names.into_iter().collect() } else { points_for_day(kind_name, day as usize) };
-    for name in today {
-        let often = reached[name];
-        let times: Vec<u64> = if soak { (1..=often).collect() } else { vec![1 + day % often] };
+    let selected = if soak { names.into_iter().collect() } else { points_for_day(kind_name, day as usize) };
+    for name in selected {
+        let reach_count = reached[name];
+        let times: Vec<u64> = if soak { (1..=reach_count).collect() } else { vec![1 + day % reach_count] };
         let hit = times.iter().filter(|time| (0..MAX_TRIES_PER_POINT).any(|_| kill(&format!("{time} {name}")))).count();
         assert!(hit > 0 || kill(&format!("1 {name}")), "{kind_name} was not killed at {name:?}");
         (tried, killed) = (tried + times.len(), killed + hit);
     }
-    println!("{kind_name}: {killed} of {tried} attempts were killed on day {day}, in {:.1?}", began.elapsed());
+    println!("{kind_name}: {killed} of {tried} attempts were killed on day {day}, in {:.1?}", started.elapsed());
     assert!(!soak || killed * 10 >= tried * 9, "only {killed} of {tried} attempts were killed");
 }
 
@@ -234,23 +234,23 @@ fn every_fault_point_is_reached_and_dealt_each_day() {
             }
         }
     }
-    let named: BTreeSet<String> =
+    let listed: BTreeSet<String> =
         CHANGE_KINDS.iter().flat_map(|(kind, _)| points_of_kind(kind)).map(str::to_owned).collect();
-    assert_eq!(in_code, named);
+    assert_eq!(in_code, listed);
     for day in 0..CHANGE_KINDS.len() {
-        let dealt: BTreeSet<String> =
+        let selected: BTreeSet<String> =
             CHANGE_KINDS.iter().flat_map(|(kind, _)| points_for_day(kind, day)).map(str::to_owned).collect();
-        assert_eq!(dealt, named);
+        assert_eq!(selected, listed);
     }
 }
 
 /// Whether a command was killed at the given point, and its standard error.
 fn was_killed(output: &Output, point: &str) -> (bool, String) {
-    let place = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     let killed = output.status.code().is_none();
     let (number, name) = point.split_once(' ').expect("a point consists of a number and a name");
-    assert_eq!(killed, place.contains(&format!("fault point {number}: {name}\n")), "{output:?}");
-    (killed, place)
+    assert_eq!(killed, stderr.contains(&format!("fault point {number}: {name}\n")), "{output:?}");
+    (killed, stderr)
 }
 
 /// Whether a process is traced or stopped.

@@ -91,8 +91,8 @@ impl MemoryChange {
             let (state, labs) = (tempfile::tempdir().unwrap(), self.start_labs(ksm));
             self.run_command(state.path(), &pids(&labs), Some("count"))
         };
-        let did = |output: &Output| (self.is_done)(&parse_json(output));
-        reached_points(&(0..MAX_TRIES).map(count).find(did).expect("no attempt performed the work"))
+        let has_worked = |output: &Output| (self.is_done)(&parse_json(output));
+        reached_points(&(0..MAX_TRIES).map(count).find(has_worked).expect("no attempt performed the work"))
     }
 
     /// Kill the command at a point; returns whether it reached the point.
@@ -102,31 +102,31 @@ impl MemoryChange {
         let checksum = |lab: &RunningLab<RegionLine>| regions_checksum(lab.pid(), lab.lines());
         let before: Vec<_> = labs.iter().map(|lab| (checksum(lab), enrolled_page_addresses(lab.pid()))).collect();
         let output = self.run_command(state.path(), &pids(&labs), Some(point));
-        let (killed, place) = was_killed(&output, point);
+        let (killed, context) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("ksm.journal.json")).unwrap_or_default();
         let undone = self.killed_before.is_none() && journal.contains("until_commit");
-        run_recover(ksm, state.path(), &pids(&labs), &place);
-        for (lab, (held, was_enrolled)) in labs.iter().zip(&before) {
-            assert_eq!(checksum(lab), *held, "{place}");
+        run_recover(ksm, state.path(), &pids(&labs), &context);
+        for (lab, (checksum_before, was_enrolled)) in labs.iter().zip(&before) {
+            assert_eq!(checksum(lab), *checksum_before, "{context}");
             assert!(
                 !self.enrolled_afterwards || was_enrolled.is_subset(&enrolled_page_addresses(lab.pid())),
-                "{place}"
+                "{context}"
             );
             assert!(
                 !undone || *was_enrolled == enrolled_page_addresses(lab.pid()),
-                "{place}: recover left an unfinished change in place"
+                "{context}: recover left an unfinished change in place"
             );
         }
         if !self.enrolled_afterwards {
             // A persistent change is not undone, and the command can be repeated to completion.
-            let again = run_pagefold(state.path(), self.command, &pids(&labs), None);
-            assert_eq!(again.status.code(), Some(0), "{place}: {again:?}");
-            assert!(labs.iter().all(|lab| enrolled_page_addresses(lab.pid()).is_empty()), "{place}");
-            assert!(labs.iter().zip(&before).all(|(lab, (before, _))| checksum(lab) == *before), "{place}");
+            let repeated = run_pagefold(state.path(), self.command, &pids(&labs), None);
+            assert_eq!(repeated.status.code(), Some(0), "{context}: {repeated:?}");
+            assert!(labs.iter().all(|lab| enrolled_page_addresses(lab.pid()).is_empty()), "{context}");
+            assert!(labs.iter().zip(&before).all(|(lab, (before, _))| checksum(lab) == *before), "{context}");
         }
         for lab in labs {
             let status = lab.stop().unwrap();
-            assert!(status.success(), "{place}: {status}");
+            assert!(status.success(), "{context}: {status}");
         }
         killed
     }
@@ -163,9 +163,9 @@ fn merge_with_temporary_unenroll_survives_kill() {
         killed_before: None,
         command: UNENROLLING_MERGE,
         is_done: |report| {
-            let narrowed =
+            let unenrolls =
                 report["plan"]["temporary_unenrolls"].as_array().expect("the plan has no list of unenrolled ranges");
-            narrowed.len() == 2 && narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(600 * PAGE_BYTES))
+            unenrolls.len() == 2 && unenrolls.iter().all(|range| range["bytes"].as_u64() >= Some(600 * PAGE_BYTES))
         },
         enrolled_afterwards: true,
     }

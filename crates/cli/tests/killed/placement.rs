@@ -49,7 +49,7 @@ fn placement_survives_kill() {
         (allowed, cpuset.cpus(), fs::read_to_string(HUGE_PAGES_SETTING).ok())
     };
     let before = read();
-    let place = |state: &Path, fault: &str| -> Output {
+    let run_placement = |state: &Path, fault: &str| -> Output {
         let mut lab = Command::new(lab_binary().unwrap());
         lab.args(["place", &target.pid().to_string(), "--cpus", "0", "--node", "0", "--state"]).arg(state);
         lab.args(cpuset.0.iter().map(|directory| format!("--cpuset={directory}=0")));
@@ -60,12 +60,12 @@ fn placement_survives_kill() {
         lab.env("PAGEFOLD_FAULT_POINT", fault).stdin(Stdio::null()).output().unwrap()
     };
     let state = tempfile::tempdir().unwrap();
-    let counted = place(state.path(), "count");
+    let counted = run_placement(state.path(), "count");
     assert!(counted.status.success(), "{counted:?}");
     assert_eq!(read(), before);
     kill_at_selected_points("placement", &reached_points(&counted), |point| {
         let state = tempfile::tempdir().unwrap();
-        let (killed, context) = was_killed(&place(state.path(), point), point);
+        let (killed, context) = was_killed(&run_placement(state.path(), point), point);
         let recovered = run_pagefold(state.path(), "recover", &[], None);
         assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
         assert!(

@@ -48,12 +48,12 @@ impl SettingChange {
         let state = tempfile::tempdir().unwrap();
         if self.policy_set_before {
             let policy = state.path().join("others.toml");
-            let others = OTHER_SETTINGS.iter().filter(|(name, _)| ksm.read_setting(name).is_some());
-            let lines: String = others.map(|(name, value)| format!("{name} = {value}\n")).collect();
+            let available = OTHER_SETTINGS.iter().filter(|(name, _)| ksm.read_setting(name).is_some());
+            let lines: String = available.map(|(name, value)| format!("{name} = {value}\n")).collect();
             fs::write(&policy, format!("[ksm]\n{lines}")).unwrap();
             assert_completes(state.path(), &format!("policy set {}", policy.display()));
-            let mut unlike = first.iter().zip(read_settings(ksm)).filter(|(_, now)| now.0 != "advisor_mode");
-            assert!(unlike.all(|(first, now)| *first != now), "{first:?}");
+            let mut changed = first.iter().zip(read_settings(ksm)).filter(|(_, now)| now.0 != "advisor_mode");
+            assert!(changed.all(|(first, now)| *first != now), "{first:?}");
         }
         let words: Vec<&str> = self.lab.into_iter().flat_map(|words| words.split(' ')).collect();
         let lab = words.split_first().map(|(name, arguments)| RunningLab::start(name, arguments).unwrap());
@@ -80,15 +80,18 @@ impl SettingChange {
     fn kill_at(&self, ksm: &KsmTestGuard, expected: &KsmSettingValues, point: &str) -> bool {
         let (first, state, labs) = self.prepare(ksm);
         let before = read_settings(ksm);
-        let held: Vec<u64> = labs.iter().map(|lab| regions_checksum(lab.pid(), lab.lines())).collect();
+        let checksums_before: Vec<u64> = labs.iter().map(|lab| regions_checksum(lab.pid(), lab.lines())).collect();
         let output = self.run_command(state.path(), &labs, point);
-        let (killed, place) = was_killed(&output, point);
-        assert!(labs.iter().all(|lab| !crate::is_traced_or_stopped(lab.pid())), "{place}");
+        let (killed, context) = was_killed(&output, point);
+        assert!(labs.iter().all(|lab| !crate::is_traced_or_stopped(lab.pid())), "{context}");
         assert_completes(state.path(), "recover");
-        assert!([&before, expected].contains(&&read_settings(ksm)), "{place}: {:?}", read_settings(ksm));
+        assert!([&before, expected].contains(&&read_settings(ksm)), "{context}: {:?}", read_settings(ksm));
         assert_completes(state.path(), "policy restore");
-        assert_eq!(read_settings(ksm), first, "{place}");
-        assert!(labs.iter().zip(held).all(|(lab, held)| regions_checksum(lab.pid(), lab.lines()) == held), "{place}");
+        assert_eq!(read_settings(ksm), first, "{context}");
+        assert!(
+            labs.iter().zip(checksums_before).all(|(lab, before)| regions_checksum(lab.pid(), lab.lines()) == before),
+            "{context}"
+        );
         killed
     }
 
@@ -97,8 +100,8 @@ impl SettingChange {
             Ok(ksm) => ksm,
             Err(why) => return println!("skipped: {why}"),
         };
-        let (reached, leaves) = self.fault_points(&ksm);
-        kill_at_selected_points(self.kind_name, &reached, |point| self.kill_at(&ksm, &leaves, point));
+        let (reached, settings_after) = self.fault_points(&ksm);
+        kill_at_selected_points(self.kind_name, &reached, |point| self.kill_at(&ksm, &settings_after, point));
     }
 }
 

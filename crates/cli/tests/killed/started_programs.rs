@@ -72,9 +72,9 @@ impl StartedProgram {
     /// Whether another process also has the program's standard error open.
     fn has_companion(&self) -> bool {
         let file = stderr_path(self.state.path()).canonicalize().unwrap();
-        let others = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap());
-        let others = others.filter(|entry| entry.file_name().to_str() != Some(&self.pid().to_string()));
-        others.into_iter().any(|entry| fs::read_link(entry.path().join("fd/2")).is_ok_and(|holder| holder == file))
+        let entries = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap());
+        let entries = entries.filter(|entry| entry.file_name().to_str() != Some(&self.pid().to_string()));
+        entries.into_iter().any(|entry| fs::read_link(entry.path().join("fd/2")).is_ok_and(|holder| holder == file))
     }
 
     /// Check that the change can be made again, and undone, to completion.
@@ -113,10 +113,10 @@ impl ProgramStart {
     fn kill_at(&self, ksm: &KsmTestGuard, point: &str) -> bool {
         let mut program = StartedProgram::start(self, ksm, point);
         let (number, name) = point.split_once(' ').expect("a point consists of a number and a name");
-        let place = format!("fault point {number}: {name}\n");
-        let is_killed = || program.stderr_text().contains(&place);
+        let message = format!("fault point {number}: {name}\n");
+        let is_killed = || program.stderr_text().contains(&message);
         let mut since = Instant::now();
-        wait_until(&place, || {
+        wait_until(&message, || {
             if program.has_started() && !(self.is_in_effect)(ksm, &program) {
                 since = Instant::now();
             }
@@ -125,13 +125,13 @@ impl ProgramStart {
         let killed = is_killed();
         if killed && program.has_started() {
             wait_until("the exit of the killed companion", || !program.has_companion());
-            let held = regions_checksum(program.pid(), &program.regions);
-            run_recover(ksm, program.state.path(), &[program.pid()], &place);
-            program.assert_change_can_be_repeated(&place);
-            assert_eq!(regions_checksum(program.pid(), &program.regions), held, "{place}");
+            let checksum_before = regions_checksum(program.pid(), &program.regions);
+            run_recover(ksm, program.state.path(), &[program.pid()], &message);
+            program.assert_change_can_be_repeated(&message);
+            assert_eq!(regions_checksum(program.pid(), &program.regions), checksum_before, "{message}");
         }
         program.stop();
-        run_recover(ksm, program.state.path(), &[], &place);
+        run_recover(ksm, program.state.path(), &[], &message);
         killed
     }
 }
@@ -144,7 +144,7 @@ fn acquire_ksm() -> Option<KsmTestGuard> {
 #[test]
 fn program_enrolled_from_outside_survives_kill() {
     let Some(ksm) = acquire_ksm() else { return };
-    let way = ProgramStart {
+    let start = ProgramStart {
         kind_name: "inject",
         arguments: &["--method", "inject"],
         is_in_effect: |_, program| {
@@ -152,13 +152,13 @@ fn program_enrolled_from_outside_survives_kill() {
             stat.contains("ksm_merge_any: yes")
         },
     };
-    kill_at_selected_points(way.kind_name, &way.fault_points(&ksm), |point| way.kill_at(&ksm, point));
+    kill_at_selected_points(start.kind_name, &start.fault_points(&ksm), |point| start.kill_at(&ksm, point));
 }
 
 #[test]
 fn program_with_guided_merge_survives_kill() {
     let Some(ksm) = acquire_ksm() else { return };
-    let way = ProgramStart {
+    let start = ProgramStart {
         kind_name: GUIDED_KIND,
         arguments: &["--policy", "guided", "--cpu", "100"],
         is_in_effect: |ksm, program| {
@@ -169,10 +169,10 @@ fn program_with_guided_merge_survives_kill() {
         },
     };
     if is_soak_run() {
-        return kill_at_selected_points(way.kind_name, &way.fault_points(&ksm), |point| way.kill_at(&ksm, point));
+        return kill_at_selected_points(start.kind_name, &start.fault_points(&ksm), |point| start.kill_at(&ksm, point));
     }
     // Each attempt takes as long as a content must be stable before it is merged.
-    for name in points_for_day(way.kind_name, days_since_1970() as usize) {
-        assert!(way.kill_at(&ksm, &format!("1 {name}")), "{name}");
+    for name in points_for_day(start.kind_name, days_since_1970() as usize) {
+        assert!(start.kill_at(&ksm, &format!("1 {name}")), "{name}");
     }
 }

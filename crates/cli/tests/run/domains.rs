@@ -23,7 +23,7 @@ const PRINT_MERGE_ANY_COMMAND: [&str; 4] = ["grep", "-s", "ksm_merge_any", "/pro
 
 /// KSM, and a directory that all users can read. `None` if the kernel does not report which processes are enrolled.
 fn acquire_ksm_and_folder() -> Option<(KsmTestGuard, tempfile::TempDir)> {
-    if !fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|told| told.contains("ksm_mergeable")) {
+    if !fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable")) {
         println!("skipped: needs Linux 6.14, which reports the enrolled processes");
         return None;
     }
@@ -58,12 +58,12 @@ const MERGE_ANY_NO: &str = "ksm_merge_any: no\n";
 #[test]
 fn program_of_another_domain_is_refused() {
     let Some((_ksm, folder)) = acquire_ksm_and_folder() else { return };
-    let his = start_enrolled_lab(NOBODY_UID);
+    let user_lab = start_enrolled_lab(NOBODY_UID);
     let file = folder.path().join("started");
-    for way in ["prctl", "preload"] {
-        let said = refusal_line(run_within_domain().args(["--method", way, "--", "touch"]).arg(&file));
+    for method in ["prctl", "preload"] {
+        let error = refusal_line(run_within_domain().args(["--method", method, "--", "touch"]).arg(&file));
         for part in ["touch is in the trust domain user 0", "with user 65534", "--across-domains", "--best-effort"] {
-            assert!(said.contains(part), "{said}");
+            assert!(error.contains(part), "{error}");
         }
     }
     refusal_line(run_within_domain().args(["--dry-run", "--", "touch"]).arg(&file));
@@ -82,22 +82,26 @@ fn program_of_another_domain_is_refused() {
 
     // Users listed as one trust domain may share pages.
     let config = folder.path().join("pagefold.toml");
-    let with = |text: &str| {
+    let command_with_config = |text: &str| {
         fs::write(&config, text).unwrap();
         let mut command = run_within_domain();
         command.arg("--config").arg(&config).arg("--").args(PRINT_MERGE_ANY_COMMAND);
         command
     };
-    assert_eq!(run_successfully(&mut with("[[domain]]\nname = \"two\"\nusers = [0, 65534]\n")).0, MERGE_ANY_YES);
-    assert_eq!(run_successfully(&mut with("domains = \"host\"\n")).0, MERGE_ANY_YES);
-    let other = refusal_line(&mut with("[[domain]]\nname = \"searches\"\nusers = [0]\nnames = [\"grep\"]\n"));
-    assert!(other.contains("grep is in the trust domain group searches"), "{other}");
-    let output = with("[[domain]]\nname = \"searches\"\nnames = [\"grep\"]\n").output().unwrap();
-    let other = String::from_utf8_lossy(&output.stderr);
-    assert!(other.contains("pagefold.toml:1: the domain \"searches\" is not applied"), "{other}");
-    assert!(other.contains("grep is in the trust domain user 0"), "{other}");
+    assert_eq!(
+        run_successfully(&mut command_with_config("[[domain]]\nname = \"two\"\nusers = [0, 65534]\n")).0,
+        MERGE_ANY_YES
+    );
+    assert_eq!(run_successfully(&mut command_with_config("domains = \"host\"\n")).0, MERGE_ANY_YES);
+    let refusal =
+        refusal_line(&mut command_with_config("[[domain]]\nname = \"searches\"\nusers = [0]\nnames = [\"grep\"]\n"));
+    assert!(refusal.contains("grep is in the trust domain group searches"), "{refusal}");
+    let output = command_with_config("[[domain]]\nname = \"searches\"\nnames = [\"grep\"]\n").output().unwrap();
+    let refusal = String::from_utf8_lossy(&output.stderr);
+    assert!(refusal.contains("pagefold.toml:1: the domain \"searches\" is not applied"), "{refusal}");
+    assert!(refusal.contains("grep is in the trust domain user 0"), "{refusal}");
 
-    drop(his);
+    drop(user_lab);
     assert_eq!(
         run_successfully(run_within_domain().arg("--").args(PRINT_MERGE_ANY_COMMAND)),
         (MERGE_ANY_YES.to_owned(), String::new())
@@ -114,12 +118,12 @@ fn guest_of_root_is_its_own_domain() {
         command.args(options).arg("--").arg(&machine).args(["-name", "web"]);
         command
     };
-    let _roots = start_enrolled_lab(0);
+    let _root_lab = start_enrolled_lab(0);
     assert_eq!(run_successfully(&mut run(&["--across-domains"])).0, MERGE_ANY_YES);
-    let said = refusal_line(&mut run(&[]));
+    let error = refusal_line(&mut run(&[]));
     assert!(
-        said.contains("qemu-system-x86_64 is in the trust domain vm web") && said.contains("with user 0"),
-        "{said}"
+        error.contains("qemu-system-x86_64 is in the trust domain vm web") && error.contains("with user 0"),
+        "{error}"
     );
 
     // A program whose owner forbids merging is not enrolled without `--ignore-opt-out`.
@@ -138,28 +142,30 @@ fn user_with_hidden_processes_is_warned_with_verbose() {
     let Some((_ksm, folder)) = acquire_ksm_and_folder() else { return };
     let binary = folder.path().join("pagefold");
     install_executable(PAGEFOLD_BINARY.as_ref(), &binary, 0o755).unwrap();
-    let _roots = start_enrolled_lab(0);
-    let nobodys = |arguments: &[&str]| {
+    let _root_lab = start_enrolled_lab(0);
+    let run_as_nobody = |arguments: &[&str]| {
         let mut command = Command::new(&binary);
         command.arg("run").args(arguments).args(["--method", "prctl", "--"]).args(PRINT_MERGE_ANY_COMMAND);
         command.current_dir(folder.path()).uid(NOBODY_UID).gid(NOBODY_UID);
         command
     };
-    assert_eq!(run_successfully(&mut nobodys(&[])), (MERGE_ANY_YES.to_owned(), String::new()));
-    let (out, error) = run_successfully(&mut nobodys(&["--verbose"]));
+    assert_eq!(run_successfully(&mut run_as_nobody(&[])), (MERGE_ANY_YES.to_owned(), String::new()));
+    let (out, error) = run_successfully(&mut run_as_nobody(&["--verbose"]));
     assert_eq!(out, MERGE_ANY_YES);
     assert!(error.contains("processes may be enrolled that are not visible"), "{error}");
     assert!(
-        run_successfully(&mut nobodys(&["--dry-run"])).0.contains("processes may be enrolled that are not visible")
+        run_successfully(&mut run_as_nobody(&["--dry-run"]))
+            .0
+            .contains("processes may be enrolled that are not visible")
     );
-    let told = run_successfully(&mut nobodys(&["--verbose", "--across-domains"])).1;
-    assert!(!told.contains("processes may be enrolled"), "{told}");
+    let stderr = run_successfully(&mut run_as_nobody(&["--verbose", "--across-domains"])).1;
+    assert!(!stderr.contains("processes may be enrolled"), "{stderr}");
     // The user can see the user's own processes: in this configuration each program is a trust domain of its own.
-    let _his = start_enrolled_lab(NOBODY_UID);
-    assert_eq!(run_successfully(&mut nobodys(&[])).0, MERGE_ANY_YES);
+    let _user_lab = start_enrolled_lab(NOBODY_UID);
+    assert_eq!(run_successfully(&mut run_as_nobody(&[])).0, MERGE_ANY_YES);
     let config = folder.path().join("pagefold.toml");
     fs::write(&config, "domains = \"process\"\n").unwrap();
-    let refused = refusal_line(&mut nobodys(&["--config", config.to_str().unwrap()]));
+    let refused = refusal_line(&mut run_as_nobody(&["--config", config.to_str().unwrap()]));
     assert!(refused.contains("grep is in the trust domain process "), "{refused}");
 }
 
@@ -203,10 +209,10 @@ fn concurrent_ranks_share_one_domain() {
 fn companion_is_not_enrolled_and_holds_no_descriptors() {
     let Some((ksm, folder)) = acquire_ksm_and_folder() else { return };
     let lab = pagefold_labs::client::lab_binary().unwrap();
-    let refuses = [lab.to_str().unwrap(), "refuse-prctl", "--"];
-    for (refuses, is_enrolled) in [(&refuses[..0], true), (&refuses[..], false)] {
+    let wrapper = [lab.to_str().unwrap(), "refuse-prctl", "--"];
+    for (wrapper, is_enrolled) in [(&wrapper[..0], true), (&wrapper[..], false)] {
         // A descriptor that the companion process must not keep.
-        let words = [refuses, &["sh", "-c", r#"exec 9</etc/passwd; exec "$0" "$@""#, PAGEFOLD_BINARY]].concat();
+        let words = [wrapper, &["sh", "-c", r#"exec 9</etc/passwd; exec "$0" "$@""#, PAGEFOLD_BINARY]].concat();
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).arg("--state").arg(folder.path());
         command.args([
@@ -227,11 +233,11 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
         let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
         let driver = journal["writer"].to_string();
         assert_eq!([enrolled(&child.id().to_string()), enrolled(&driver)], [is_enrolled, false]);
-        let keeps = |pid: &str| {
+        let has_passwd_open = |pid: &str| {
             let open = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().map(|entry| entry.unwrap().path());
             open.filter_map(|path| fs::read_link(path).ok()).any(|file| file == Path::new("/etc/passwd"))
         };
-        assert_eq!([keeps(&child.id().to_string()), keeps(&driver)], [true, false]);
+        assert_eq!([has_passwd_open(&child.id().to_string()), has_passwd_open(&driver)], [true, false]);
         drop(child.stdin.take());
         assert!(child.wait().unwrap().success());
         wait_until_companion_exits(folder.path());
@@ -268,6 +274,6 @@ fn guided_merge_keeps_domains_of_a_tree_apart() {
 
 #[test]
 fn user_engine_has_separate_domains() {
-    let said = refusal_line(test_programs::run_command().args(["--engine", "user", "--", "true"]));
-    assert!(said.contains("--across-domains is for --engine kernel"), "{said}");
+    let error = refusal_line(test_programs::run_command().args(["--engine", "user", "--", "true"]));
+    assert!(error.contains("--across-domains is for --engine kernel"), "{error}");
 }

@@ -118,8 +118,8 @@ fn library_marks_mappings_when_prctl_is_refused() {
             assert_eq!(u64::from_str_radix(&blocked, 16).unwrap(), !(1 << 8 | 1 << 18 | 3 << 31), "{blocked}");
         }
     }
-    let said = lossy_text(&run_with_prctl_refused(1).args(["--how", "--", "true"]).output().unwrap().stderr);
-    assert!(said.contains("by a preloaded library (prctl: PR_SET_MEMORY_MERGE: "), "{said}");
+    let stderr = lossy_text(&run_with_prctl_refused(1).args(["--how", "--", "true"]).output().unwrap().stderr);
+    assert!(stderr.contains("by a preloaded library (prctl: PR_SET_MEMORY_MERGE: "), "{stderr}");
 }
 
 #[test]
@@ -142,21 +142,25 @@ fn programs_without_preload_support_are_named() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
+    let static_program = compile("gcc", "tree.c", &["-static"], folder.path());
     let preload = || {
         let mut command = run_command();
         command.args(["--method", "preload", "--"]);
         command
     };
-    let said = refusal_line(preload().arg(&fixed));
-    assert!(said.contains("is linked statically") && said.contains("--best-effort"), "{said}");
+    let error = refusal_line(preload().arg(&static_program));
+    assert!(error.contains("is linked statically") && error.contains("--best-effort"), "{error}");
     let script = folder.path().join("script");
-    fs::write(&script, format!("#!{}\n", fixed.display())).unwrap();
+    fs::write(&script, format!("#!{}\n", static_program.display())).unwrap();
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
     assert!(refusal_line(preload().arg(&script)).contains("is linked statically"));
 
-    let output =
-        run_command().args(["--method", "preload", "--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
+    let output = run_command()
+        .args(["--method", "preload", "--best-effort", "--"])
+        .arg(&static_program)
+        .arg("x")
+        .output()
+        .unwrap();
     assert_eq!(output.status.code(), Some(2), "the exit status must be the program's own");
     assert!(
         lossy_text(&output.stderr).starts_with("pagefold: not enrolled in KSM: "),
@@ -183,9 +187,9 @@ fn setuid_programs_are_named_to_affected_users() {
     let pagefold = copy(test_programs::PAGEFOLD_BINARY.as_ref(), "pagefold", 0o755);
     copy(test_programs::preload_library(), "libpagefold_preload.so", 0o755);
     let setuid = copy("/bin/true".as_ref(), "setuid", 0o4755);
-    let run = |way| {
+    let run = |method| {
         let mut command = Command::new(&pagefold);
-        command.args(["run", "--method", way, "--"]).arg(&setuid).uid(NOBODY_UID).gid(NOBODY_UID);
+        command.args(["run", "--method", method, "--"]).arg(&setuid).uid(NOBODY_UID).gid(NOBODY_UID);
         command
     };
     assert!(refusal_line(&mut run("preload")).contains("is setuid"));
@@ -199,20 +203,20 @@ fn can_inject() -> bool {
     if !has_ksm() || !has_program("gcc") {
         return false;
     }
-    let how = run_command().args(["--method", "inject", "--dry-run", "--", "true"]).output().unwrap();
-    if !how.status.success() {
-        println!("skipped: {}", lossy_text(&how.stderr).trim());
+    let output = run_command().args(["--method", "inject", "--dry-run", "--", "true"]).output().unwrap();
+    if !output.status.success() {
+        println!("skipped: {}", lossy_text(&output.stderr).trim());
     }
-    how.status.success()
+    output.status.success()
 }
 
 /// Wait until no process has a file open as standard error.
 fn wait_until_stderr_is_closed(file: &Path) {
     let started = Instant::now();
-    let holds = |entry: std::io::Result<fs::DirEntry>| {
+    let has_file_open = |entry: std::io::Result<fs::DirEntry>| {
         fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == file)
     };
-    while fs::read_dir("/proc").unwrap().any(holds) {
+    while fs::read_dir("/proc").unwrap().any(has_file_open) {
         assert!(started.elapsed() < Duration::from_secs(60), "a process still has the file open after a minute");
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -247,12 +251,12 @@ fn companion_holds_no_pipe_of_the_program() {
     let mut command = run_command();
     command.args(["--method", "inject", "--", "sh", "-c", "exec sleep 30 2> /dev/null"]).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    let mut said = String::new();
-    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let mut stderr = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
     let status = child.try_wait().unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
-    assert_eq!((status, said.as_str()), (None, ""));
+    assert_eq!((status, stderr.as_str()), (None, ""));
 }
 
 #[test]
@@ -268,12 +272,12 @@ fn mpi_ranks_are_enrolled_with_unchanged_results() {
         command.args(["--allow-run-as-root", "--oversubscribe", "-np", "4"]).args(starter).arg(&program).arg(status);
         command.output().unwrap()
     };
-    let run = |way| [test_programs::PAGEFOLD_BINARY, "run", "--across-domains", "--method", way, "--"];
+    let run = |method| [test_programs::PAGEFOLD_BINARY, "run", "--across-domains", "--method", method, "--"];
     for status in ["0", "3"] {
         let without = ranks(&[], status);
         assert!(lossy_text(&without.stderr).contains("enrolled=0"), "{}", lossy_text(&without.stderr));
-        for way in ["prctl", "preload"] {
-            let with = ranks(&run(way), status);
+        for method in ["prctl", "preload"] {
+            let with = ranks(&run(method), status);
             assert!(lossy_text(&with.stderr).contains("enrolled=4"), "{}", lossy_text(&with.stderr));
             assert_eq!(
                 (with.status.code(), lossy_text(&with.stdout)),
@@ -309,6 +313,6 @@ fn kernel_without_ksm_is_reported_with_remedy() {
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).arg(lab).args(["refuse-prctl", "--errno", "22", "--"]);
     command.args([test_programs::PAGEFOLD_BINARY, "run", "--method", "prctl", "--", "true"]);
-    let said = refusal_line(&mut command);
-    assert!(said.contains("CONFIG_KSM=y") && said.contains("--best-effort"), "{said}");
+    let error = refusal_line(&mut command);
+    assert!(error.contains("CONFIG_KSM=y") && error.contains("--best-effort"), "{error}");
 }

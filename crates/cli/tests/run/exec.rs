@@ -72,12 +72,12 @@ fn unstartable_program_exits_as_in_a_shell() {
         (path.to_str().unwrap(), 126),
         (folder.path().to_str().unwrap(), 126),
     ] {
-        for way in [&[][..], &["--method", "preload"]] {
+        for options in [&[][..], &["--method", "preload"]] {
             let Output { status: found, stdout, stderr } =
-                run_command().args(way).args(["--", program]).output().unwrap();
-            let said = lossy_text(&stderr);
-            assert_eq!((found.code(), lossy_text(&stdout).as_str()), (Some(status), ""), "{said}");
-            assert!(said.starts_with(&format!("pagefold: {program}: ")) && said.lines().count() == 1, "{said}");
+                run_command().args(options).args(["--", program]).output().unwrap();
+            let error = lossy_text(&stderr);
+            assert_eq!((found.code(), lossy_text(&stdout).as_str()), (Some(status), ""), "{error}");
+            assert!(error.starts_with(&format!("pagefold: {program}: ")) && error.lines().count() == 1, "{error}");
         }
     }
     // Neither ELF nor `#!`: execvp starts the shell for it.
@@ -173,22 +173,22 @@ fn program_controls_its_terminal() {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let bound = ProgramTimeout::new(&script);
+        let timeout = ProgramTimeout::new(&script);
         let (mut input, mut output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
-        let mut said = Vec::new();
-        while !lossy_text(&said).contains("waiting") {
+        let mut text = Vec::new();
+        while !lossy_text(&text).contains("waiting") {
             let mut byte = [0];
-            assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", lossy_text(&said));
-            said.push(byte[0]);
+            assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", lossy_text(&text));
+            text.push(byte[0]);
         }
-        assert!(lossy_text(&said).contains("33 91"), "{}", lossy_text(&said));
+        assert!(lossy_text(&text).contains("33 91"), "{}", lossy_text(&text));
         // Ctrl-C, which the terminal turns into a signal to its foreground process group.
         input.write_all(b"\x03").unwrap();
         input.flush().unwrap();
         // Read to the end of its output, that is, until it exits: the timeout must not outlive the program.
-        output.read_to_end(&mut said).unwrap();
-        drop(bound);
-        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", lossy_text(&said));
+        output.read_to_end(&mut text).unwrap();
+        drop(timeout);
+        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", lossy_text(&text));
     }
 }
 
@@ -202,7 +202,7 @@ fn program_can_be_stopped_and_continued() {
         command.args(&starter[1..]).args(["--", "sh", "-c", "echo ready; read line; exit 7"]);
         command.env("PAGEFOLD_PRELOAD", test_programs::preload_library()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let bound = ProgramTimeout::new(&child);
+        let timeout = ProgramTimeout::new(&child);
         let mut ready = [0; 6];
         child.stdout.take().unwrap().read_exact(&mut ready).unwrap();
         let pid = nix::unistd::Pid::from_raw(child.id() as i32);
@@ -212,9 +212,9 @@ fn program_can_be_stopped_and_continued() {
         assert_eq!(wait, Ok(stopped), "a wait for pagefold must report the program's stop");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
         drop(child.stdin.take());
-        let ended = WaitId::Pid(pid);
-        nix::sys::wait::waitid(ended, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT).unwrap();
-        drop(bound);
+        let id = WaitId::Pid(pid);
+        nix::sys::wait::waitid(id, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT).unwrap();
+        drop(timeout);
         assert_eq!(child.wait().unwrap().code(), Some(7));
     }
 }

@@ -46,9 +46,9 @@ struct FlatOutProgram(Child);
 impl FlatOutProgram {
     fn start(ksm: &KsmTestGuard, state: &Path) -> Self {
         let arguments = ["--best-effort", "--policy", "flat-out", "--", "cat"];
-        let driven = Self(run_with_policy_command(state, &arguments).stdin(Stdio::piped()).spawn().unwrap());
+        let program = Self(run_with_policy_command(state, &arguments).stdin(Stdio::piped()).spawn().unwrap());
         wait_until("the policy's settings", || is_flat_out_policy_set(ksm));
-        driven
+        program
     }
 }
 
@@ -73,22 +73,22 @@ fn policy_is_in_force_while_the_program_runs() {
 #[test]
 fn stopped_companion_restores_settings() {
     let Some((ksm, state)) = acquire_ksm_and_state() else { return };
-    let mut driven = FlatOutProgram::start(&ksm, state.path());
+    let mut program = FlatOutProgram::start(&ksm, state.path());
     kill_process(companion_pid(state.path()), Signal::TERM).unwrap();
     wait_until_companion_exits(state.path());
     assert_eq!(ksm.changed_settings(), []);
-    assert_eq!(driven.0.try_wait().unwrap(), None, "the program must continue");
+    assert_eq!(program.0.try_wait().unwrap(), None, "the program must continue");
 }
 
 #[test]
 fn recover_undoes_a_killed_companion() {
     let Some((ksm, state)) = acquire_ksm_and_state() else { return };
-    let mut driven = FlatOutProgram::start(&ksm, state.path());
+    let mut program = FlatOutProgram::start(&ksm, state.path());
     let driver = companion_pid(state.path());
     kill_process(driver, Signal::KILL).unwrap();
     wait_until("the exit of the companion", || rustix::process::test_kill_process(driver).is_err());
     assert!(is_flat_out_policy_set(&ksm), "a killed companion cannot restore settings");
-    assert_eq!(driven.0.try_wait().unwrap(), None, "the program must continue");
+    assert_eq!(program.0.try_wait().unwrap(), None, "the program must continue");
     let recovered = Command::new(PAGEFOLD_BINARY).arg("--state").arg(state.path()).arg("recover").output().unwrap();
     assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
     assert_eq!(ksm.changed_settings(), []);
@@ -146,12 +146,12 @@ fn guided_policy_unenrolls_pages_that_break_soon() {
         .take_while(|line| !line.starts_with(READY_PREFIX))
         .map(|line| serde_json::from_str(&line).unwrap())
         .collect();
-    let [zero, hot] = &regions[..] else { panic!("{regions:?}") };
+    let [zero, rewritten] = &regions[..] else { panic!("{regions:?}") };
     let enrolled = |region: &RegionLine| {
         enrolled_page_addresses(child.id()).range(region.start..region.end_address()).count() as u64
     };
-    wait_until("the enrollment", || enrolled(hot) == hot.pages);
-    wait_until("the unenrollment", || enrolled(hot) == 0);
+    wait_until("the enrollment", || enrolled(rewritten) == rewritten.pages);
+    wait_until("the unenrollment", || enrolled(rewritten) == 0);
     assert_eq!(enrolled(zero), zero.pages);
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
@@ -161,16 +161,16 @@ fn guided_policy_unenrolls_pages_that_break_soon() {
 
 /// Assert that a command is rejected before it starts its program, which would create a file.
 fn assert_refused(command: &mut Command, folder: &Path, messages: &str) {
-    let said = refusal_line(command.current_dir(folder).args(["--", "touch", "started"]));
-    assert!(said.contains(messages), "{said}");
-    assert!(!folder.join("started").exists(), "{said}");
+    let error = refusal_line(command.current_dir(folder).args(["--", "touch", "started"]));
+    assert!(error.contains(messages), "{error}");
+    assert!(!folder.join("started").exists(), "{error}");
 }
 
 #[test]
 fn unusable_policy_is_refused_before_start() {
     let folder = tempfile::tempdir().unwrap();
-    let check = |arguments: &[&str], says| {
-        assert_refused(&mut run_with_policy_command(folder.path(), arguments), folder.path(), says)
+    let check = |arguments: &[&str], message| {
+        assert_refused(&mut run_with_policy_command(folder.path(), arguments), folder.path(), message)
     };
     check(&["--policy", "flat-out", "--cpu", "20"], "--cpu is for --policy guided");
     check(&["--policy", "flatout"], "did you mean flat-out?");
@@ -178,14 +178,14 @@ fn unusable_policy_is_refused_before_start() {
     fs::set_permissions(state.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let binary = state.path().join("pagefold");
     install_executable(PAGEFOLD_BINARY.as_ref(), &binary, 0o755).unwrap();
-    let nobody = |arguments: &[&str]| {
+    let run_as_nobody = |arguments: &[&str]| {
         let mut command = Command::new(&binary);
         command.args(["run", "--policy", "guided"]).args(arguments).uid(NOBODY_UID).gid(NOBODY_UID);
         command
     };
-    assert_refused(nobody(&["--state", "own"]).env("HOME", "/"), state.path(), "run as root");
-    assert_refused(&mut nobody(&["--state", "/run/pagefold-of-nobody"]), state.path(), "as root");
-    let output = nobody(&["--state", "own", "--best-effort", "--", "touch", "started"])
+    assert_refused(run_as_nobody(&["--state", "own"]).env("HOME", "/"), state.path(), "run as root");
+    assert_refused(&mut run_as_nobody(&["--state", "/run/pagefold-of-nobody"]), state.path(), "as root");
+    let output = run_as_nobody(&["--state", "own", "--best-effort", "--", "touch", "started"])
         .current_dir(state.path())
         .output()
         .unwrap();
@@ -202,12 +202,17 @@ fn other_tuner_is_named_and_ignored_with_force() {
     let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
     // Until the exec its name is that of the shell.
     wait_until("the tuner", || fs::read(format!("/proc/{}/cmdline", tuner.id())).unwrap().ends_with(b"ksmtuned\0"));
-    let own = state.path().join("state");
-    assert_refused(&mut run_with_policy_command(&own, &["--policy", "flat-out"]), state.path(), "ksmtuned tunes KSM");
-    let forced = run_with_policy_command(&own, &["--policy", "flat-out", "--force", "--", "sleep", "1"]).spawn();
+    let state_directory = state.path().join("state");
+    assert_refused(
+        &mut run_with_policy_command(&state_directory, &["--policy", "flat-out"]),
+        state.path(),
+        "ksmtuned tunes KSM",
+    );
+    let forced =
+        run_with_policy_command(&state_directory, &["--policy", "flat-out", "--force", "--", "sleep", "1"]).spawn();
     wait_until("the policy's settings", || is_flat_out_policy_set(&ksm));
     assert!(forced.unwrap().wait().unwrap().success());
-    wait_until_companion_exits(&own);
+    wait_until_companion_exits(&state_directory);
     assert_eq!(ksm.changed_settings(), []);
     drop(tuner.stdin.take());
     tuner.wait().unwrap();
@@ -221,14 +226,14 @@ fn excluded_program_is_refused() {
     install_executable(&script, &agent, 0o755).unwrap();
     let agent = agent.to_str().unwrap();
     for arguments in [&["--", agent][..], &["--dry-run", "--", agent], &["--policy", "guided", "--", agent]] {
-        let said = refusal_line(&mut run_with_policy_command(folder.path(), arguments));
-        assert!(said.contains("ssh-agent must not be enrolled in KSM: it holds private keys"), "{said}");
+        let error = refusal_line(&mut run_with_policy_command(folder.path(), arguments));
+        assert!(error.contains("ssh-agent must not be enrolled in KSM: it holds private keys"), "{error}");
     }
     let config = folder.path().join("pagefold.toml");
     fs::write(&config, "[exclude]\nnames = [\"vault-*\"]\n").unwrap();
-    let said =
+    let error =
         refusal_line(run_with_policy_command(folder.path(), &["--config"]).arg(&config).args(["--", "vault-of-ours"]));
-    assert!(said.contains("the configuration excludes its program"), "{said}");
+    assert!(error.contains("the configuration excludes its program"), "{error}");
     let output = run_with_policy_command(folder.path(), &["--best-effort", "--", agent]).output().unwrap();
     assert!(lossy_text(&output.stderr).contains("not enrolled in KSM: ssh-agent must not"), "{output:?}");
     if Path::new("/proc/self/ksm_stat").exists() {

@@ -15,9 +15,9 @@ struct TreeProgram {
 
 impl TreeProgram {
     fn start(command: &mut Command, folder: &Path) -> Self {
-        let errors = folder.join("errors");
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&errors).unwrap());
-        Self { child: command.spawn().unwrap(), stderr_path: errors }
+        let stderr_path = folder.join("errors");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&stderr_path).unwrap());
+        Self { child: command.spawn().unwrap(), stderr_path }
     }
 
     fn stderr_text(&self) -> String {
@@ -26,13 +26,13 @@ impl TreeProgram {
 
     /// The text on standard error, once the program and its companion have exited.
     fn finish(self) -> String {
-        let errors = self.stderr_path.canonicalize().unwrap();
+        let stderr_path = self.stderr_path.canonicalize().unwrap();
         drop(self);
-        let holds = |entry: std::io::Result<fs::DirEntry>| {
-            fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == errors)
+        let has_stderr_open = |entry: std::io::Result<fs::DirEntry>| {
+            fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == stderr_path)
         };
-        wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(holds));
-        fs::read_to_string(&errors).unwrap()
+        wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(has_stderr_open));
+        fs::read_to_string(&stderr_path).unwrap()
     }
 }
 
@@ -49,15 +49,16 @@ fn unreached_child_of_launcher_is_reported_once() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
+    let static_program = compile("gcc", "tree.c", &["-static"], folder.path());
     // Two programs, each with a child process.
-    let script = format!("exec 3<&0; {0} 1 2 <&3 & {0} 1 2; wait", fixed.display());
+    let script = format!("exec 3<&0; {0} 1 2 <&3 & {0} 1 2; wait", static_program.display());
     let program = TreeProgram::start(run_with_prctl_refused(1).args(["--", "sh", "-c", &script]), folder.path());
     wait_until("the warning", || program.stderr_text().ends_with('\n'));
-    let said = program.stderr_text();
-    let is = format!("is not enrolled in KSM: {} is linked statically: it has no loader", fixed.display());
-    assert!(said.starts_with("pagefold: process ") && said.contains(&is), "{said}");
-    assert_eq!(program.finish(), said, "the warning must appear once for all four processes");
+    let warning = program.stderr_text();
+    let expected =
+        format!("is not enrolled in KSM: {} is linked statically: it has no loader", static_program.display());
+    assert!(warning.starts_with("pagefold: process ") && warning.contains(&expected), "{warning}");
+    assert_eq!(program.finish(), warning, "the warning must appear once for all four processes");
 }
 
 #[test]
@@ -70,9 +71,9 @@ fn program_without_ld_preload_is_reported() {
     let command = &mut run_with_prctl_refused(22);
     let program = TreeProgram::start(command.args(["--", "env", "-i"]).arg(&dynamic).args(["1", "1"]), folder.path());
     wait_until("the warning", || program.stderr_text().ends_with('\n'));
-    let said = program.stderr_text();
-    let is = format!("process {} is not enrolled in KSM: {}", program.child.id(), dynamic.display());
-    assert!(said.contains(&is) && said.contains("was started without LD_PRELOAD"), "{said}");
+    let warning = program.stderr_text();
+    let expected = format!("process {} is not enrolled in KSM: {}", program.child.id(), dynamic.display());
+    assert!(warning.contains(&expected) && warning.contains("was started without LD_PRELOAD"), "{warning}");
 }
 
 /// A library that enrolls only pagefold's own probe process. The warning also reaches a reader of a pipe.
@@ -100,12 +101,12 @@ fn library_that_enrolls_only_the_probe_is_reported() {
     let mut command = run_command();
     command.args(["--method", "preload", "--"]).arg(&program).args(["1", "1"]).env("PAGEFOLD_PRELOAD", &library);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut said = String::new();
-    BufReader::new(child.stderr.take().unwrap()).read_line(&mut said).unwrap();
+    let mut warning = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut warning).unwrap();
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
-    let is = format!("{} has loaded the library, which could not enroll it\n", program.display());
-    assert!(said.ends_with(&is), "{said}");
+    let expected = format!("{} has loaded the library, which could not enroll it\n", program.display());
+    assert!(warning.ends_with(&expected), "{warning}");
 }
 
 /// A successful enrollment prints nothing, and the caller does not wait for the process that checks it.

@@ -26,9 +26,9 @@ pub struct ProgramTimeout(Option<(Sender<()>, JoinHandle<()>)>);
 impl ProgramTimeout {
     pub fn new(child: &Child) -> Self {
         let pid = rustix::process::Pid::from_child(child);
-        let (sender, dropped) = mpsc::channel::<()>();
+        let (sender, receiver) = mpsc::channel::<()>();
         let watch = thread::spawn(move || {
-            if dropped.recv_timeout(PROGRAM_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
+            if receiver.recv_timeout(PROGRAM_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
                 eprintln!("killed process {pid:?} after {PROGRAM_TIMEOUT:?}");
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
@@ -85,13 +85,13 @@ pub fn preload_library() -> &'static Path {
 pub fn adopt_library() -> &'static Path {
     static ADOPT_LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     // With all features, use the one that `make test` has built: a separate build would build all dependencies anew.
-    let whole = cfg!(feature = "fault-points");
-    let what: &[_] = if whole {
+    let all_features = cfg!(feature = "fault-points");
+    let cargo_arguments: &[_] = if all_features {
         &["--workspace", "--all-features", "--examples", "--lib"]
     } else {
         &["--package", "pagefold-adopt"]
     };
-    ADOPT_LIBRARY.get_or_init(|| build_library("libpagefold_adopt.so", what))
+    ADOPT_LIBRARY.get_or_init(|| build_library("libpagefold_adopt.so", cargo_arguments))
 }
 
 fn build_library(library: &str, cargo_arguments: &[&str]) -> PathBuf {
@@ -131,21 +131,21 @@ pub fn lossy_text(bytes: &[u8]) -> String {
 /// The error line of a command that must exit with 2.
 pub fn refusal_line(command: &mut Command) -> String {
     let Output { status, stdout, stderr } = command.output().unwrap();
-    let said = lossy_text(&stderr);
-    assert_eq!((status.code(), lossy_text(&stdout).as_str()), (Some(2), ""), "{said}");
-    assert_eq!(said.lines().count(), 1, "{said}");
-    said
+    let error = lossy_text(&stderr);
+    assert_eq!((status.code(), lossy_text(&stdout).as_str()), (Some(2), ""), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+    error
 }
 
 /// Wait until the companion that was started with this state directory has exited. Until then it may start to drive KSM
 /// again, although another process now has the KSM lock.
 pub fn wait_until_companion_exits(state: &Path) {
     let state = state.as_os_str().as_bytes();
-    let is_beside = |entry: io::Result<fs::DirEntry>| {
+    let is_companion = |entry: io::Result<fs::DirEntry>| {
         let arguments = fs::read(entry.unwrap().path().join("cmdline")).unwrap_or_default();
         arguments.split(|&byte| byte == 0).any(|argument| argument == state)
     };
-    wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(is_beside));
+    wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(is_companion));
 }
 
 /// Bytes of anonymous memory of a process: in mergeable regions, and in total.

@@ -79,8 +79,8 @@ impl UserDirectory {
 }
 
 /// Whether this user can block writers; prints `skipped: why` if not.
-fn can_block_writers(home: &UserDirectory) -> bool {
-    let output = home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap();
+fn can_block_writers(directory: &UserDirectory) -> bool {
+    let output = directory.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap();
     if !output.status.success() {
         println!("skipped: {}", lossy_text(&output.stderr).trim());
     }
@@ -94,49 +94,54 @@ fn has_merged(report: &str) -> bool {
 
 #[test]
 fn program_always_reads_what_it_wrote() {
-    let home = UserDirectory::for_current_user();
-    if !has_program("gcc") || !can_block_writers(&home) {
+    let directory = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&directory) {
         return;
     }
-    let program = home.compile("gcc", "blocks.c", &["-pthread"]);
-    let alone = Command::new(&program).args(["1", "300"]).output().unwrap();
-    assert!(alone.status.success(), "the program fails without the engine: {}", lossy_text(&alone.stderr));
+    let program = directory.compile("gcc", "blocks.c", &["-pthread"]);
+    let without_engine = Command::new(&program).args(["1", "300"]).output().unwrap();
+    assert!(
+        without_engine.status.success(),
+        "the program fails without the engine: {}",
+        lossy_text(&without_engine.stderr)
+    );
     let milliseconds = std::env::var("PAGEFOLD_SOAK").map_or("2500", |_| "60000");
     for seed in ["1", "2"] {
         // A slow machine gets more time to merge.
         let merges = [milliseconds, "15000"].iter().any(|milliseconds| {
-            let output = home.run_user_engine().arg("--").arg(&program).args([seed, milliseconds]).output().unwrap();
-            let said = lossy_text(&output.stderr);
-            assert!(output.status.success(), "{seed}: {said}");
-            assert_eq!(lossy_text(&output.stdout), "all memory as it was written\n", "{seed}: {said}");
-            has_merged(&said)
+            let output =
+                directory.run_user_engine().arg("--").arg(&program).args([seed, milliseconds]).output().unwrap();
+            let stderr = lossy_text(&output.stderr);
+            assert!(output.status.success(), "{seed}: {stderr}");
+            assert_eq!(lossy_text(&output.stdout), "all memory as it was written\n", "{seed}: {stderr}");
+            has_merged(&stderr)
         });
         assert!(merges, "{seed}");
     }
     // Started by a shell, at the default pace. A killed program must not disturb the others.
     let killed =
         format!("{} 3 60000 & sleep 1; kill -9 $!; wait; exec {} 4 1500", program.display(), program.display());
-    let output = home.run_user_engine().args(["--domain", "x", "--", "sh", "-c", &killed]).output().unwrap();
+    let output = directory.run_user_engine().args(["--domain", "x", "--", "sh", "-c", &killed]).output().unwrap();
     assert_eq!(lossy_text(&output.stdout), "all memory as it was written\n", "{}", lossy_text(&output.stderr));
 }
 
 #[test]
 fn program_with_open_device_is_not_merged() {
-    let home = UserDirectory::for_current_user();
-    if !has_program("gcc") || !can_block_writers(&home) || !Path::new("/dev/userfaultfd").exists() {
+    let directory = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&directory) || !Path::new("/dev/userfaultfd").exists() {
         return println!("skipped: needs gcc and /dev/userfaultfd");
     }
-    let program = home.compile("gcc", "blocks.c", &["-pthread"]);
+    let program = directory.compile("gcc", "blocks.c", &["-pthread"]);
     let script = format!("exec 9<> /dev/userfaultfd; exec {} 1 5000", program.display());
-    let output = home.run_user_engine().args(["--", "sh", "-c", &script]).output().unwrap();
-    let said = lossy_text(&output.stderr);
-    assert!(output.status.success() && said.contains("not merged: /dev/userfaultfd is open"), "{said}");
+    let output = directory.run_user_engine().args(["--", "sh", "-c", &script]).output().unwrap();
+    let stderr = lossy_text(&output.stderr);
+    assert!(output.status.success() && stderr.contains("not merged: /dev/userfaultfd is open"), "{stderr}");
     // A child prints it only once, too.
-    let (mut lines, count) = (said.lines().collect::<Vec<_>>(), said.lines().count());
-    assert!(lines.iter().all(|line| line.contains("not merged: /dev/userfaultfd is open")), "{said}");
+    let (mut lines, count) = (stderr.lines().collect::<Vec<_>>(), stderr.lines().count());
+    assert!(lines.iter().all(|line| line.contains("not merged: /dev/userfaultfd is open")), "{stderr}");
     lines.sort_unstable();
     lines.dedup();
-    assert_eq!(lines.len(), count, "{said}");
+    assert_eq!(lines.len(), count, "{stderr}");
 }
 
 /// Frees merged blocks while a merge maps another one, and prints whether the merge continued afterwards.
@@ -201,18 +206,18 @@ int main(void)
 
 #[test]
 fn memory_is_freed_during_a_merge() {
-    let home = UserDirectory::for_current_user();
-    if !has_program("gcc") || !can_block_writers(&home) {
+    let directory = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&directory) {
         return;
     }
-    let source = home.path().join("frees.c");
+    let source = directory.path().join("frees.c");
     fs::write(&source, FREE_DURING_MERGE_C).unwrap();
-    let program = home.compile("gcc", source.to_str().unwrap(), &[]);
+    let program = directory.compile("gcc", source.to_str().unwrap(), &[]);
     // With such a long minimum run time no merge is cut short.
-    let output = home.run_user_engine().args(["--min-runtime", "10h", "--"]).arg(&program).output().unwrap();
-    let said = lossy_text(&output.stderr);
-    assert!(output.status.success() && has_merged(&said), "{said}");
-    assert_eq!(lossy_text(&output.stdout), "freed beside a merge\n", "{said}");
+    let output = directory.run_user_engine().args(["--min-runtime", "10h", "--"]).arg(&program).output().unwrap();
+    let stderr = lossy_text(&output.stderr);
+    assert!(output.status.success() && has_merged(&stderr), "{stderr}");
+    assert_eq!(lossy_text(&output.stdout), "freed beside a merge\n", "{stderr}");
 }
 
 /// Uses interfaces by which external writers can change its memory, and keeps mergeable memory for a while.
@@ -251,14 +256,14 @@ int main(int count, char **words)
 
 #[test]
 fn program_with_external_writers_is_not_merged() {
-    let home = UserDirectory::for_current_user();
-    if !has_program("gcc") || !can_block_writers(&home) {
+    let directory = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&directory) {
         return;
     }
-    let path = home.path().join("written.c");
+    let path = directory.path().join("written.c");
     fs::write(&path, EXTERNAL_WRITER_C).unwrap();
-    let program = home.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
-    for (does, why) in [
+    let program = directory.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
+    for (interface, why) in [
         ("direct I/O", " is open for direct I/O, which writes"),
         ("ring", "not merged: anon_inode:[io_uring] is open"),
         ("pinned", "not merged: some of its memory is pinned"),
@@ -266,31 +271,31 @@ fn program_with_external_writers_is_not_merged() {
         ("mutex", "not merged: it has mutexes"),
         ("nothing", ""),
     ] {
-        let output = home.run_user_engine().arg("--").arg(&program).arg(does).output().unwrap();
-        let said = lossy_text(&output.stderr);
+        let output = directory.run_user_engine().arg("--").arg(&program).arg(interface).output().unwrap();
+        let stderr = lossy_text(&output.stderr);
         match output.status.code() {
-            Some(77) => println!("skipped: the kernel does not permit {does}"),
-            code => assert!(code == Some(0) && said.contains(why), "{does}: {said}"),
+            Some(77) => println!("skipped: the kernel does not permit {interface}"),
+            code => assert!(code == Some(0) && stderr.contains(why), "{interface}: {stderr}"),
         }
-        assert!(does != "nothing" || !said.contains("not merged"), "{said}");
+        assert!(interface != "nothing" || !stderr.contains("not merged"), "{stderr}");
     }
 }
 
 #[test]
 fn exit_and_robust_mutexes_work_as_without_the_engine() {
-    let home = UserDirectory::for_current_user();
-    if !has_program("gcc") || !can_block_writers(&home) {
+    let directory = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&directory) {
         return;
     }
     let run = |source: &str| {
-        let path = home.path().join("program.c");
+        let path = directory.path().join("program.c");
         let head = "#include <pthread.h>\n#include <stdlib.h>\n#include <string.h>\n#include <unistd.h>\n\
                     static char *volatile block;\n\
                     static void fill(void) { memset(block = malloc(8 << 20), 3, 8 << 20); }\n";
         fs::write(&path, format!("{head}{source}")).unwrap();
-        let program = home.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
+        let program = directory.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
         let output =
-            home.run_user_engine().args(["--", "timeout", "--signal=KILL", "60"]).arg(program).output().unwrap();
+            directory.run_user_engine().args(["--", "timeout", "--signal=KILL", "60"]).arg(program).output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{output:?}");
         lossy_text(&output.stderr)
     };
@@ -298,9 +303,9 @@ fn exit_and_robust_mutexes_work_as_without_the_engine() {
     run("static void *works(void *none) { fill(); usleep(900000); return none; }\n\
          int main(void) { pthread_t thread; fill(); return pthread_create(&thread, 0, works, 0) || \
          usleep(500000) || (pthread_exit(0), 1); }\n");
-    let said = run("int main(void) { pthread_mutexattr_t kind; fill(); return pthread_mutexattr_init(&kind) || \
+    let stderr = run("int main(void) { pthread_mutexattr_t kind; fill(); return pthread_mutexattr_init(&kind) || \
                     pthread_mutexattr_setprotocol(&kind, PTHREAD_PRIO_INHERIT) || sleep(1) || block[77] != 3; }\n");
-    assert!(said.contains("not merged: it has mutexes"), "{said}");
+    assert!(stderr.contains("not merged: it has mutexes"), "{stderr}");
 }
 
 #[test]
@@ -310,53 +315,53 @@ fn ranks_merge_at_safe_points_unprivileged() {
     }
     let shrunk = |output: &Output| -> i64 {
         assert!(output.status.success(), "{output:?}");
-        let told = lossy_text(&output.stdout);
-        let told = told.trim().strip_prefix("ranks=3 shrunk=").unwrap_or_else(|| panic!("{output:?}"));
-        told.parse().unwrap()
+        let text = lossy_text(&output.stdout);
+        let text = text.trim().strip_prefix("ranks=3 shrunk=").unwrap_or_else(|| panic!("{output:?}"));
+        text.parse().unwrap()
     };
     let root = nix::unistd::geteuid().is_root();
-    let home = if root { UserDirectory::new(NOBODY_UID) } else { UserDirectory::for_current_user() };
-    let program = home.compile("mpicc", "safe.c", &["-pthread"]);
-    let mut words = vec![home.path().join("pagefold").to_str().unwrap().to_owned()];
-    words.extend(home.run_arguments().map(str::to_owned));
-    words.push("--".to_owned());
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    assert!(shrunk(&home.run_ranks(&[], &program, &["8", "5"])) < 2);
+    let directory = if root { UserDirectory::new(NOBODY_UID) } else { UserDirectory::for_current_user() };
+    let program = directory.compile("mpicc", "safe.c", &["-pthread"]);
+    let mut launcher = vec![directory.path().join("pagefold").to_str().unwrap().to_owned()];
+    launcher.extend(directory.run_arguments().map(str::to_owned));
+    launcher.push("--".to_owned());
+    let launcher: Vec<&str> = launcher.iter().map(String::as_str).collect();
+    assert!(shrunk(&directory.run_ranks(&[], &program, &["8", "5"])) < 2);
     // Of 24 MiB, half is the same in all three ranks and a quarter is zero: 14 MiB could be saved. A slow machine gets
     // more time.
-    let shrinks = |program: &Path, before: &[&str], after: &[&str]| {
+    let merges_enough = |program: &Path, before: &[&str], after: &[&str]| {
         ["60", "1000"].iter().any(|steps| {
-            let output = home.run_ranks(&words, program, &[before, &["8", steps], after].concat());
+            let output = directory.run_ranks(&launcher, program, &[before, &["8", steps], after].concat());
             shrunk(&output) >= 10 && lossy_text(&output.stderr).matches(" merged at most").count() == 3
         })
     };
-    assert!(shrinks(&program, &[], &[]));
+    assert!(merges_enough(&program, &[], &[]));
     // The allowance of an hour is available at the first of three barriers.
-    let bound = words.iter().position(|word| *word == "100").unwrap();
-    let mut early = words.clone();
-    early.splice(bound..=bound, ["0.01", "--min-runtime", "1h"]);
-    let output = home.run_ranks(&early, &program, &["8", "0"]);
+    let slowdown_index = launcher.iter().position(|word| *word == "100").unwrap();
+    let mut with_min_runtime = launcher.clone();
+    with_min_runtime.splice(slowdown_index..=slowdown_index, ["0.01", "--min-runtime", "1h"]);
+    let output = directory.run_ranks(&with_min_runtime, &program, &["8", "0"]);
     assert_eq!(lossy_text(&output.stderr).matches("gave 2.00 MiB of zeros back").count(), 3, "{output:?}");
     // Another thread could write, so the engine blocks writers where it can.
-    if home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap().status.success() {
-        assert!(shrinks(&program, &[], &["threads"]));
+    if directory.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap().status.success() {
+        assert!(merges_enough(&program, &[], &["threads"]));
     } else {
-        let output = home.run_ranks(&words, &program, &["8", "60", "threads"]);
+        let output = directory.run_ranks(&launcher, &program, &["8", "60", "threads"]);
         assert!(shrunk(&output) < 2 && lossy_text(&output.stderr).contains("not merged: "), "{output:?}");
     }
     // MPI loaded by a module of an interpreter.
-    let module = home.compile("mpicc", "safe.c", &["-pthread", "-shared", "-fPIC", "-Dmain=entry"]);
-    let plugin = home.compile("gcc", "plugin.c", &["-ldl"]);
-    assert!(shrinks(&plugin, &[module.to_str().unwrap()], &[]));
+    let module = directory.compile("mpicc", "safe.c", &["-pthread", "-shared", "-fPIC", "-Dmain=entry"]);
+    let plugin = directory.compile("gcc", "plugin.c", &["-ldl"]);
+    assert!(merges_enough(&plugin, &[module.to_str().unwrap()], &[]));
 
     let flags = ["-pthread", "-DFORTRAN", "-lmpi_usempif08", "-lmpi_mpifh"];
-    assert!(shrinks(&home.compile("mpicc", "safe.c", &flags), &[], &[]));
+    assert!(merges_enough(&directory.compile("mpicc", "safe.c", &flags), &[], &[]));
 }
 
 #[test]
 fn real_programs_have_the_same_output() {
-    let home = UserDirectory::for_current_user();
-    if !can_block_writers(&home) {
+    let directory = UserDirectory::for_current_user();
+    if !can_block_writers(&directory) {
         return;
     }
     let scripts = [
@@ -383,8 +388,8 @@ fn real_programs_have_the_same_output() {
         if !has_program(program) {
             continue;
         }
-        let without = home.user_command("sh").args(["-c", script]).output().unwrap();
-        let mut command = home.run_user_engine();
+        let without = directory.user_command("sh").args(["-c", script]).output().unwrap();
+        let mut command = directory.run_user_engine();
         // Nothing but the program's own output.
         let with = command.args(["--", "sh", "-c", script]).output().unwrap();
         assert_eq!(lossy_text(&with.stdout), lossy_text(&without.stdout), "{program}: {}", lossy_text(&with.stderr));
@@ -395,30 +400,34 @@ fn real_programs_have_the_same_output() {
 
 #[test]
 fn unmergeable_program_is_refused_before_start() {
-    let home = UserDirectory::for_current_user();
+    let directory = UserDirectory::for_current_user();
     if has_program("gcc") {
-        let fixed = home.compile("gcc", "tree.c", &["-static"]);
-        let said = refusal_line(home.run_user_engine().arg("--").arg(&fixed));
-        assert!(said.contains("is linked statically") && said.contains("--best-effort"), "{said}");
-        let output = home.run_user_engine().args(["--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
+        let static_program = directory.compile("gcc", "tree.c", &["-static"]);
+        let stderr = refusal_line(directory.run_user_engine().arg("--").arg(&static_program));
+        assert!(stderr.contains("is linked statically") && stderr.contains("--best-effort"), "{stderr}");
+        let output =
+            directory.run_user_engine().args(["--best-effort", "--"]).arg(&static_program).arg("x").output().unwrap();
         assert_eq!(output.status.code(), Some(2), "the exit status must be the program's own");
         assert!(lossy_text(&output.stderr).starts_with("pagefold: not merged: "), "{}", lossy_text(&output.stderr));
     }
     assert!(
-        refusal_line(home.run_user_engine().args(["--method", "prctl", "--", "true"]))
+        refusal_line(directory.run_user_engine().args(["--method", "prctl", "--", "true"]))
             .contains("--method is for --engine kernel")
     );
-    assert!(refusal_line(home.run_user_engine().args(["--domain", "a/b", "--", "true"])).contains("a/b"));
-    let said = refusal_line(test_programs::run_command().args(["--domain", "x", "--", "true"]));
-    assert!(said.contains("--domain is for --engine user"), "{said}");
+    assert!(refusal_line(directory.run_user_engine().args(["--domain", "a/b", "--", "true"])).contains("a/b"));
+    let stderr = refusal_line(test_programs::run_command().args(["--domain", "x", "--", "true"]));
+    assert!(stderr.contains("--domain is for --engine user"), "{stderr}");
     let open = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1");
     if open || !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to become a user without access to userfaultfd");
     }
-    let home = UserDirectory::new(NOBODY_UID);
-    let said = refusal_line(home.run_user_engine().args(["--", "true"]));
-    assert!(said.contains("userfaultfd") && said.contains("--best-effort"), "{said}");
-    let output =
-        home.run_user_engine().args(["--best-effort", "--", "sh", "-c", "echo $LD_PRELOAD; exit 7"]).output().unwrap();
+    let directory = UserDirectory::new(NOBODY_UID);
+    let stderr = refusal_line(directory.run_user_engine().args(["--", "true"]));
+    assert!(stderr.contains("userfaultfd") && stderr.contains("--best-effort"), "{stderr}");
+    let output = directory
+        .run_user_engine()
+        .args(["--best-effort", "--", "sh", "-c", "echo $LD_PRELOAD; exit 7"])
+        .output()
+        .unwrap();
     assert_eq!((output.status.code(), lossy_text(&output.stdout).as_str()), (Some(7), "\n"));
 }

@@ -55,7 +55,7 @@ fn process_ksm(rmap_items: u64, merging: u64, zero: i64) -> ProcessKsm {
 /// Counters observed on 6.18 with four processes. Each has 4,000 pages that all have in common, 600 pages of one
 /// content and 1,000 zero pages, with 7,600 pages registered; see the values asserted below.
 fn merged_host() -> (Vec<Account>, Frames, Ksm) {
-    let no = || Err(Absent::NotOnThisKernel);
+    let absent = || Err(Absent::NotOnThisKernel);
     // 2,400 mappings of one content: nine frames at the limit of 256, and one of 96.
     let ksm_shares = [
         shares(&[(4, 4000), (256, 600)]),
@@ -83,39 +83,39 @@ fn merged_host() -> (Vec<Account>, Frames, Ksm) {
     };
     let ksm = Ksm {
         run: Ok(0),
-        pages_to_scan: no(),
-        sleep_millisecs: no(),
+        pages_to_scan: absent(),
+        sleep_millisecs: absent(),
         pages_shared: Ok(4010),
         pages_sharing: Ok(14_390),
-        pages_unshared: no(),
-        pages_volatile: no(),
-        pages_scanned: no(),
-        pages_skipped: no(),
-        full_scans: no(),
+        pages_unshared: absent(),
+        pages_volatile: absent(),
+        pages_scanned: absent(),
+        pages_skipped: absent(),
+        full_scans: absent(),
         max_page_sharing: Ok(256),
-        merge_across_nodes: no(),
+        merge_across_nodes: absent(),
         use_zero_pages: Ok(1),
         ksm_zero_pages: Ok(4000),
         general_profit: Ok(73_379_840),
         stable_node_chains: Ok(1),
         stable_node_dups: Ok(10),
-        smart_scan: no(),
+        smart_scan: absent(),
         advisor_mode: Err(Absent::NotOnThisKernel),
-        advisor_target_scan_time: no(),
+        advisor_target_scan_time: absent(),
     };
     (accounts, frames, ksm)
 }
 
 fn memory(anon: u64) -> MemInfo {
-    let no = || Err(Absent::NotOnThisKernel);
+    let absent = || Err(Absent::NotOnThisKernel);
     MemInfo {
-        total: no(),
-        free: no(),
-        available: no(),
+        total: absent(),
+        free: absent(),
+        available: absent(),
         anon: Ok(Bytes(anon)),
-        anon_huge: no(),
-        swap_total: no(),
-        swap_free: no(),
+        anon_huge: absent(),
+        swap_total: absent(),
+        swap_free: absent(),
         hugetlb: Ok(Bytes::ZERO),
     }
 }
@@ -131,9 +131,9 @@ fn settled_memory_agrees_line_by_line() {
     assert!(result.balance.exact);
     assert_eq!(result.balance.fair, Bytes(16_010 * PAGE));
     assert_eq!(result.balance.changed_mappings, NetBytes(0));
-    let check = |counter, ours, difference| {
+    let check = |counter, account_value, difference| {
         let line = comparison(&result, counter);
-        assert_eq!((line.account_value, line.difference()), (ours, difference), "{counter:?}");
+        assert_eq!((line.account_value, line.difference()), (account_value, difference), "{counter:?}");
     };
     check(KernelCounter::Pss, 16_010 * PAGE as i64, Ok(0));
     check(KernelCounter::AnonPages, 16_010 * PAGE as i64, Ok(0));
@@ -199,16 +199,16 @@ fn unseen_mappings_are_reported() {
 #[test]
 fn changed_mappings_are_reported_separately() {
     let (accounts, frames, ksm) = merged_host();
-    let check = |frames: &Frames, exact, moved| {
+    let check = |frames: &Frames, exact, remainder| {
         let balance = reconcile(page(), &accounts, frames, &ksm, &memory(0)).balance;
-        assert_eq!((balance.exact, balance.changed_mappings), (exact, NetBytes(moved)));
+        assert_eq!((balance.exact, balance.changed_mappings), (exact, NetBytes(remainder)));
     };
     check(&Frames { distinct: Pages(frames.distinct.0 + 2), ..frames.clone() }, false, 2 * PAGE as i64);
     check(&Frames { distinct: Pages(frames.distinct.0 - 1), ..frames.clone() }, false, -(PAGE as i64));
-    let twice = Frames { distinct: Pages(frames.distinct.0 - 7), excess: shares(&[(1, 7)]), ..frames.clone() };
-    check(&twice, true, 0);
-    let ended = Frames { distinct: Pages(frames.distinct.0 + 5), partially_read: shares(&[(1, 5)]), ..frames };
-    check(&ended, true, 0);
+    let excess = Frames { distinct: Pages(frames.distinct.0 - 7), excess: shares(&[(1, 7)]), ..frames.clone() };
+    check(&excess, true, 0);
+    let unfinished = Frames { distinct: Pages(frames.distinct.0 + 5), partially_read: shares(&[(1, 5)]), ..frames };
+    check(&unfinished, true, 0);
 }
 
 #[test]

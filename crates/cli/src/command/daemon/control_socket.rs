@@ -91,23 +91,23 @@ pub fn send_request(directory: &Path, request: ControlRequest) -> anyhow::Result
         io::ErrorKind::PermissionDenied => anyhow::anyhow!("{}: {error}: run as root", path.display()),
         _ => anyhow::anyhow!("{}: {error}", path.display()),
     })?;
-    let patience = Some(REQUEST_TIMEOUT * 4);
-    stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(patience))?;
+    let timeout = Some(REQUEST_TIMEOUT * 4);
+    stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout))?;
     // The daemon refuses a user without permission before it reads the request, so the write may fail with an answer.
-    let sent = stream.write_all(request.to_line().as_bytes()).context("cannot send the request to the daemon");
+    let send_result = stream.write_all(request.to_line().as_bytes()).context("cannot send the request to the daemon");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).context("the daemon does not answer")?;
     if answer.is_empty() {
-        sent?;
+        send_result?;
     }
     serde_json::from_str(&answer).context("cannot parse the daemon's answer: does it have another version?")
 }
 
 /// Open the state directory, if only this user can write in it.
 fn open_private_directory(path: &Path) -> anyhow::Result<StateDirectory> {
-    let named = || format!("cannot open the state directory {}", path.display());
-    let directory = StateDirectory::open(path).with_context(named)?;
-    if !directory.is_private().with_context(named)? {
+    let error_context = || format!("cannot open the state directory {}", path.display());
+    let directory = StateDirectory::open(path).with_context(error_context)?;
+    if !directory.is_private().with_context(error_context)? {
         bail!(
             "cannot use the state directory {}: another user owns it or can write in it; pass --state DIR with a \
              directory of your own, or run `chown` and `chmod go-w` on this one",
@@ -131,20 +131,20 @@ impl ControlSocket {
     pub fn bind(directory: &Path) -> anyhow::Result<Self> {
         let path = socket_path(directory);
         let lock = directory.join(LOCK_FILE);
-        let named = || format!("cannot use {}", lock.display());
+        let error_context = || format!("cannot use {}", lock.display());
         let file = open_private_directory(directory)?
             .open_file(LOCK_FILE, OFlags::WRONLY | OFlags::CREATE)
-            .with_context(named)?;
+            .with_context(error_context)?;
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                let which = match send_request(directory, ControlRequest::Status) {
+                let pid_note = match send_request(directory, ControlRequest::Status) {
                     Ok(ControlReply::Status(status)) => format!(" (process {})", status.pid),
                     _ => String::new(),
                 };
-                bail!("a pagefold daemon runs already{which}: see `pagefold status`");
+                bail!("a pagefold daemon runs already{pid_note}: see `pagefold status`");
             }
-            Err(TryLockError::Error(error)) => return Err(error).with_context(named),
+            Err(TryLockError::Error(error)) => return Err(error).with_context(error_context),
         }
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -160,7 +160,7 @@ impl ControlSocket {
     /// Answer requests on a separate thread until the process ends.
     pub fn serve_requests(&self, answer: Arc<dyn Fn(ControlRequest) -> ControlReply + Send + Sync>) -> io::Result<()> {
         let listener = self.listener.try_clone()?;
-        let busy = Arc::new(AtomicUsize::new(0));
+        let active_requests = Arc::new(AtomicUsize::new(0));
         std::thread::Builder::new().name("control".to_owned()).spawn(move || {
             for stream in listener.incoming() {
                 let Ok(stream) = stream else {
@@ -168,18 +168,18 @@ impl ControlSocket {
                     std::thread::sleep(Duration::from_millis(100));
                     continue;
                 };
-                if busy.fetch_add(1, Ordering::Relaxed) >= MAX_CONCURRENT_REQUESTS {
-                    busy.fetch_sub(1, Ordering::Relaxed);
+                if active_requests.fetch_add(1, Ordering::Relaxed) >= MAX_CONCURRENT_REQUESTS {
+                    active_requests.fetch_sub(1, Ordering::Relaxed);
                     continue;
                 }
-                let (answer, served) = (Arc::clone(&answer), Arc::clone(&busy));
+                let (answer, request_counter) = (Arc::clone(&answer), Arc::clone(&active_requests));
                 let spawned = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
                     // If the client disconnects before the answer, the error does not matter.
                     let _ = serve_connection(&stream, &*answer);
-                    served.fetch_sub(1, Ordering::Relaxed);
+                    request_counter.fetch_sub(1, Ordering::Relaxed);
                 });
                 if spawned.is_err() {
-                    busy.fetch_sub(1, Ordering::Relaxed);
+                    active_requests.fetch_sub(1, Ordering::Relaxed);
                 }
             }
         })?;
@@ -215,8 +215,8 @@ fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> Cont
     write_reply(stream, &reply)
 }
 
-fn write_reply(mut stream: &UnixStream, answer: &ControlReply) -> anyhow::Result<()> {
-    Ok(stream.write_all((serde_json::to_string(answer)? + "\n").as_bytes())?)
+fn write_reply(mut stream: &UnixStream, reply: &ControlReply) -> anyhow::Result<()> {
+    Ok(stream.write_all((serde_json::to_string(reply)? + "\n").as_bytes())?)
 }
 
 #[cfg(test)]

@@ -47,16 +47,16 @@ pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
         return Vec::new();
     }
     let until = unix_now();
-    let read =
+    let loaded =
         HistoryReader::open(path).and_then(|reader| reader.samples(until - MAX_SHOWN_HISTORY.as_secs_f64(), until));
-    let samples = read.unwrap_or_else(|error| {
+    let samples = loaded.unwrap_or_else(|error| {
         log_line(&format!("continuing without the earlier history: {:#}", anyhow::Error::from(error)));
         Vec::new()
     });
     let points = series::points_from_samples(&series::thin_samples(&samples, max_points / 2));
-    let mut past = Vec::new();
+    let mut history_points = Vec::new();
     for (i, point) in points.iter().enumerate() {
-        past.push(HistoryPoint {
+        history_points.push(HistoryPoint {
             time: point.time,
             saved_gross: point.saved_gross,
             saved_net: point.saved_net,
@@ -67,10 +67,10 @@ pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
             bound_percent: point.bound_percent,
         });
         if points.get(i + 1).is_none_or(|next| next.run_id != point.run_id) {
-            past.push(HistoryPoint::unknown(point.time + 0.001, point.bound_percent));
+            history_points.push(HistoryPoint::unknown(point.time + 0.001, point.bound_percent));
         }
     }
-    past
+    history_points
 }
 
 /// Records a history until it is dropped; dropping it commits the remaining samples.
@@ -81,11 +81,11 @@ pub struct HistoryRecorder {
 
 /// The history file, from the command line, the configuration or the service manager.
 pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<Option<PathBuf>> {
-    let said = match &options.history {
-        Some(said) => Some(said.clone()),
+    let location = match &options.history {
+        Some(location) => Some(location.clone()),
         None => Config::load(global)?.history,
     };
-    Ok(match said {
+    Ok(match location {
         Some(HistoryLocation::Off) => None,
         Some(HistoryLocation::File(path)) => Some(path),
         // systemd would separate several directories by colons; the unit has only one.
@@ -108,10 +108,10 @@ pub fn start_recorder(
         }
     };
     log_line(&format!("recording the history in {}", path.display()));
-    let bell = Arc::new(RecorderSignal::default());
-    let keeper = RecorderThread { desk, writer, signal: Arc::clone(&bell), failure_logged: false };
-    let thread = std::thread::Builder::new().name("history".to_owned()).spawn(move || keeper.run())?;
-    Ok(Some(HistoryRecorder { signal: bell, thread: Some(thread) }))
+    let signal = Arc::new(RecorderSignal::default());
+    let recorder = RecorderThread { desk, writer, signal: Arc::clone(&signal), failure_logged: false };
+    let thread = std::thread::Builder::new().name("history".to_owned()).spawn(move || recorder.run())?;
+    Ok(Some(HistoryRecorder { signal, thread: Some(thread) }))
 }
 
 fn open_writer(path: &Path, host: &str) -> anyhow::Result<HistoryWriter> {
@@ -137,9 +137,9 @@ fn host_name() -> String {
 impl HistoryRecorder {
     /// Report the state of the daemon. When work begins or processes arrive, a sample follows within a second.
     pub fn observe_state(&self, state: &DaemonState) {
-        let waiting =
-            state.tracked().values().filter(|member| member.is_unscanned() && member.may_be_scanned()).count();
-        self.signal.report_activity(state.status().0 == DaemonStatus::Working, waiting);
+        let unscanned_processes =
+            state.tracked().values().filter(|process| process.is_unscanned() && process.may_be_scanned()).count();
+        self.signal.report_activity(state.status().0 == DaemonStatus::Working, unscanned_processes);
     }
 }
 
@@ -172,12 +172,12 @@ struct RecorderActivity {
 }
 
 impl RecorderSignal {
-    fn report_activity(&self, busy: bool, unscanned_processes: usize) {
-        let mut ring = self.lock_activity();
-        let before = *ring;
-        ring.note_due |= unscanned_processes > ring.unscanned_processes || ring.is_working && !busy;
-        (ring.is_working, ring.unscanned_processes) = (busy, unscanned_processes);
-        if *ring != before {
+    fn report_activity(&self, is_working: bool, unscanned_processes: usize) {
+        let mut activity = self.lock_activity();
+        let before = *activity;
+        activity.note_due |= unscanned_processes > activity.unscanned_processes || activity.is_working && !is_working;
+        (activity.is_working, activity.unscanned_processes) = (is_working, unscanned_processes);
+        if *activity != before {
             self.changed.notify_all();
         }
     }
@@ -190,15 +190,16 @@ impl RecorderSignal {
     /// Wait for the next sample: `busy_interval` while work is in progress, otherwise `idle_interval`. Returns `false`
     /// once the recorder is closed.
     fn wait_for_note(&self, busy_interval: Duration, idle_interval: Duration) -> bool {
-        let wait = |ring, pause, on: fn(&mut RecorderActivity) -> bool| {
-            let (ring, _) = self.changed.wait_timeout_while(ring, pause, on).unwrap_or_else(PoisonError::into_inner);
-            ring
+        let wait = |activity, timeout, condition: fn(&mut RecorderActivity) -> bool| {
+            let (activity, _) =
+                self.changed.wait_timeout_while(activity, timeout, condition).unwrap_or_else(PoisonError::into_inner);
+            activity
         };
-        let ring = wait(self.lock_activity(), busy_interval, |ring| !ring.is_closed);
-        let ring = wait(ring, idle_interval.saturating_sub(busy_interval), |ring| {
-            !ring.is_closed && !ring.is_working && !ring.note_due
+        let activity = wait(self.lock_activity(), busy_interval, |activity| !activity.is_closed);
+        let activity = wait(activity, idle_interval.saturating_sub(busy_interval), |activity| {
+            !activity.is_closed && !activity.is_working && !activity.note_due
         });
-        !ring.is_closed
+        !activity.is_closed
     }
 
     /// Clear the flag for new processes and ended work before a sample.
@@ -221,24 +222,27 @@ struct RecorderThread {
 
 impl RecorderThread {
     fn run(mut self) {
-        let (mut noted, mut looked, mut committed): (Option<Instant>, Option<Instant>, Option<Instant>) =
-            Default::default();
-        let mut merges = 0;
-        let passed = |since: Option<Instant>, time| since.is_none_or(|since| since.elapsed() >= time);
+        let (mut last_sample, mut last_full_sample, mut last_commit): (
+            Option<Instant>,
+            Option<Instant>,
+            Option<Instant>,
+        ) = Default::default();
+        let mut committed_merges = 0;
+        let has_passed = |since: Option<Instant>, interval| since.is_none_or(|since| since.elapsed() >= interval);
         loop {
-            let all = passed(looked, COMMIT_INTERVAL);
-            if !passed(noted, MIN_NOTE_INTERVAL) {
+            let with_all_processes = has_passed(last_full_sample, COMMIT_INTERVAL);
+            if !has_passed(last_sample, MIN_NOTE_INTERVAL) {
                 self.note_savings();
-            } else if let Some(status) = self.note_status(all) {
-                noted = Some(Instant::now());
+            } else if let Some(status) = self.note_status(with_all_processes) {
+                last_sample = Some(Instant::now());
                 // A daemon that has just started does not know the processes yet.
-                if all && !status.tracked_processes.is_empty() {
-                    looked = Some(Instant::now());
+                if with_all_processes && !status.tracked_processes.is_empty() {
+                    last_full_sample = Some(Instant::now());
                 }
-                if passed(committed, COMMIT_INTERVAL)
-                    || status.passes.merges != merges && passed(committed, MIN_COMMIT_INTERVAL)
+                if has_passed(last_commit, COMMIT_INTERVAL)
+                    || status.passes.merges != committed_merges && has_passed(last_commit, MIN_COMMIT_INTERVAL)
                 {
-                    (committed, merges) = (Some(Instant::now()), status.passes.merges);
+                    (last_commit, committed_merges) = (Some(Instant::now()), status.passes.merges);
                     self.commit();
                 }
             }
@@ -256,8 +260,8 @@ impl RecorderThread {
     fn note_status(&mut self, with_all_processes: bool) -> Option<StatusReport> {
         self.signal.clear_note_due();
         let snapshot = self.desk.request_snapshot()?;
-        let whom = if with_all_processes { ProcessScope::All } else { ProcessScope::Unscanned };
-        let status = status::build_status(self.desk.host, &snapshot, whom, Vec::new());
+        let scope = if with_all_processes { ProcessScope::All } else { ProcessScope::Unscanned };
+        let status = status::build_status(self.desk.host, &snapshot, scope, Vec::new());
         self.writer.note_status(&status);
         if with_all_processes && !status.tracked_processes.is_empty() {
             self.writer.note_footprints(status.time, &status.tracked_processes);
@@ -298,22 +302,22 @@ mod tests {
 
     #[test]
     fn work_or_arrival_ends_the_wait() {
-        let bell = RecorderSignal::default();
-        let wait = || bell.wait_for_note(Duration::from_millis(1), LONG_INTERVAL);
-        bell.report_activity(true, 0);
+        let signal = RecorderSignal::default();
+        let wait = || signal.wait_for_note(Duration::from_millis(1), LONG_INTERVAL);
+        signal.report_activity(true, 0);
         assert!(wait() && wait(), "work is in progress");
-        bell.report_activity(false, 1);
+        signal.report_activity(false, 1);
         assert!(wait() && wait(), "a process has arrived and is not sampled yet");
-        bell.clear_note_due();
-        bell.report_activity(false, 0);
-        assert!(!bell.lock_activity().note_due, "an ended process wakes nothing");
-        bell.report_activity(true, 0);
-        bell.report_activity(false, 0);
-        assert!(bell.lock_activity().note_due, "ended work is sampled, however short it was");
+        signal.clear_note_due();
+        signal.report_activity(false, 0);
+        assert!(!signal.lock_activity().note_due, "an ended process wakes nothing");
+        signal.report_activity(true, 0);
+        signal.report_activity(false, 0);
+        assert!(signal.lock_activity().note_due, "ended work is sampled, however short it was");
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| bell.wait_for_note(LONG_INTERVAL, LONG_INTERVAL));
-            bell.close();
-            assert!(!waits.join().expect("the waiting thread ends"));
+            let waiting_thread = scope.spawn(|| signal.wait_for_note(LONG_INTERVAL, LONG_INTERVAL));
+            signal.close();
+            assert!(!waiting_thread.join().expect("the waiting thread ends"));
         });
     }
 }

@@ -23,29 +23,31 @@ pub struct HttpStatusServer {
     _server: Server,
 }
 
-/// Serve the status of `desk` at the address of the command line or the configuration, with the points of a history.
+/// Serve the status of `desk` at the address of the command line or the configuration, with the points of the history
+/// at `history_path`.
 pub fn start_server(
     desk: Arc<StatusDesk>,
     options: &DaemonArguments,
-    past: Option<&Path>,
+    history_path: Option<&Path>,
     global: &GlobalOptions,
 ) -> anyhow::Result<Option<HttpStatusServer>> {
     let http = Config::load(global)?.http;
     let Some(address) = options.http.or(http.address) else { return Ok(None) };
-    let past = past.map(|path| history_recorder::load_points(path, MAX_HISTORY_POINTS / 2)).unwrap_or_default();
-    let board = Arc::new(StatusBoard::with_history(past));
+    let history =
+        history_path.map(|path| history_recorder::load_points(path, MAX_HISTORY_POINTS / 2)).unwrap_or_default();
+    let board = Arc::new(StatusBoard::with_history(history));
     let server = Server::start(address, http.names, Arc::clone(&board))
         .with_context(|| format!("cannot listen at {address} (--http, or http in the configuration)"))?;
     let audience = if address.ip().is_loopback() { "every local user" } else { "every client that reaches it" };
     log_line(&format!("shown at http://{}/ to {audience}", server.address()));
-    let published = Arc::clone(&board);
+    let thread_board = Arc::clone(&board);
     std::thread::Builder::new().name("figures".to_owned()).spawn(move || {
-        while !published.is_closed() {
+        while !thread_board.is_closed() {
             // If the daemon's work hangs, publish nothing, so that probes fail like systemd's watchdog.
             if let Some(snapshot) = desk.request_snapshot().filter(|snapshot| !snapshot.is_hung) {
-                published.publish(desk.build_status(&snapshot));
+                thread_board.publish(desk.build_status(&snapshot));
             }
-            published.wait_until_due(WATCHED_PUBLISH_INTERVAL, IDLE_PUBLISH_INTERVAL);
+            thread_board.wait_until_due(WATCHED_PUBLISH_INTERVAL, IDLE_PUBLISH_INTERVAL);
         }
     })?;
     Ok(Some(HttpStatusServer { board, _server: server }))

@@ -168,10 +168,12 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
     let desk = Arc::new(StatusDesk { host, sender: sender.clone(), cached_findings: Mutex::default() });
-    let past = history_recorder::history_path(options, global)?;
-    let shown = http::start_server(Arc::clone(&desk), options, past.as_deref(), global)?;
-    let kept =
-        past.map(|path| history_recorder::start_recorder(Arc::clone(&desk), &path, global)).transpose()?.flatten();
+    let history_path = history_recorder::history_path(options, global)?;
+    let http_server = http::start_server(Arc::clone(&desk), options, history_path.as_deref(), global)?;
+    let recorder = history_path
+        .map(|path| history_recorder::start_recorder(Arc::clone(&desk), &path, global))
+        .transpose()?
+        .flatten();
     control.serve_requests(Arc::new(move |request| desk.answer_request(request))).context("cannot start a thread")?;
     handle_signals(signals, sender.clone(), options, global)?;
 
@@ -182,22 +184,23 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     {
         log_line(&warning);
     }
-    let mut alive = |state: &DaemonState| {
+    let mut on_alive = |state: &DaemonState| {
         notify.notify_alive(&state.status().1);
-        if let Some(kept) = &kept {
-            kept.observe_state(state);
+        if let Some(recorder) = &recorder {
+            recorder.observe_state(state);
         }
     };
-    let done = daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut alive, &mut |line| {
-        log_line(line)
-    });
+    let result =
+        daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut on_alive, &mut |line| {
+            log_line(line)
+        });
     notify.send("STOPPING=1");
     drop(control);
-    drop(shown);
-    drop(kept);
-    let whole = done?;
-    log_line(if whole { "ended" } else { "ended, but not all changes are undone" });
-    Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
+    drop(http_server);
+    drop(recorder);
+    let all_undone = result?;
+    log_line(if all_undone { "ended" } else { "ended, but not all changes are undone" });
+    Ok(if all_undone { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
 /// The settings in force, from the configuration and the command line.
@@ -211,12 +214,12 @@ fn load_settings(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::R
 
 /// A warning about cgroups that the daemon cannot unmerge later, because their memory limits cannot be read.
 fn describe_unreadable_limits(host: &dyn Host) -> Option<String> {
-    let unknown = memory_headroom::unreadable_limits(host);
-    let (place, why) = unknown.first()?;
+    let unreadable = memory_headroom::unreadable_limits(host);
+    let (cgroup, why) = unreadable.first()?;
     Some(format!(
-        "warning: the memory limits of {} cgroups cannot be read, the first is {place}: {why}. The daemon will not \
+        "warning: the memory limits of {} cgroups cannot be read, the first is {cgroup}: {why}. The daemon will not \
          unmerge pages of their processes",
-        unknown.len()
+        unreadable.len()
     ))
 }
 
@@ -274,13 +277,13 @@ const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The answer to `enroll`: what the daemon does with the process.
 fn enroll_outcome_text(state: &DaemonState) -> String {
-    let then = match state.rules().mode {
+    let effect = match state.rules().mode {
         DaemonMode::Observe => return "nothing is scanned: the daemon only observes".to_owned(),
         DaemonMode::Advise => "nothing is merged: the daemon only advises",
         DaemonMode::Act => "its pages with net savings are merged",
     };
-    let not_now = state.scan_block_reason().map(|why| format!(", but not now ({why})"));
-    format!("it is scanned next{}; {then}", not_now.unwrap_or_default())
+    let delay_note = state.scan_block_reason().map(|why| format!(", but not now ({why})"));
+    format!("it is scanned next{}; {effect}", delay_note.unwrap_or_default())
 }
 
 /// The answer to `unenroll`: what the daemon does with the process.
@@ -288,8 +291,8 @@ fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
     match state.inaction_reason() {
         None => "it is left alone, and unenrolled as soon as there is memory for it".to_owned(),
         Some(why) => {
-            let stays = format!("it is left alone, and its merged pages stay merged for now ({why})");
-            format!("{stays}: `pagefold unmerge --pid {pid}` unenrolls it")
+            let outcome = format!("it is left alone, and its merged pages stay merged for now ({why})");
+            format!("{outcome}: `pagefold unmerge --pid {pid}` unenrolls it")
         }
     }
 }
@@ -304,8 +307,8 @@ struct StatusDesk {
 
 impl StatusDesk {
     fn answer_request(&self, request: ControlRequest) -> ControlReply {
-        let tell = |event: Event, done: &str| match self.sender.send(Message::Event(event)) {
-            Ok(()) => ControlReply::Done(done.to_owned()),
+        let send_event = |event: Event, message: &str| match self.sender.send(Message::Event(event)) {
+            Ok(()) => ControlReply::Done(message.to_owned()),
             Err(_) => ControlReply::Refused("the daemon is ending".to_owned()),
         };
         let Some(snapshot) = self.request_snapshot() else {
@@ -314,42 +317,42 @@ impl StatusDesk {
         match request {
             ControlRequest::Status => ControlReply::Status(Box::new(self.build_status(&snapshot))),
             ControlRequest::Pause => {
-                tell(Event::Pause, "paused: KSM's settings are restored, and merged pages stay merged")
+                send_event(Event::Pause, "paused: KSM's settings are restored, and merged pages stay merged")
             }
-            ControlRequest::Resume => tell(Event::Resume, "resumed"),
+            ControlRequest::Resume => send_event(Event::Resume, "resumed"),
             ControlRequest::Enroll(pid) | ControlRequest::Unenroll(pid) => {
-                let Some(who) = snapshot.tracked_processes.iter().find(|who| who.id.pid == Pid(pid)) else {
+                let Some(process) = snapshot.tracked_processes.iter().find(|process| process.id.pid == Pid(pid)) else {
                     return ControlReply::Refused(format!(
                         "process {pid} is not tracked: it does not exist, has less memory than {}, or does not match \
                          [daemon.tracked]",
                         snapshot.settings.min_resident
                     ));
                 };
-                let excluded =
-                    snapshot.state.tracked().get(&who.id).and_then(|member| member.exclusion_reason.as_ref());
-                match (request, excluded) {
+                let exclusion_reason =
+                    snapshot.state.tracked().get(&process.id).and_then(|tracked| tracked.exclusion_reason.as_ref());
+                match (request, exclusion_reason) {
                     (ControlRequest::Enroll(_), Some(why)) => {
                         ControlReply::Refused(format!("process {pid} is excluded: {why}"))
                     }
                     (ControlRequest::Enroll(_), None) => {
-                        tell(Event::Enroll(who.id), &enroll_outcome_text(&snapshot.state))
+                        send_event(Event::Enroll(process.id), &enroll_outcome_text(&snapshot.state))
                     }
-                    _ => tell(Event::Unenroll(who.id), &unenroll_outcome_text(&snapshot.state, pid)),
+                    _ => send_event(Event::Unenroll(process.id), &unenroll_outcome_text(&snapshot.state, pid)),
                 }
             }
         }
     }
 
     fn request_snapshot(&self) -> Option<Box<Snapshot>> {
-        let (sender, answer) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         self.sender.send(Message::StatusRequest(sender)).ok()?;
-        answer.recv_timeout(SNAPSHOT_TIMEOUT).ok()
+        receiver.recv_timeout(SNAPSHOT_TIMEOUT).ok()
     }
 
     fn build_status(&self, snapshot: &Snapshot) -> StatusReport {
         let mut findings = self.cached_findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let now = Instant::now();
-        if findings.as_ref().is_none_or(|(until, _)| now >= *until) {
+        if findings.as_ref().is_none_or(|(expiry, _)| now >= *expiry) {
             let found = status::collect_findings(self.host, &snapshot.settings);
             *findings = Some((
                 now + (now.elapsed() * FINDINGS_CACHE_TIMES.0).clamp(FINDINGS_CACHE_TIMES.1, FINDINGS_CACHE_TIMES.2),
@@ -372,39 +375,39 @@ mod tests {
         let hours = pagefold_daemon::decide::DailyHours { start_second: 10, end_second: 20, in_utc: true };
         let rules = DaemonRules { mode, quiet_hours: vec![hours], ..DaemonRules::default() };
         let state = DaemonState::new(rules, 0, Duration::ZERO, Duration::ZERO);
-        let held = events.into_iter().chain([Event::HostAcquired(Ok(()))]);
-        let state = held.fold(state, |state, event| step(state, Duration::ZERO, event).0);
+        let events = events.into_iter().chain([Event::HostAcquired(Ok(()))]);
+        let state = events.fold(state, |state, event| step(state, Duration::ZERO, event).0);
         [enroll_outcome_text(&state), unenroll_outcome_text(&state, 7)]
     }
 
     #[test]
     fn operator_reply_matches_what_the_daemon_does() {
-        let stays = |why: &str| {
-            let stays = format!("it is left alone, and its merged pages stay merged for now ({why})");
-            format!("{stays}: `pagefold unmerge --pid 7` unenrolls it")
+        let stays_merged = |why: &str| {
+            let stays_merged = format!("it is left alone, and its merged pages stay merged for now ({why})");
+            format!("{stays_merged}: `pagefold unmerge --pid 7` unenrolls it")
         };
-        let withdrawn = "it is left alone, and unenrolled as soon as there is memory for it".to_owned();
+        let unenrolled = "it is left alone, and unenrolled as soon as there is memory for it".to_owned();
         assert_eq!(
             operator_replies(DaemonMode::Act, []),
-            ["it is scanned next; its pages with net savings are merged".to_owned(), withdrawn.clone()]
+            ["it is scanned next; its pages with net savings are merged".to_owned(), unenrolled.clone()]
         );
         let quiet = TickReadings { time_of_day: TimeOfDay { local: 0, utc: 12 }, ..TickReadings::default() };
-        let not_now =
+        let delayed =
             |why: &str| format!("it is scanned next, but not now ({why}); its pages with net savings are merged");
         assert_eq!(
             operator_replies(DaemonMode::Act, [Event::Tick(quiet)]),
-            [not_now("these are quiet hours"), withdrawn]
+            [delayed("these are quiet hours"), unenrolled]
         );
         let paused = "an operator paused it";
-        assert_eq!(operator_replies(DaemonMode::Act, [Event::Pause]), [not_now(paused), stays(paused)]);
+        assert_eq!(operator_replies(DaemonMode::Act, [Event::Pause]), [delayed(paused), stays_merged(paused)]);
         let other = Event::SettingsOverwritten("ksmtuned writes run".to_owned());
         assert_eq!(
             operator_replies(DaemonMode::Act, [other]),
-            [not_now("ksmtuned writes run"), stays("ksmtuned writes run")]
+            [delayed("ksmtuned writes run"), stays_merged("ksmtuned writes run")]
         );
         let advice = "it is scanned next; nothing is merged: the daemon only advises".to_owned();
-        assert_eq!(operator_replies(DaemonMode::Advise, []), [advice, stays("it only advises")]);
-        let nobody = "nothing is scanned: the daemon only observes".to_owned();
-        assert_eq!(operator_replies(DaemonMode::Observe, []), [nobody, stays("it only observes")]);
+        assert_eq!(operator_replies(DaemonMode::Advise, []), [advice, stays_merged("it only advises")]);
+        let not_scanned = "nothing is scanned: the daemon only observes".to_owned();
+        assert_eq!(operator_replies(DaemonMode::Observe, []), [not_scanned, stays_merged("it only observes")]);
     }
 }

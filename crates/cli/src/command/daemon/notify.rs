@@ -44,7 +44,7 @@ impl SystemdNotifier {
             status_text.clone_into(&mut self.status_text);
             self.send(&format!("STATUS={status_text}"));
         }
-        if self.watchdog.is_some_and(|pause| self.last_notified.elapsed() >= pause / 2) {
+        if self.watchdog.is_some_and(|interval| self.last_notified.elapsed() >= interval / 2) {
             self.last_notified = Instant::now();
             self.send("WATCHDOG=1");
         }
@@ -72,20 +72,20 @@ mod tests {
         let listeners = [UnixDatagram::bind(&path).unwrap(), UnixDatagram::bind_addr(&abstract_name).unwrap()];
         for (listener, name) in listeners.iter().zip([path.display().to_string(), format!("@{name}")]) {
             let socket = Some((UnixDatagram::unbound().unwrap(), socket_address(&name).unwrap()));
-            let (now, what) = (Instant::now(), String::new());
+            let (now, status_text) = (Instant::now(), String::new());
             let mut notify = SystemdNotifier {
                 socket,
                 watchdog: Some(Duration::ZERO),
                 last_notified: now,
                 is_ready_sent: false,
-                status_text: what,
+                status_text,
             };
             notify.notify_alive("idle");
             notify.notify_alive("working");
-            let mut heard = [0; 32];
+            let mut buffer = [0; 32];
             for expected in ["READY=1", "STATUS=idle", "WATCHDOG=1", "STATUS=working", "WATCHDOG=1"] {
-                let length = listener.recv(&mut heard).unwrap();
-                assert_eq!(&heard[..length], expected.as_bytes());
+                let length = listener.recv(&mut buffer).unwrap();
+                assert_eq!(&buffer[..length], expected.as_bytes());
             }
         }
     }

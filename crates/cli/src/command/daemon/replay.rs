@@ -31,30 +31,30 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
     let mut settings = Some(settings);
     let mut replay = None;
     for folder in folders {
-        let moment =
+        let recording =
             trace::TimedRecording::open(folder).with_context(|| format!("cannot read {}", folder.display()))?;
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {
                 let settings = settings.take().unwrap_or_default();
-                none.insert(DaemonReplay::new(settings, options.seed, &moment.host)?)
+                none.insert(DaemonReplay::new(settings, options.seed, &recording.host)?)
             }
         };
         let mut lines = String::new();
-        let now = ReplayStep {
-            host: &moment.host,
-            elapsed: moment.since_start,
-            time_of_day: time_of_day(moment.unix_time, moment.utc_offset_seconds),
+        let step = ReplayStep {
+            host: &recording.host,
+            elapsed: recording.since_start,
+            time_of_day: time_of_day(recording.unix_time, recording.utc_offset_seconds),
         };
-        replay.run_step(&now, &mut |names, decision| {
-            let said = LoggedDecision {
-                logged_at: SystemTime::UNIX_EPOCH + moment.unix_time,
+        replay.run_step(&step, &mut |names, decision| {
+            let logged = LoggedDecision {
+                logged_at: SystemTime::UNIX_EPOCH + recording.unix_time,
                 subject: format_names(names),
                 decision: decision.clone(),
             };
             lines.push_str(&match options.json {
-                true => wire::to_json_line(&status::decision_report(&said)) + "\n",
-                false => format_decision(moment.since_start.as_secs_f64(), &said),
+                true => wire::to_json_line(&status::decision_report(&logged)) + "\n",
+                false => format_decision(recording.since_start.as_secs_f64(), &logged),
             });
         })?;
         output::print_stdout(&lines)?;
@@ -63,9 +63,10 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
 }
 
 /// The time of day at a Unix time. Old recordings lack the host's UTC offset; their local time is taken as UTC.
-fn time_of_day(time: Duration, ahead: Option<i64>) -> TimeOfDay {
-    let second = |ahead: i64| (time.as_secs().cast_signed().saturating_add(ahead)).rem_euclid(86400) as u32;
-    TimeOfDay { local: second(ahead.unwrap_or(0)), utc: second(0) }
+fn time_of_day(time: Duration, utc_offset: Option<i64>) -> TimeOfDay {
+    let second_of_day =
+        |utc_offset: i64| (time.as_secs().cast_signed().saturating_add(utc_offset)).rem_euclid(86400) as u32;
+    TimeOfDay { local: second_of_day(utc_offset.unwrap_or(0)), utc: second_of_day(0) }
 }
 
 fn format_names(names: &[String]) -> String {
@@ -78,9 +79,9 @@ fn format_names(names: &[String]) -> String {
     }
 }
 
-fn format_decision(at: f64, LoggedDecision { subject, decision, .. }: &LoggedDecision) -> String {
+fn format_decision(seconds: f64, LoggedDecision { subject, decision, .. }: &LoggedDecision) -> String {
     format!(
-        "{at:>9.1} s  {} {}: {}\n",
+        "{seconds:>9.1} s  {} {}: {}\n",
         decision.kind.word(),
         escape_unprintable(subject),
         escape_unprintable(&decision.explanation)
@@ -94,10 +95,10 @@ mod tests {
     #[test]
     fn recorded_utc_offset_is_applied() {
         let noon = Duration::from_secs(1_700_000_000 / 86400 * 86400 + 12 * 3600);
-        let shown = |ahead| time_of_day(noon, ahead);
-        assert_eq!(shown(None), TimeOfDay { local: 12 * 3600, utc: 12 * 3600 });
-        assert_eq!(shown(Some(13 * 3600)), TimeOfDay { local: 3600, utc: 12 * 3600 });
-        assert_eq!(shown(Some(-12 * 3600 - 1)), TimeOfDay { local: 86399, utc: 12 * 3600 });
-        assert!(shown(Some(i64::MAX)).local < 86400);
+        let at_noon = |utc_offset| time_of_day(noon, utc_offset);
+        assert_eq!(at_noon(None), TimeOfDay { local: 12 * 3600, utc: 12 * 3600 });
+        assert_eq!(at_noon(Some(13 * 3600)), TimeOfDay { local: 3600, utc: 12 * 3600 });
+        assert_eq!(at_noon(Some(-12 * 3600 - 1)), TimeOfDay { local: 86399, utc: 12 * 3600 });
+        assert!(at_noon(Some(i64::MAX)).local < 86400);
     }
 }

@@ -1,9 +1,9 @@
 //! Builds the status report from a snapshot of the daemon and the current state of the host.
 
-use pagefold_base::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
+use pagefold_base::ksm::{Ksm, RMAP_ITEM_BYTES};
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, PageCounts, Pages, ProcessId};
-use pagefold_daemon::decide::{DaemonMode as Told, DaemonStatus, PendingUnenroll, TrackedProcess as Known};
+use pagefold_daemon::decide::{DaemonMode, DaemonStatus, PendingUnenroll, TrackedProcess};
 use pagefold_daemon::run::{CpuUsage, DaemonSettings, FairShareReading, LoggedDecision, Snapshot};
 use pagefold_daemon::wire::*;
 use pagefold_doctor::doctor_facts;
@@ -31,22 +31,25 @@ pub fn build_status(
     findings: Vec<FindingReport>,
 ) -> StatusReport {
     let (rules, budget) = (snapshot.state.rules(), snapshot.state.cpu_budget());
-    let (standing, why) = snapshot.state.status();
+    let (status, why) = snapshot.state.status();
     let memory = observe::memory(host);
     let counters = observe::ksm(host).ok();
     let vmstat = observe::vmstat(host).unwrap_or_default();
-    let page = host.page_size().bytes();
-    let shares = MeanPageSavings { page, counters: counters.as_ref() };
-    let known = snapshot.state.tracked();
+    let page_bytes = host.page_size().bytes();
+    let mean_savings = MeanPageSavings { page_bytes, counters: counters.as_ref() };
+    let tracked = snapshot.state.tracked();
     // In the mode `observe` the daemon takes no census, so no process waits for one.
-    let awaits = |known: &Known| known.is_unscanned() && known.may_be_scanned() && rules.mode != Told::Observe;
-    let chosen = |who: &&Process| scope == ProcessScope::All || known.get(&who.id).is_some_and(awaits);
-    let managed = snapshot.tracked_processes.iter().filter(|who| known.contains_key(&who.id)).count();
+    let awaits_first_scan = |process: &TrackedProcess| {
+        process.is_unscanned() && process.may_be_scanned() && rules.mode != DaemonMode::Observe
+    };
+    let is_in_scope =
+        |process: &&Process| scope == ProcessScope::All || tracked.get(&process.id).is_some_and(awaits_first_scan);
+    let tracked_count = snapshot.tracked_processes.iter().filter(|process| tracked.contains_key(&process.id)).count();
     let mut tracked_processes: Vec<TrackedProcessReport> = snapshot
         .tracked_processes
         .iter()
-        .filter(chosen)
-        .filter_map(|who| tracked_process_report(host, snapshot, who, &shares))
+        .filter(is_in_scope)
+        .filter_map(|process| tracked_process_report(host, snapshot, process, &mean_savings))
         .collect();
     tracked_processes.sort_by_key(|process| (Reverse(process.resident), process.pid));
     let domains = domain_savings(&tracked_processes);
@@ -55,10 +58,10 @@ pub fn build_status(
     let (cgroups, cgroups_omitted) =
         split_first(group_footprints::sum_by_cgroup(&tracked_processes), MAX_LISTED_GROUPS);
     tracked_processes.truncate(MAX_LISTED_PROCESSES);
-    let tracked_processes_omitted = (managed - tracked_processes.len()) as u64;
+    let tracked_processes_omitted = (tracked_count - tracked_processes.len()) as u64;
     let findings_by_verdict = count_by_verdict(&findings);
-    let is_wrong = |finding: &FindingReport| [VerdictName::Warn, VerdictName::Fail].contains(&finding.verdict);
-    let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
+    let is_problem = |finding: &FindingReport| [VerdictName::Warn, VerdictName::Fail].contains(&finding.verdict);
+    let increase_since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
     StatusReport {
         schema: STATUS_SCHEMA.to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -67,11 +70,11 @@ pub fn build_status(
         time: unix_seconds(SystemTime::now()),
         uptime_seconds: snapshot.started_at.elapsed().unwrap_or_default().as_secs_f64(),
         mode: match rules.mode {
-            Told::Observe => DaemonModeName::Observe,
-            Told::Advise => DaemonModeName::Advise,
-            Told::Act => DaemonModeName::Act,
+            DaemonMode::Observe => DaemonModeName::Observe,
+            DaemonMode::Advise => DaemonModeName::Advise,
+            DaemonMode::Act => DaemonModeName::Act,
         },
-        state: match standing {
+        state: match status {
             DaemonStatus::Starting => DaemonStateName::Starting,
             DaemonStatus::Working => DaemonStateName::Working,
             DaemonStatus::Idle => DaemonStateName::Idle,
@@ -91,10 +94,10 @@ pub fn build_status(
         ksm: counters.as_ref().map(|counters| ksm_report(counters, vmstat.get("cow_ksm").copied())),
         saved: counters
             .as_ref()
-            .map(|counters| savings_report(counters, split_zero_pages(snapshot), page))
+            .map(|counters| savings_report(counters, split_zero_pages(snapshot), page_bytes))
             .unwrap_or_default(),
         cpu: CpuReport { ksmd: snapshot.ksmd_cpu.map(cpu_usage), pagefold: Some(cpu_usage(snapshot.own_cpu)) },
-        resident: own_resident(page),
+        resident: own_resident(page_bytes),
         process_discovery: if snapshot.exec_events.is_ok() {
             ProcessDiscovery::ProcConnector
         } else {
@@ -106,8 +109,8 @@ pub fn build_status(
             .iter()
             .map(|(reason, count)| (reason.word().to_owned(), *count))
             .collect(),
-        huge_pages_split: since("thp_split_page", snapshot.thp_splits_and_cow_breaks_at_start.0),
-        cow_breaks: since("cow_ksm", snapshot.thp_splits_and_cow_breaks_at_start.1),
+        huge_pages_split: increase_since("thp_split_page", snapshot.thp_splits_and_cow_breaks_at_start.0),
+        cow_breaks: increase_since("cow_ksm", snapshot.thp_splits_and_cow_breaks_at_start.1),
         census: census_totals(snapshot, host),
         domains,
         tracked_processes,
@@ -116,18 +119,18 @@ pub fn build_status(
         workloads_omitted,
         cgroups,
         cgroups_omitted,
-        sharing: sharing_report(snapshot, page),
+        sharing: sharing_report(snapshot, page_bytes),
         decisions: snapshot.decisions.iter().take(MAX_LISTED_DECISIONS).map(decision_report).collect(),
-        findings: findings.into_iter().filter(is_wrong).collect(),
+        findings: findings.into_iter().filter(is_problem).collect(),
         findings_by_verdict,
     }
 }
 
 /// The first items, and the number of omitted ones.
-fn split_first<T>(mut all: Vec<T>, max_items: usize) -> (Vec<T>, u64) {
-    let omitted = all.len().saturating_sub(max_items) as u64;
-    all.truncate(max_items);
-    (all, omitted)
+fn split_first<T>(mut items: Vec<T>, max_items: usize) -> (Vec<T>, u64) {
+    let omitted = items.len().saturating_sub(max_items) as u64;
+    items.truncate(max_items);
+    (items, omitted)
 }
 
 /// All findings of the doctor, worst first, including those that are ok.
@@ -150,8 +153,8 @@ fn unix_seconds(time: SystemTime) -> f64 {
     time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-fn cpu_usage(used: CpuUsage) -> CpuUsageReport {
-    CpuUsageReport { seconds: used.total.as_secs_f64(), percent: used.last_minute_share * 100.0 }
+fn cpu_usage(usage: CpuUsage) -> CpuUsageReport {
+    CpuUsageReport { seconds: usage.total.as_secs_f64(), percent: usage.last_minute_share * 100.0 }
 }
 
 fn bounds_report(settings: &DaemonSettings, burst_available: f64) -> BoundsReport {
@@ -165,20 +168,20 @@ fn bounds_report(settings: &DaemonSettings, burst_available: f64) -> BoundsRepor
     }
 }
 
-fn ksm_report(counters: &Counters, cow_ksm: Option<u64>) -> KsmReport {
-    let known = |value: &Result<u64, Absent>| value.as_ref().ok().copied();
+fn ksm_report(counters: &Ksm, cow_ksm: Option<u64>) -> KsmReport {
+    let known_value = |value: &Result<u64, Absent>| value.as_ref().ok().copied();
     KsmReport {
-        run: known(&counters.run),
-        pages_to_scan: known(&counters.pages_to_scan),
-        sleep_millisecs: known(&counters.sleep_millisecs),
-        pages_shared: known(&counters.pages_shared),
-        pages_sharing: known(&counters.pages_sharing),
-        pages_unshared: known(&counters.pages_unshared),
-        pages_volatile: known(&counters.pages_volatile),
-        pages_scanned: known(&counters.pages_scanned),
-        pages_skipped: known(&counters.pages_skipped),
+        run: known_value(&counters.run),
+        pages_to_scan: known_value(&counters.pages_to_scan),
+        sleep_millisecs: known_value(&counters.sleep_millisecs),
+        pages_shared: known_value(&counters.pages_shared),
+        pages_sharing: known_value(&counters.pages_sharing),
+        pages_unshared: known_value(&counters.pages_unshared),
+        pages_volatile: known_value(&counters.pages_volatile),
+        pages_scanned: known_value(&counters.pages_scanned),
+        pages_skipped: known_value(&counters.pages_skipped),
         ksm_zero_pages: counters.ksm_zero_pages.as_ref().ok().copied(),
-        full_scans: known(&counters.full_scans),
+        full_scans: known_value(&counters.full_scans),
         general_profit: counters.general_profit.as_ref().ok().copied(),
         cow_ksm,
     }
@@ -191,15 +194,16 @@ fn split_zero_pages(snapshot: &Snapshot) -> Pages {
 
 /// The savings: by the kernel's counters, and zero pages freed by splitting huge pages. Before 6.6, KSM merges zero
 /// pages like other pages.
-fn savings_report(counters: &Counters, split_zeros: Pages, page: u64) -> HostSavingsReport {
-    let duplicate = counters.pages_sharing.as_ref().ok().map(|pages| pages * page);
-    let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page);
-    let split_zero = split_zeros.0 * page;
+fn savings_report(counters: &Ksm, split_zeros: Pages, page_bytes: u64) -> HostSavingsReport {
+    let duplicate = counters.pages_sharing.as_ref().ok().map(|pages| pages * page_bytes);
+    let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page_bytes);
+    let split_zero = split_zeros.0 * page_bytes;
     let gross = duplicate.map(|duplicate| duplicate + zero.unwrap_or(0) + split_zero);
     let net = counters.general_profit.as_ref().ok().map(|profit| profit + split_zero.cast_signed());
     let merged = counters.pages_shared.as_ref().ok().zip(counters.pages_sharing.as_ref().ok());
-    let duplicate_net = merged
-        .map(|(shared, sharing)| (sharing * page).cast_signed() - ((shared + sharing) * RMAP_ITEM_BYTES).cast_signed());
+    let duplicate_net = merged.map(|(shared, sharing)| {
+        (sharing * page_bytes).cast_signed() - ((shared + sharing) * RMAP_ITEM_BYTES).cast_signed()
+    });
     let metadata = gross.zip(net).map(|(gross, net)| (gross.cast_signed() - net).max(0).unsigned_abs());
     HostSavingsReport {
         gross,
@@ -217,9 +221,9 @@ pub fn gross_saved_by_ksm(host: &dyn Host) -> Option<u64> {
     savings_report(&observe::ksm(host).ok()?, Pages::ZERO, host.page_size().bytes()).gross
 }
 
-fn own_resident(page: u64) -> Option<u64> {
+fn own_resident(page_bytes: u64) -> Option<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
-    Some(statm.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()? * page)
+    Some(statm.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()? * page_bytes)
 }
 
 fn pass_totals(snapshot: &Snapshot) -> PassTotalsReport {
@@ -242,14 +246,14 @@ fn pass_totals(snapshot: &Snapshot) -> PassTotalsReport {
 }
 
 fn census_totals(snapshot: &Snapshot, host: &dyn Host) -> Option<CensusTotalsReport> {
-    let (at, unscanned_processes) = snapshot.last_census?;
+    let (taken_at, unscanned_processes) = snapshot.last_census?;
     let mut sum = PageCounts::default();
     for counts in snapshot.page_counts.values() {
         sum += *counts;
     }
     let classes = PageClasses::from_counts_in_bytes(&sum, host.page_size());
     Some(CensusTotalsReport {
-        time: unix_seconds(at),
+        time: unix_seconds(taken_at),
         processes: snapshot.page_counts.len() as u64,
         unscanned_processes,
         classes,
@@ -259,32 +263,32 @@ fn census_totals(snapshot: &Snapshot, host: &dyn Host) -> Option<CensusTotalsRep
 /// The mean savings of a merged page. A frame is shared by all processes that map it. The real number of mappings is
 /// only in the page tables, and walking those of all processes for each status would cost too much.
 struct MeanPageSavings<'a> {
-    page: u64,
-    counters: Option<&'a Counters>,
+    page_bytes: u64,
+    counters: Option<&'a Ksm>,
 }
 
 impl MeanPageSavings<'_> {
     /// The bytes that merging saves for a process with `merging` pages on KSM frames.
-    fn saved_bytes(&self, merging: u64) -> Option<u64> {
+    fn saved_bytes(&self, merging_pages: u64) -> Option<u64> {
         let counters = self.counters?;
         let (shared, sharing) = (*counters.pages_shared.as_ref().ok()?, *counters.pages_sharing.as_ref().ok()?);
-        let all = (shared + sharing).max(1);
-        Some((u128::from(merging * self.page) * u128::from(sharing) / u128::from(all)) as u64)
+        let merged_pages = (shared + sharing).max(1);
+        Some((u128::from(merging_pages * self.page_bytes) * u128::from(sharing) / u128::from(merged_pages)) as u64)
     }
 
     /// The current fair share of a process whose page tables were walked before. Anonymous memory that became resident
     /// since counts in full; pages merged since save the mean. New mappings of files and shared memory count only after
     /// the next walk.
-    fn update_fair_share(&self, fair: &FairShareReading, own: Option<u64>, merging: Option<u64>) -> u64 {
-        let saved = |merging: Option<u64>| merging.and_then(|merging| self.saved_bytes(merging));
-        let then = fair.merged_pages.map(|pages| pages.0);
-        // If one of the two is unknown, so is the difference.
-        let more = match (saved(merging), saved(then)) {
-            (Some(now), Some(then)) => now.cast_signed() - then.cast_signed(),
+    fn update_fair_share(&self, fair: &FairShareReading, anonymous: Option<u64>, merging_pages: Option<u64>) -> u64 {
+        let saved_bytes = |merging_pages: Option<u64>| merging_pages.and_then(|pages| self.saved_bytes(pages));
+        let merged_then = fair.merged_pages.map(|pages| pages.0);
+        // If either saving is unknown, the difference is, too.
+        let newly_saved = match (saved_bytes(merging_pages), saved_bytes(merged_then)) {
+            (Some(saved_now), Some(saved_then)) => saved_now.cast_signed() - saved_then.cast_signed(),
             _ => 0,
         };
-        let grown = own.map_or(0, |own| own.cast_signed() - fair.anonymous_resident.0.cast_signed());
-        (fair.pss.0.cast_signed() + grown - more).max(0).unsigned_abs()
+        let growth = anonymous.map_or(0, |anonymous| anonymous.cast_signed() - fair.anonymous_resident.0.cast_signed());
+        (fair.pss.0.cast_signed() + growth - newly_saved).max(0).unsigned_abs()
     }
 }
 
@@ -292,41 +296,45 @@ fn tracked_process_report(
     host: &dyn Host,
     snapshot: &Snapshot,
     process: &Process,
-    shares: &MeanPageSavings<'_>,
+    mean_savings: &MeanPageSavings<'_>,
 ) -> Option<TrackedProcessReport> {
-    let known = snapshot.state.tracked().get(&process.id)?;
+    let tracked = snapshot.state.tracked().get(&process.id)?;
     let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id);
     let ksm =
         handle.as_ref().map(|handle| parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages")));
     let statm = handle.and_then(|handle| parse::statm(&handle.read("statm").ok()?).ok());
-    let merging = ksm.as_ref().and_then(|ksm| ksm.merging_pages.as_ref().ok().copied());
-    let zeros = ksm.as_ref().and_then(|ksm| Some(ksm.zero_pages.as_ref().ok()?.max(&0).unsigned_abs()));
-    let pages = merging.map(|merging| merging + zeros.unwrap_or(0));
-    let by_share = merging.and_then(|merging| shares.saved_bytes(merging));
-    let resident = known.resident.0;
+    let merging_pages = ksm.as_ref().and_then(|ksm| ksm.merging_pages.as_ref().ok().copied());
+    let zero_pages = ksm.as_ref().and_then(|ksm| Some(ksm.zero_pages.as_ref().ok()?.max(&0).unsigned_abs()));
+    let merged_pages = merging_pages.map(|merging_pages| merging_pages + zero_pages.unwrap_or(0));
+    let saved_by_merging = merging_pages.and_then(|merging_pages| mean_savings.saved_bytes(merging_pages));
+    let resident = tracked.resident.0;
     let fair = snapshot.fair_shares.get(&process.id);
-    let by_splitting = snapshot.split_zero_pages.get(&process.id).map_or(0, |pages| pages.0);
-    let own = statm.map(|statm| statm.anonymous_bytes(host.page_size()).0);
+    let split_zero_pages = snapshot.split_zero_pages.get(&process.id).map_or(0, |pages| pages.0);
+    let anonymous = statm.map(|statm| statm.anonymous_bytes(host.page_size()).0);
     // Zero pages that KSM placed are not resident.
-    let estimate = || by_share.map(|saved| resident.saturating_sub(saved));
+    let estimated_footprint = || saved_by_merging.map(|saved| resident.saturating_sub(saved));
     let kind = workload_kind(process);
-    let wire = ProcessInfo::from_process(process, Some(&known.domain));
-    let (state, why) = tracking_state(snapshot, process.id, known, pages.unwrap_or(0) * shares.page);
+    let info = ProcessInfo::from_process(process, Some(&tracked.domain));
+    let (state, why) =
+        tracking_state(snapshot, process.id, tracked, merged_pages.unwrap_or(0) * mean_savings.page_bytes);
     Some(TrackedProcessReport {
         pid: process.id.pid.0,
         start_time: process.id.start_time,
-        label: wire.label(),
+        label: info.label(),
         kind,
         workload: workload_name(process, kind),
-        uid: wire.uid,
-        cgroup: wire.cgroup,
-        domain: known.domain.to_string(),
+        uid: info.uid,
+        cgroup: info.cgroup,
+        domain: tracked.domain.to_string(),
         resident: Some(resident),
-        file_and_shmem: statm.map(|statm| (statm.shared.0 * shares.page).min(resident)),
-        merged: pages.map(|pages| pages * shares.page),
-        footprint: fair.map(|fair| shares.update_fair_share(fair, own, merging).min(resident)).or_else(estimate),
+        file_and_shmem: statm.map(|statm| (statm.shared.0 * mean_savings.page_bytes).min(resident)),
+        merged: merged_pages.map(|merged_pages| merged_pages * mean_savings.page_bytes),
+        footprint: fair
+            .map(|fair| mean_savings.update_fair_share(fair, anonymous, merging_pages).min(resident))
+            .or_else(estimated_footprint),
         footprint_age_seconds: fair.map(|fair| fair.measured_at.elapsed().unwrap_or_default().as_secs()),
-        saved: by_share.map(|saved| saved + (zeros.unwrap_or(0) + by_splitting) * shares.page),
+        saved: saved_by_merging
+            .map(|saved| saved + (zero_pages.unwrap_or(0) + split_zero_pages) * mean_savings.page_bytes),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
         enrolled_ranges: snapshot.enrolled_ranges.get(&process.id).copied().unwrap_or(0),
         state,
@@ -355,42 +363,50 @@ fn workload_name(process: &Process, kind: WorkloadKind) -> String {
     name.unwrap_or_else(|| format!("{} {}", process.comm, process.id.pid))
 }
 
-fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64) -> (TrackingState, String) {
-    let next = || {
-        let since = snapshot.started_at.elapsed().unwrap_or_default();
-        let left = known.next_scan.saturating_sub(since);
-        format!("next scan in {}", format_duration(left))
+fn tracking_state(
+    snapshot: &Snapshot,
+    id: ProcessId,
+    tracked: &TrackedProcess,
+    merged: u64,
+) -> (TrackingState, String) {
+    let next_scan = || {
+        let elapsed = snapshot.started_at.elapsed().unwrap_or_default();
+        let remaining = tracked.next_scan.saturating_sub(elapsed);
+        format!("next scan in {}", format_duration(remaining))
     };
-    let still = |what: &str| {
-        describe_unenroll(what, known.pending_unenroll.as_ref(), snapshot.started_at.elapsed().unwrap_or_default())
+    let unenroll_text = |what: &str| {
+        describe_unenroll(what, tracked.pending_unenroll.as_ref(), snapshot.started_at.elapsed().unwrap_or_default())
     };
-    match known {
-        Known { exclusion_reason: Some(why), .. } => (TrackingState::Excluded, still(why)),
-        Known { unenrolled_by_operator: true, .. } => {
-            (TrackingState::Unenrolled, still("unenroll requested by an operator"))
+    match tracked {
+        TrackedProcess { exclusion_reason: Some(why), .. } => (TrackingState::Excluded, unenroll_text(why)),
+        TrackedProcess { unenrolled_by_operator: true, .. } => {
+            (TrackingState::Unenrolled, unenroll_text("unenroll requested by an operator"))
         }
-        Known { pending_unenroll: Some(leaving), .. } => {
-            (TrackingState::BackedOff, still(leaving.reason.unenroll_explanation()))
+        TrackedProcess { pending_unenroll: Some(pending), .. } => {
+            (TrackingState::BackedOff, unenroll_text(pending.reason.unenroll_explanation()))
         }
-        known if known.is_unscanned() => (TrackingState::Arriving, "not scanned yet".to_owned()),
-        known if known.enrolled && merged > 0 => (TrackingState::Merged, next()),
-        known if known.is_backed_off(snapshot.state.rules()) => (TrackingState::BackedOff, next()),
+        tracked if tracked.is_unscanned() => (TrackingState::Arriving, "not scanned yet".to_owned()),
+        tracked if tracked.enrolled && merged > 0 => (TrackingState::Merged, next_scan()),
+        tracked if tracked.is_backed_off(snapshot.state.rules()) => (TrackingState::BackedOff, next_scan()),
         _ => {
-            let nothing =
+            let nothing_to_merge =
                 snapshot.page_counts.get(&id).is_some_and(|counts| counts.duplicate() + counts.zero == Pages::ZERO);
-            (TrackingState::Tracked, if nothing { format!("nothing to merge yet; {}", next()) } else { next() })
+            (
+                TrackingState::Tracked,
+                if nothing_to_merge { format!("nothing to merge yet; {}", next_scan()) } else { next_scan() },
+            )
         }
     }
 }
 
 /// Why a process is no longer merged, and when its merged pages are unenrolled.
-fn describe_unenroll(reason: &str, leaving: Option<&PendingUnenroll>, now: Duration) -> String {
-    match leaving {
+fn describe_unenroll(reason: &str, pending: Option<&PendingUnenroll>, now: Duration) -> String {
+    match pending {
         None => reason.to_owned(),
         Some(PendingUnenroll { last_failure: None, .. }) => format!("{reason}: it is unenrolled as soon as possible"),
-        Some(PendingUnenroll { last_failure: Some(why), next_try: next, .. }) => {
-            let again = format_duration(next.saturating_sub(now));
-            format!("{reason}: not unenrolled yet ({why}), next try in {again}")
+        Some(PendingUnenroll { last_failure: Some(why), next_try, .. }) => {
+            let retry_delay = format_duration(next_try.saturating_sub(now));
+            format!("{reason}: not unenrolled yet ({why}), next try in {retry_delay}")
         }
     }
 }
@@ -402,34 +418,34 @@ fn format_duration(time: Duration) -> String {
     }
 }
 
-fn domain_savings(members: &[TrackedProcessReport]) -> Vec<DomainSavingsReport> {
-    let mut shares: BTreeMap<&str, DomainSavingsReport> = BTreeMap::new();
+fn domain_savings(processes: &[TrackedProcessReport]) -> Vec<DomainSavingsReport> {
+    let mut by_domain: BTreeMap<&str, DomainSavingsReport> = BTreeMap::new();
     let add = |sum: Option<u64>, value: Option<u64>| match (sum, value) {
         (None, None) => None,
         (sum, value) => Some(sum.unwrap_or(0) + value.unwrap_or(0)),
     };
-    for member in members {
-        let share = shares.entry(&member.domain).or_insert_with(|| empty_domain_savings(&member.domain));
-        share.tracked_processes += 1;
-        share.resident = add(share.resident, member.resident);
-        share.merged = add(share.merged, member.merged);
-        share.saved = add(share.saved, member.saved);
-        share.metadata = add(share.metadata, member.metadata);
+    for process in processes {
+        let domain = by_domain.entry(&process.domain).or_insert_with(|| empty_domain_savings(&process.domain));
+        domain.tracked_processes += 1;
+        domain.resident = add(domain.resident, process.resident);
+        domain.merged = add(domain.merged, process.merged);
+        domain.saved = add(domain.saved, process.saved);
+        domain.metadata = add(domain.metadata, process.metadata);
     }
-    let mut shares: Vec<DomainSavingsReport> = shares.into_values().collect();
-    shares.sort_by_key(|share| Reverse(share.saved));
-    if shares.len() > MAX_LISTED_DOMAINS {
-        let rest = shares.split_off(MAX_LISTED_DOMAINS - 1);
-        shares.push(rest.iter().fold(empty_domain_savings("others"), |sum, share| DomainSavingsReport {
-            tracked_processes: sum.tracked_processes + share.tracked_processes,
-            resident: add(sum.resident, share.resident),
-            merged: add(sum.merged, share.merged),
-            saved: add(sum.saved, share.saved),
-            metadata: add(sum.metadata, share.metadata),
+    let mut by_domain: Vec<DomainSavingsReport> = by_domain.into_values().collect();
+    by_domain.sort_by_key(|domain| Reverse(domain.saved));
+    if by_domain.len() > MAX_LISTED_DOMAINS {
+        let rest = by_domain.split_off(MAX_LISTED_DOMAINS - 1);
+        by_domain.push(rest.iter().fold(empty_domain_savings("others"), |sum, domain| DomainSavingsReport {
+            tracked_processes: sum.tracked_processes + domain.tracked_processes,
+            resident: add(sum.resident, domain.resident),
+            merged: add(sum.merged, domain.merged),
+            saved: add(sum.saved, domain.saved),
+            metadata: add(sum.metadata, domain.metadata),
             ..sum
         }));
     }
-    shares
+    by_domain
 }
 
 fn empty_domain_savings(name: &str) -> DomainSavingsReport {
@@ -444,28 +460,28 @@ fn empty_domain_savings(name: &str) -> DomainSavingsReport {
 }
 
 /// The sharing matrix of the parties that share most.
-fn sharing_report(snapshot: &Snapshot, page: u64) -> Option<SharingReport> {
-    let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
-    for ((one, _), pages) in snapshot.sharing.shared_pages() {
-        *sums.entry(one).or_default() += pages.0;
+fn sharing_report(snapshot: &Snapshot, page_bytes: u64) -> Option<SharingReport> {
+    let mut shared_by_party: BTreeMap<&str, u64> = BTreeMap::new();
+    for ((party, _), pages) in snapshot.sharing.shared_pages() {
+        *shared_by_party.entry(party).or_default() += pages.0;
     }
-    let mut parties: Vec<(u64, &str)> = sums.into_iter().map(|(label, sum)| (sum, label)).collect();
+    let mut parties: Vec<(u64, &str)> = shared_by_party.into_iter().map(|(label, sum)| (sum, label)).collect();
     parties.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(b.1)));
     parties.truncate(MAX_MATRIX_PARTIES);
-    let pages = |one: &str, other: &str| {
-        snapshot.sharing.shared_pages().get(&(one.to_owned(), other.to_owned())).map_or(0, |p| p.0)
+    let pages = |party: &str, other_party: &str| {
+        snapshot.sharing.shared_pages().get(&(party.to_owned(), other_party.to_owned())).map_or(0, |pages| pages.0)
     };
-    let row = |one: &str| parties.iter().map(|(_, other)| pages(one, other) * page).collect();
-    let shared_bytes = parties.iter().map(|(_, one)| row(one)).collect();
+    let row = |party: &str| parties.iter().map(|(_, other_party)| pages(party, other_party) * page_bytes).collect();
+    let shared_bytes = parties.iter().map(|(_, party)| row(party)).collect();
     (!parties.is_empty()).then(|| SharingReport {
         parties: parties.iter().map(|(_, label)| (*label).to_owned()).collect(),
         shared_bytes,
     })
 }
 
-pub(super) fn decision_report(LoggedDecision { logged_at: at, subject, decision }: &LoggedDecision) -> DecisionReport {
+pub(super) fn decision_report(LoggedDecision { logged_at, subject, decision }: &LoggedDecision) -> DecisionReport {
     DecisionReport {
-        time_ms: at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64,
+        time_ms: logged_at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64,
         kind: decision.kind.word().to_owned(),
         subject: subject.clone(),
         reason: decision.reason.word().to_owned(),
@@ -494,18 +510,18 @@ mod tests {
             })
         };
         let saved = |zeros: &[u8], split: u64| savings_report(&counters(zeros), Pages(split), 4096);
-        let of = |saved: HostSavingsReport| (saved.gross, saved.duplicate, saved.zero);
-        assert_eq!(of(saved(b"3", 0)), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
-        assert_eq!(of(saved(b"", 0)), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
+        let by_class = |saved: HostSavingsReport| (saved.gross, saved.duplicate, saved.zero);
+        assert_eq!(by_class(saved(b"3", 0)), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
+        assert_eq!(by_class(saved(b"", 0)), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
         // Calculated by hand: 64 bytes for each of 2 + 10 merged pages and 8 unmerged pages.
-        let found = saved(b"3", 0);
-        assert_eq!(found.duplicate_net, Some(10 * 4096 - 12 * 64));
-        assert_eq!((found.metadata, found.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
+        let report = saved(b"3", 0);
+        assert_eq!(report.duplicate_net, Some(10 * 4096 - 12 * 64));
+        assert_eq!((report.metadata, report.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
         // Zero pages freed by splitting huge pages count as savings, and need no metadata.
         let split = saved(b"3", 5);
         assert_eq!((split.gross, split.split_zero), (Some(18 * 4096), Some(5 * 4096)));
         assert_eq!((split.metadata, split.net), (Some(20 * 64), Some(18 * 4096 - 20 * 64)));
-        assert_eq!(found.split_zero, None);
+        assert_eq!(report.split_zero, None);
     }
 
     #[test]
@@ -515,43 +531,47 @@ mod tests {
             "pages_sharing" => Ok(b"3".to_vec()),
             _ => Err(Absent::NotOnThisKernel),
         });
-        let shares = MeanPageSavings { page: 4096, counters: Some(&counters) };
-        let (pss, own) = (Bytes(600 * 4096), Bytes(1000 * 4096));
+        let mean_savings = MeanPageSavings { page_bytes: 4096, counters: Some(&counters) };
+        let (pss, anonymous) = (Bytes(600 * 4096), Bytes(1000 * 4096));
         let fair = FairShareReading {
             measured_at: SystemTime::now(),
             pss,
-            anonymous_resident: own,
+            anonymous_resident: anonymous,
             merged_pages: Some(Pages(100)),
         };
-        let since = |fair: &FairShareReading, own: u64, merging| {
-            shares.update_fair_share(fair, Some(own * 4096), merging) / 4096
+        let fair_pages = |fair: &FairShareReading, anonymous: u64, merging_pages| {
+            mean_savings.update_fair_share(fair, Some(anonymous * 4096), merging_pages) / 4096
         };
-        assert_eq!(since(&fair, 1000, Some(100)), 600, "nothing has changed");
-        assert_eq!(since(&fair, 1050, Some(100)), 650, "50 pages more");
-        assert_eq!(since(&fair, 1000, Some(140)), 570, "three quarters of 40 more merged pages are saved");
-        assert_eq!(since(&fair, 1000, Some(60)), 630, "three quarters of 40 fewer merged pages are no longer saved");
-        assert_eq!(since(&fair, 1000, None), 600);
-        assert_eq!(since(&FairShareReading { merged_pages: None, ..fair }, 1000, Some(60)), 600);
-        assert_eq!(since(&fair, 100, Some(100)), 0, "never negative");
-        assert_eq!(shares.update_fair_share(&fair, None, None), fair.pss.0, "unchanged if nothing else is known");
+        assert_eq!(fair_pages(&fair, 1000, Some(100)), 600, "nothing has changed");
+        assert_eq!(fair_pages(&fair, 1050, Some(100)), 650, "50 pages more");
+        assert_eq!(fair_pages(&fair, 1000, Some(140)), 570, "three quarters of 40 more merged pages are saved");
+        assert_eq!(
+            fair_pages(&fair, 1000, Some(60)),
+            630,
+            "three quarters of 40 fewer merged pages are no longer saved"
+        );
+        assert_eq!(fair_pages(&fair, 1000, None), 600);
+        assert_eq!(fair_pages(&FairShareReading { merged_pages: None, ..fair }, 1000, Some(60)), 600);
+        assert_eq!(fair_pages(&fair, 100, Some(100)), 0, "never negative");
+        assert_eq!(mean_savings.update_fair_share(&fair, None, None), fair.pss.0, "unchanged if nothing else is known");
     }
 
     #[test]
     fn failed_unenroll_is_reported_with_its_reason() {
         let process = ProcessId { pid: Pid(1), start_time: 1 };
-        let (domain, likeness, resident) = (TrustDomain::Host, String::new(), Bytes(1 << 30));
-        let arrival = ProcessArrival { process, domain, similarity_key: likeness, exclusion_reason: None, resident };
+        let (domain, similarity_key, resident) = (TrustDomain::Host, String::new(), Bytes(1 << 30));
+        let arrival = ProcessArrival { process, domain, similarity_key, exclusion_reason: None, resident };
         let second = Duration::from_secs(1);
-        let mut member = Known::new(arrival, Duration::ZERO, &DaemonRules::default());
-        let told = |member: &Known| {
-            describe_unenroll("unenroll requested by an operator", member.pending_unenroll.as_ref(), 3 * second)
+        let mut process = TrackedProcess::new(arrival, Duration::ZERO, &DaemonRules::default());
+        let description = |process: &TrackedProcess| {
+            describe_unenroll("unenroll requested by an operator", process.pending_unenroll.as_ref(), 3 * second)
         };
-        assert_eq!(told(&member), "unenroll requested by an operator");
-        member.request_unenroll(DecisionReason::Operator, Duration::ZERO);
-        assert_eq!(told(&member), "unenroll requested by an operator: it is unenrolled as soon as possible");
-        member.record_unenroll_failure("there is not the memory for it".to_owned(), Duration::ZERO, Duration::ZERO);
-        let again =
+        assert_eq!(description(&process), "unenroll requested by an operator");
+        process.request_unenroll(DecisionReason::Operator, Duration::ZERO);
+        assert_eq!(description(&process), "unenroll requested by an operator: it is unenrolled as soon as possible");
+        process.record_unenroll_failure("there is not the memory for it".to_owned(), Duration::ZERO, Duration::ZERO);
+        let failed =
             "unenroll requested by an operator: not unenrolled yet (there is not the memory for it), next try in 7 s";
-        assert_eq!(told(&member), again);
+        assert_eq!(description(&process), failed);
     }
 }

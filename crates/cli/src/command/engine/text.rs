@@ -35,7 +35,7 @@ pub fn render_details(report: &EngineReport, max_rows: usize, style: TextStyle) 
     domains.join("\n") + &render_unreadable(report, style)
 }
 
-fn render_domain(domain: &EngineDomainReport, top: usize, style: TextStyle) -> String {
+fn render_domain(domain: &EngineDomainReport, max_rows: usize, style: TextStyle) -> String {
     let members = domain.members.len() as u64;
     let mut text = style.format_paragraph(
         &format!(
@@ -64,9 +64,9 @@ fn render_domain(domain: &EngineDomainReport, top: usize, style: TextStyle) -> S
     ));
     if !domain.members.is_empty() {
         text.push_str(&style.format_heading("Members"));
-        text.push_str(&render_members(&domain.members, top, style));
+        text.push_str(&render_members(&domain.members, max_rows, style));
         text.push_str(&style.format_heading("Regions"));
-        text.push_str(&render_regions(&domain.members, top, style));
+        text.push_str(&render_regions(&domain.members, max_rows, style));
     }
     text + &render_uncounted_members(domain, style)
 }
@@ -74,23 +74,23 @@ fn render_domain(domain: &EngineDomainReport, top: usize, style: TextStyle) -> S
 /// The members whose figures are in no sum.
 fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> String {
     let mut text = String::new();
-    let mut say = |count: u64, one: &str, many: &str| {
+    let mut add_note = |count: u64, one: &str, many: &str| {
         if count > 0 {
-            let what = format!(
+            let note = format!(
                 "Not counted in {}: {} {}",
                 escape_unprintable(&domain.name),
                 format_number(count),
                 if count == 1 { one } else { many }
             );
-            text.push_str(&style.format_paragraph(&what, 2));
+            text.push_str(&style.format_paragraph(&note, 2));
         }
     };
-    say(
+    add_note(
         domain.ended_members,
         "member that has ended; the next merge removes its record.",
         "members that have ended; the next merge removes their records.",
     );
-    say(
+    add_note(
         domain.unreadable_members,
         "record of a member that could not be read or is invalid.",
         "records of members that could not be read or are invalid.",
@@ -100,13 +100,13 @@ fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> St
 
 const USAGE_HEADINGS: [&str; 5] = [">adopted", ">merged", ">zeros", ">rewritten", ">saved"];
 
-fn usage_cells(holds: &EngineUsageReport) -> [String; 5] {
+fn usage_cells(usage: &EngineUsageReport) -> [String; 5] {
     [
-        format_bytes(holds.adopted),
-        format_bytes(holds.merged),
-        format_bytes(holds.zeros),
-        format_bytes(holds.rewritten),
-        format_known_net(holds.saved),
+        format_bytes(usage.adopted),
+        format_bytes(usage.merged),
+        format_bytes(usage.zeros),
+        format_bytes(usage.rewritten),
+        format_known_net(usage.saved),
     ]
 }
 
@@ -114,14 +114,14 @@ fn format_known_net(value: i64) -> String {
     if value == 0 { "·".to_owned() } else { format_net(value) }
 }
 
-fn render_members(members: &[EngineMemberReport], top: usize, style: TextStyle) -> String {
+fn render_members(members: &[EngineMemberReport], max_rows: usize, style: TextStyle) -> String {
     let mut headings = vec![">pid", "name"];
     headings.extend(USAGE_HEADINGS);
     headings.extend([">merges", ">time", ">last", ">slowdown", ">bound"]);
     let mut table = style.new_table(&headings);
     let mut largest: Vec<&EngineMemberReport> = members.iter().collect();
     largest.sort_by_key(|member| (Reverse(member.usage.adopted), member.pid));
-    for member in largest.iter().take(top) {
+    for member in largest.iter().take(max_rows) {
         let mut cells = vec![member.pid.to_string(), cut_end(&member.comm, 16)];
         cells.extend(usage_cells(&member.usage));
         cells.extend([
@@ -133,27 +133,30 @@ fn render_members(members: &[EngineMemberReport], top: usize, style: TextStyle) 
         ]);
         table.add_row(cells);
     }
-    style.render_table(&table) + &render_omitted(members.len(), top)
+    style.render_table(&table) + &render_omitted(members.len(), max_rows)
 }
 
-fn render_regions(members: &[EngineMemberReport], top: usize, style: TextStyle) -> String {
+fn render_regions(members: &[EngineMemberReport], max_rows: usize, style: TextStyle) -> String {
     let mut headings = vec![">pid", "addresses"];
     headings.extend(USAGE_HEADINGS);
     let mut table = style.new_table(&headings);
-    let of = |member: &'_ EngineMemberReport| member.pid;
     let mut largest: Vec<(u32, &EngineRegionReport)> =
-        members.iter().flat_map(|member| member.regions.iter().map(move |region| (of(member), region))).collect();
+        members.iter().flat_map(|member| member.regions.iter().map(move |region| (member.pid, region))).collect();
     largest.sort_by_key(|(pid, region)| (Reverse(region.usage.adopted), *pid));
-    for (pid, region) in largest.iter().take(top) {
+    for (pid, region) in largest.iter().take(max_rows) {
         let mut cells = vec![pid.to_string(), format!("{}-{}", region.start, region.end)];
         cells.extend(usage_cells(&region.usage));
         table.add_row(cells);
     }
-    style.render_table(&table) + &render_omitted(largest.len(), top)
+    style.render_table(&table) + &render_omitted(largest.len(), max_rows)
 }
 
-fn render_omitted(rows: usize, top: usize) -> String {
-    if rows <= top { String::new() } else { format!("… and {} more (--top {rows} shows all)\n", rows - top) }
+fn render_omitted(rows: usize, max_rows: usize) -> String {
+    if rows <= max_rows {
+        String::new()
+    } else {
+        format!("… and {} more (--top {rows} shows all)\n", rows - max_rows)
+    }
 }
 
 /// Format seconds with about three digits in a suitable unit.
@@ -170,8 +173,9 @@ fn format_share(share: f64) -> String {
 }
 
 fn render_unreadable(report: &EngineReport, style: TextStyle) -> String {
-    let line =
-        |unlooked: &super::wire::UnreadableDirectory| style.format_paragraph(&escape_unprintable(&unlooked.reason), 2);
+    let line = |directory: &super::wire::UnreadableDirectory| {
+        style.format_paragraph(&escape_unprintable(&directory.reason), 2)
+    };
     let lines: String = report.unreadable_directories.iter().map(line).collect();
     if lines.is_empty() { lines } else { format!("\nNot seen:\n{lines}") }
 }

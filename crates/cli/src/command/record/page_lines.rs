@@ -38,9 +38,9 @@ impl<'a> PageLineBuilder<'a> {
             return Err(Absent::Vanished);
         }
         let page_len = self.host.page_size().bytes();
-        let known = self.indexed_pages(subject);
+        let indexed = self.indexed_pages(subject);
         let mut lines: Vec<PageLine> = Vec::new();
-        for region in regions.iter().map(|known| &known.region).filter(|region| (region.rss + region.hugetlb).0 > 0) {
+        for region in regions.iter().map(|region| &region.region).filter(|region| (region.rss + region.hugetlb).0 > 0) {
             for start in (region.range.start..region.range.end).step_by((PAGES_PER_READ * page_len) as usize) {
                 let end = region.range.end.min(start + PAGES_PER_READ * page_len);
                 let mappings = handle.mappings(AddressRange { start, end })?;
@@ -48,7 +48,7 @@ impl<'a> PageLineBuilder<'a> {
                 for (i, mapping) in mappings.iter().enumerate().filter(|(_, mapping)| mapping.present) {
                     let flags = mapping.frame.and_then(|frame| frames.get(&frame)).copied().unwrap_or_default();
                     let address = start + i as u64 * page_len;
-                    let line = self.page_line(address, *mapping, flags, known.get(&address).copied());
+                    let line = self.page_line(address, *mapping, flags, indexed.get(&address).copied());
                     if !lines.last_mut().is_some_and(|last| last.try_append(&line, page_len)) {
                         lines.push(line);
                     }
@@ -111,10 +111,10 @@ impl<'a> PageLineBuilder<'a> {
         address: u64,
         mapping: PagemapEntry,
         flags: FrameFlags,
-        known: Option<(u32, bool)>,
+        indexed: Option<(u32, bool)>,
     ) -> PageLine {
-        let mark = known.map_or(PageMark::NOT_READ, |(ordinal, _)| self.index.mark(ordinal));
-        let content = match (known, mark.class()) {
+        let mark = indexed.map_or(PageMark::NOT_READ, |(ordinal, _)| self.index.mark(ordinal));
+        let content = match (indexed, mark.class()) {
             (_, None) | (None, _) => RecordedContent::Unknown,
             (_, Some(PageClass::Volatile)) => RecordedContent::Volatile,
             (Some((ordinal, _)), Some(_)) => RecordedContent::Known(self.fingerprints[ordinal as usize]),
@@ -125,7 +125,7 @@ impl<'a> PageLineBuilder<'a> {
             first_frame: mapping.frame,
             file: mapping.file,
             exclusive: mapping.exclusive,
-            huge: known.is_some_and(|(_, huge)| huge),
+            huge: indexed.is_some_and(|(_, huge)| huge),
             merged: flags.is_ksm() || mark.class() == Some(PageClass::Merged),
             zero_page: flags.is_zero_page(),
             content,

@@ -35,8 +35,8 @@ impl ProcessTree {
     pub fn update(&mut self, host: &dyn Host) -> Reading<()> {
         let running = host.pids()?.into_iter().filter_map(|pid| {
             let stat = parse::stat(&host.open(pid).ok()?.read("stat").ok()?).ok()?;
-            let living = !matches!(stat.state, 'Z' | 'X');
-            living.then_some((ProcessId { pid, start_time: stat.start_time }, stat.ppid))
+            let is_running = !matches!(stat.state, 'Z' | 'X');
+            is_running.then_some((ProcessId { pid, start_time: stat.start_time }, stat.ppid))
         });
         self.update_from(&running.collect());
         Ok(())
@@ -54,9 +54,9 @@ impl ProcessTree {
 
     /// Remove ended processes and add descendants, from the running processes and their parents.
     fn update_from(&mut self, running: &BTreeMap<ProcessId, Pid>) {
-        self.processes.retain(|member| running.contains_key(member));
+        self.processes.retain(|process| running.contains_key(process));
         loop {
-            let parents: BTreeSet<Pid> = self.processes.iter().map(|member| member.pid).collect();
+            let parents: BTreeSet<Pid> = self.processes.iter().map(|process| process.pid).collect();
             let before = self.processes.len();
             self.processes.extend(running.iter().filter(|(_, parent)| parents.contains(parent)).map(|(id, _)| id));
             if self.processes.len() == before {
@@ -74,24 +74,25 @@ impl ProcessTree {
 /// of an enrolled process are always enrolled, because they inherit it over fork and exec.
 pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&Process) -> Option<String>) {
     let mut tree = ProcessTree::new(root);
-    let (mut refused, mut left, mut unverified) = (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
+    let (mut failed, mut reported_exclusions, mut unverified) =
+        (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
     let mut pause = FIRST_POLL_INTERVAL;
-    let tell = |process: ProcessId, why: &str| {
+    let report = |process: ProcessId, why: &str| {
         // Standard error may have no reader.
         let _ = writeln!(std::io::stderr(), "pagefold: process {} is not enrolled in KSM: {why}", process.pid);
     };
     while tree.update(host).is_ok() && !tree.has_ended() {
-        for process in tree.processes().filter(|process| !refused.contains(process)).collect::<Vec<_>>() {
+        for process in tree.processes().filter(|process| !failed.contains(process)).collect::<Vec<_>>() {
             match enroll_unless_excluded(host, process, exclusion_reason, &mut unverified) {
                 Ok(None) | Err(ActionError::Vanished | ActionError::Busy(_)) => {}
                 Ok(Some(why)) => {
-                    if left.insert(process) {
-                        tell(process, &why);
+                    if reported_exclusions.insert(process) {
+                        report(process, &why);
                     }
                 }
                 Err(why) => {
-                    tell(process, &why.to_string());
-                    refused.insert(process);
+                    report(process, &why.to_string());
+                    failed.insert(process);
                 }
             }
         }
@@ -138,10 +139,10 @@ fn enroll_unless_excluded(
 /// The unmarked regions that would be marked if the process were enrolled whole. Without the main stack, which the
 /// kernel creates for a new program before it marks regions (fs/exec.c), and without the vsyscall page.
 fn unmarked_regions(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
-    let lacks = |region: &&Region| region.ineligible().is_none() && !region.flags.has(VmFlags::MERGEABLE);
-    let own = |region: &&Region| !matches!(region.name.as_str(), "[stack]" | "[vsyscall]");
+    let is_unmarked = |region: &&Region| region.ineligible().is_none() && !region.flags.has(VmFlags::MERGEABLE);
+    let would_be_marked = |region: &&Region| !matches!(region.name.as_str(), "[stack]" | "[vsyscall]");
     let regions = observe::regions(handle)?;
-    Ok(regions.iter().filter(lacks).filter(own).map(|region| region.range).collect())
+    Ok(regions.iter().filter(is_unmarked).filter(would_be_marked).map(|region| region.range).collect())
 }
 
 /// Enroll a process from outside, if it is not enrolled, and verify the result.
@@ -175,7 +176,7 @@ mod tests {
         for scan in scans {
             tree.update_from(&scan.iter().map(|&(pid, start, parent)| (process_id(pid, start), Pid(parent))).collect());
         }
-        tree.processes().map(|member| member.pid.0).collect()
+        tree.processes().map(|process| process.pid.0).collect()
     }
 
     #[test]
@@ -235,7 +236,7 @@ mod tests {
     /// enrolled.
     fn enroll_over_scans(
         ignores_enroll: bool,
-        why: Option<&str>,
+        exclusion_reason: Option<&str>,
         scans: &[&[(&'static str, bool)]],
     ) -> (Vec<&'static str>, bool) {
         let directory = tempfile::tempdir().unwrap();
@@ -245,31 +246,39 @@ mod tests {
         let stat = format!("10 (old) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0{}\n", " 0".repeat(28));
         file("files/proc/10/stat", &stat);
         let recording = Recording::open(directory.path()).unwrap();
-        let old = Mutex::new(FakePre614Process { ignores_enroll, ..FakePre614Process::default() });
-        let host = FaultyHost::new(&recording, |path| old.lock().unwrap().read_answer(path));
+        let process = Mutex::new(FakePre614Process { ignores_enroll, ..FakePre614Process::default() });
+        let host = FaultyHost::new(&recording, |path| process.lock().unwrap().read_answer(path));
         let mut unverified = UnverifiedEnrolls::new();
-        let mut done = false;
+        let mut is_enrolled = false;
         for scan in scans {
-            old.lock().unwrap().regions = scan.to_vec();
-            let outcome =
-                enroll_unless_excluded(&host, process_id(10, 1), &|_| why.map(str::to_owned), &mut unverified);
-            done = matches!(outcome, Ok(None));
+            process.lock().unwrap().regions = scan.to_vec();
+            let outcome = enroll_unless_excluded(
+                &host,
+                process_id(10, 1),
+                &|_| exclusion_reason.map(str::to_owned),
+                &mut unverified,
+            );
+            is_enrolled = matches!(outcome, Ok(None));
         }
-        (old.into_inner().unwrap().actions, done)
+        (process.into_inner().unwrap().actions, is_enrolled)
     }
 
     #[test]
     fn marked_region_is_no_proof_of_enrollment() {
-        let guest: &[_] = &[("", true), ("[heap]", false), ("[stack]", false)];
-        assert_eq!(enroll_over_scans(false, None, &[guest]), (vec!["ask", "enroll", "ask"], true));
+        let regions: &[_] = &[("", true), ("[heap]", false), ("[stack]", false)];
+        assert_eq!(enroll_over_scans(false, None, &[regions]), (vec!["ask", "enroll", "ask"], true));
         // One query is enough until another region is unmarked.
-        assert_eq!(enroll_over_scans(false, None, &[guest, guest]), (vec!["ask", "enroll", "ask"], true));
-        let more: &[_] = &[("", true), ("[heap]", false), ("", false)];
+        assert_eq!(enroll_over_scans(false, None, &[regions, regions]), (vec!["ask", "enroll", "ask"], true));
+        let more_regions: &[_] = &[("", true), ("[heap]", false), ("", false)];
         assert_eq!(
-            enroll_over_scans(false, None, &[guest, guest, more, more]),
+            enroll_over_scans(false, None, &[regions, regions, more_regions, more_regions]),
             (vec!["ask", "enroll", "ask", "ask"], true)
         );
-        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enroll", "ask"], false), "it had no effect");
+        assert_eq!(
+            enroll_over_scans(true, None, &[regions]),
+            (vec!["ask", "enroll", "ask"], false),
+            "it had no effect"
+        );
         // A process that inherited enrollment is not stopped, nor is an excluded one.
         assert_eq!(
             enroll_over_scans(
@@ -279,6 +288,6 @@ mod tests {
             ),
             (vec![], true)
         );
-        assert_eq!(enroll_over_scans(false, Some("it holds secrets"), &[guest]), (vec![], false));
+        assert_eq!(enroll_over_scans(false, Some("it holds secrets"), &[regions]), (vec![], false));
     }
 }

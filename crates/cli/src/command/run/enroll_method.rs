@@ -116,8 +116,8 @@ impl PreloadLibrary {
         let path = std::env::var_os("PATH");
         // If the program is not found, exec fails later, with status 127.
         if let Some(file) = program_loader::find_program(name, path.as_deref()) {
-            let loading = program_loader::preload_support(&file).with_context(|| file.display().to_string())?;
-            if let program_loader::PreloadSupport::Ignored(why) = loading {
+            let support = program_loader::preload_support(&file).with_context(|| file.display().to_string())?;
+            if let program_loader::PreloadSupport::Ignored(why) = support {
                 bail!("{} {why}", file.display());
             }
         }
@@ -133,8 +133,8 @@ impl PreloadLibrary {
         }
         let program = std::env::current_exe().context("cannot find the path of this program")?;
         let folder = program.parent().unwrap_or(Path::new("/"));
-        let places = [folder.join(file), folder.join("../lib/pagefold").join(file)];
-        let found = places.iter().find_map(|path| path.canonicalize().ok());
+        let candidates = [folder.join(file), folder.join("../lib/pagefold").join(file)];
+        let found = candidates.iter().find_map(|path| path.canonicalize().ok());
         found.with_context(|| format!("{file} is not beside {}: set {variable} to its path", program.display()))
     }
 }
@@ -191,7 +191,7 @@ impl EnrollProbe {
 
     /// Whether the copy has loaded a library.
     pub fn has_loaded(&mut self, library: PreloadLibrary) -> anyhow::Result<bool> {
-        // Its answer means that it has started.
+        // An answer means that the copy has started.
         self.is_enrolled()?;
         let maps = std::fs::read(format!("/proc/{}/maps", self.child.id()))?;
         Ok(is_mapped(&maps, library.file.as_bytes()))
@@ -211,10 +211,10 @@ pub fn run_probe() -> anyhow::Result<()> {
     let host = LiveHost::new();
     let regions = host.open(Pid(std::process::id())).and_then(|handle| observe::regions(&*handle));
     // Regions are checked, not the process flag: a flag without marked regions merges nothing.
-    let marked = regions.is_ok_and(|regions| regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)));
-    let mut output = std::io::stdout().lock();
-    writeln!(output, "{}", if marked { "enrolled" } else { "not" })?;
-    output.flush()?;
+    let is_enrolled = regions.is_ok_and(|regions| regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)));
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{}", if is_enrolled { "enrolled" } else { "not" })?;
+    stdout.flush()?;
     std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
     Ok(())
 }

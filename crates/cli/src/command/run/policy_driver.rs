@@ -85,7 +85,7 @@ impl PolicyDriver {
 
     /// Control KSM until the process tree has ended or a signal stops this process.
     pub fn run(self, root: ProcessId) {
-        let done = || -> anyhow::Result<()> {
+        let control_ksm = || -> anyhow::Result<()> {
             // Must run before other threads start. If it fails, the memory of each census stays allocated.
             let _ = return_large_blocks_when_freed();
             let stop = stop_signal::stop_on_signal()?;
@@ -97,14 +97,14 @@ impl PolicyDriver {
                 self.follow_policy(&host, &mut tree, &stop)
             }
         };
-        if let Err(error) = done() {
+        if let Err(error) = control_ksm() {
             eprintln!("pagefold: the policy {} ended: {error:#}", self.policy);
         }
     }
 
     fn merge_tree(&self, host: &dyn Host, tree: &mut ProcessTree, stop: &AtomicBool) -> anyhow::Result<()> {
-        let excluded = |process: &Process| self.config.exclusions.reason(process);
-        let follow = ContinuousMerge {
+        let exclusion_reason = |process: &Process| self.config.exclusions.reason(process);
+        let merge = ContinuousMerge {
             host,
             directory: &self.state_directory,
             plan_request: PlanRequest {
@@ -129,51 +129,53 @@ impl PolicyDriver {
                 watch_time: Duration::from_secs(1),
                 after_merge: AfterMerge::UndoChanges,
             },
-            exclusion_reason: &excluded,
+            exclusion_reason: &exclusion_reason,
         };
-        let members = || {
+        let running_pids = || {
             // A tree that cannot be read counts as ended.
-            if tree.update(host).is_err() { Vec::new() } else { tree.processes().map(|member| member.pid).collect() }
+            if tree.update(host).is_err() { Vec::new() } else { tree.processes().map(|process| process.pid).collect() }
         };
         // The next session tries failed changes again; report each only once.
-        let mut known = BTreeSet::new();
-        let mut say = |line: String| {
-            if known.insert(line.clone()) {
+        let mut reported = BTreeSet::new();
+        let mut report_once = |line: String| {
+            if reported.insert(line.clone()) {
                 eprintln!("pagefold: {line}");
             }
         };
         let report_event = |event: ContinuousMergeEvent<'_>| match event {
             ContinuousMergeEvent::RoundEnded(outcome) => {
-                outcome.not_restored.iter().for_each(|remains| say(failed_undos_message(remains)))
+                outcome.not_restored.iter().for_each(|failed_undo| report_once(failed_undos_message(failed_undo)))
             }
-            ContinuousMergeEvent::UndoFailed(remains) => say(failed_undos_message(remains)),
+            ContinuousMergeEvent::UndoFailed(failed_undo) => report_once(failed_undos_message(failed_undo)),
             ContinuousMergeEvent::UnenrollFailed(FailedChange { pid, comm, why, .. }) => {
-                say(format!("cannot unenroll ranges of {comm} ({pid}) that did not stay merged: {why}"));
+                report_once(format!("cannot unenroll ranges of {comm} ({pid}) that did not stay merged: {why}"));
             }
         };
-        Ok(follow.run(members, report_event, stop)?)
+        Ok(merge.run(running_pids, report_event, stop)?)
     }
 
     fn follow_policy(&self, host: &dyn Host, tree: &mut ProcessTree, stop: &AtomicBool) -> anyhow::Result<()> {
-        let mut ended = || tree.update(host).is_err() || tree.has_ended() || stop.load(Ordering::Relaxed);
-        while !ended() {
+        let mut is_over = || tree.update(host).is_err() || tree.has_ended() || stop.load(Ordering::Relaxed);
+        while !is_over() {
             match Session::begin(host, &self.state_directory, ResourceClass::Ksm) {
-                Ok((mut session, _, left)) => {
-                    left.iter().for_each(|remains| eprintln!("pagefold: {}", failed_undos_message(remains)));
-                    let mut last = std::time::Instant::now();
-                    let mut over = false;
-                    let followed = rules::follow_policy(&mut session, &self.policy, || {
+                Ok((mut session, _, failed_undos)) => {
+                    failed_undos
+                        .iter()
+                        .for_each(|failed_undo| eprintln!("pagefold: {}", failed_undos_message(failed_undo)));
+                    let mut last_poll = std::time::Instant::now();
+                    let mut ended = false;
+                    let result = rules::follow_policy(&mut session, &self.policy, || {
                         // The policy calls this more often than the tree needs a poll.
-                        if last.elapsed() >= TREE_POLL_INTERVAL {
-                            (last, over) = (std::time::Instant::now(), ended());
+                        if last_poll.elapsed() >= TREE_POLL_INTERVAL {
+                            (last_poll, ended) = (std::time::Instant::now(), is_over());
                         }
-                        over
+                        ended
                     });
-                    followed.map_err(|error| session.abort(error))?;
+                    result.map_err(|error| session.abort(error))?;
                     session
                         .undo_all()?
                         .iter()
-                        .for_each(|remains| eprintln!("pagefold: {}", failed_undos_message(remains)));
+                        .for_each(|failed_undo| eprintln!("pagefold: {}", failed_undos_message(failed_undo)));
                     return Ok(());
                 }
                 Err(session::Error::Busy { .. }) => std::thread::sleep(TREE_POLL_INTERVAL),
@@ -184,6 +186,6 @@ impl PolicyDriver {
     }
 }
 
-fn failed_undos_message(remains: &impl Display) -> String {
-    format!("not put back: {remains}")
+fn failed_undos_message(failed_undo: &impl Display) -> String {
+    format!("not put back: {failed_undo}")
 }

@@ -46,38 +46,40 @@ enum PreloadState {
 pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
     let has_no_reader = launch::has_no_reader(io::stderr().as_fd());
     let mut tree = ProcessTree::new(root);
-    let (mut judged, mut late, mut reported) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-    let (began, mut pause) = (Instant::now(), FIRST_POLL_INTERVAL);
+    let (mut checked, mut loaded, mut reported_programs) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+    let (started, mut pause) = (Instant::now(), FIRST_POLL_INTERVAL);
     while tree.update(host).is_ok() && !tree.has_ended() {
-        let last = began.elapsed() >= CHECK_TIME;
+        let is_last_poll = started.elapsed() >= CHECK_TIME;
         for process in tree.processes() {
             // After exec, the process runs another program.
-            let Some(which) = executable_path(process).map(|program| (process, program)) else { continue };
-            if judged.contains(&which) {
+            let Some(running) = executable_path(process).map(|program| (process, program)) else { continue };
+            if checked.contains(&running) {
                 continue;
             }
-            let why = match check_process(host, process, &which.1, library) {
+            let why = match check_process(host, process, &running.1, library) {
                 PreloadState::Enrolled => None,
-                PreloadState::NotEnrolled(why) => Some(format!("is not enrolled in KSM: {} {why}", which.1.display())),
+                PreloadState::NotEnrolled(why) => {
+                    Some(format!("is not enrolled in KSM: {} {why}", running.1.display()))
+                }
                 PreloadState::Unknown => Some("cannot be read, and is not enrolled in KSM if it is setuid".to_owned()),
-                PreloadState::Loaded if last && late.contains(&which) => Some(format!(
+                PreloadState::Loaded if is_last_poll && loaded.contains(&running) => Some(format!(
                     "is not enrolled in KSM: {} has loaded the library, which could not enroll it",
-                    which.1.display()
+                    running.1.display()
                 )),
                 PreloadState::Loaded => {
-                    late.insert(which);
+                    loaded.insert(running);
                     continue;
                 }
                 PreloadState::Starting => continue,
             };
-            if let Some(why) = why.filter(|_| reported.insert(which.1.clone())) {
+            if let Some(why) = why.filter(|_| reported_programs.insert(running.1.clone())) {
                 // Standard error may have no reader.
                 let _ = writeln!(io::stderr(), "pagefold: process {} {why}", process.pid);
             }
-            judged.insert(which);
+            checked.insert(running);
         }
-        let is_judged = || judged.iter().any(|(process, _)| *process == root);
-        if last || !has_no_reader && (is_judged() || !tree.processes().any(|process| process == root)) {
+        let is_root_checked = || checked.iter().any(|(process, _)| *process == root);
+        if is_last_poll || !has_no_reader && (is_root_checked() || !tree.processes().any(|process| process == root)) {
             return;
         }
         std::thread::sleep(pause);
@@ -107,8 +109,8 @@ fn check_process(host: &dyn Host, process: ProcessId, executable: &Path, library
     if enroll_method::is_mapped(&maps, library) {
         return PreloadState::Loaded;
     }
-    let loading = program_loader::preload_support(Path::new(&format!("/proc/{}/exe", process.pid)));
-    let why = match loading {
+    let support = program_loader::preload_support(Path::new(&format!("/proc/{}/exe", process.pid)));
+    let why = match support {
         Ok(PreloadSupport::Ignored(why)) => why,
         Ok(PreloadSupport::Honored) if LIBC_NAMES.iter().any(|name| enroll_method::is_mapped(&maps, name)) => {
             format!("was started without LD_PRELOAD, or could not load {}", String::from_utf8_lossy(library))

@@ -39,14 +39,15 @@ pub enum PreloadSupport {
 
 /// The file that execvp(3) would start. `None` if there is no executable file.
 pub fn find_program(name: &OsStr, path: Option<&OsStr>) -> Option<PathBuf> {
-    let executable = |file: &PathBuf| file.is_file() && rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok();
+    let is_executable =
+        |file: &PathBuf| file.is_file() && rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok();
     if name.as_bytes().contains(&b'/') {
-        return Some(PathBuf::from(name)).filter(executable);
+        return Some(PathBuf::from(name)).filter(is_executable);
     }
     std::env::split_paths(path.unwrap_or(OsStr::new(DEFAULT_PATH)))
         // An empty entry means the working directory.
         .map(|folder| if folder.as_os_str().is_empty() { Path::new(".").join(name) } else { folder.join(name) })
-        .find(executable)
+        .find(is_executable)
 }
 
 /// Whether a file would be loaded with `LD_PRELOAD`. A script has the support of its interpreter.
@@ -77,36 +78,36 @@ fn program_preload_support(path: &Path) -> io::Result<PreloadSupport> {
     if let Some(why) = secure_execution_reason(path)? {
         return Ok(PreloadSupport::Ignored(why.to_owned()));
     }
-    let broken = |error| io::Error::new(io::ErrorKind::InvalidData, format!("not a program: {error}"));
-    elf_preload_support(File::open(path)?).map_err(broken)
+    let not_a_program = |error| io::Error::new(io::ErrorKind::InvalidData, format!("not a program: {error}"));
+    elf_preload_support(File::open(path)?).map_err(not_a_program)
 }
 
 fn elf_preload_support<S: Read + Seek>(stream: S) -> Result<PreloadSupport, elf::ParseError> {
-    let ignores = |why: &str| Ok(PreloadSupport::Ignored(why.to_owned()));
+    let ignored = |why: &str| Ok(PreloadSupport::Ignored(why.to_owned()));
     let mut elf = ElfStream::<AnyEndian, S>::open_stream(stream)?;
     if elf.ehdr.class != Class::ELF64 || elf.ehdr.e_machine != ELF_MACHINE {
-        return ignores("is built for another processor architecture than the library");
+        return ignored("is built for another processor architecture than the library");
     }
     let segments = elf.segments().clone();
-    let short = |kind| segments.iter().filter(move |s| s.p_type == kind && s.p_filesz <= MAX_SEGMENT_BYTES);
-    if let Some(segment) = short(PT_INTERP).next() {
+    let segments_of_kind = |kind| segments.iter().filter(move |s| s.p_type == kind && s.p_filesz <= MAX_SEGMENT_BYTES);
+    if let Some(segment) = segments_of_kind(PT_INTERP).next() {
         let loader = elf.segment_data(segment)?;
         let musl = loader.windows(7).any(|part| part == b"ld-musl");
         return if musl {
-            ignores("uses musl, and the library is made for glibc")
+            ignored("uses musl, and the library is made for glibc")
         } else {
             Ok(PreloadSupport::Honored)
         };
     }
-    for segment in short(PT_NOTE) {
+    for segment in segments_of_kind(PT_NOTE) {
         // cmd/internal/buildid: the note of the Go linker.
         let is_go =
             |note: Note<'_>| matches!(note, Note::Unknown(note) if note.name_str().is_ok_and(|name| name == "Go"));
         if elf.segment_data_as_notes(segment)?.any(is_go) {
-            return ignores("is a Go program, which is linked statically: it has no loader for LD_PRELOAD");
+            return ignored("is a Go program, which is linked statically: it has no loader for LD_PRELOAD");
         }
     }
-    ignores("is linked statically: it has no loader for LD_PRELOAD")
+    ignored("is linked statically: it has no loader for LD_PRELOAD")
 }
 
 /// Why the loader would run in secure-execution mode, if it would.
@@ -149,15 +150,15 @@ mod tests {
         for half in [64, 56, segments.len() as u16, 64, 0, 0] {
             bytes.extend(half.to_le_bytes());
         }
-        let mut at = 64 + 56 * segments.len() as u64;
+        let mut offset = 64 + 56 * segments.len() as u64;
         for (kind, content) in segments {
             bytes.extend(kind.to_le_bytes());
             bytes.extend(4_u32.to_le_bytes());
             let length = content.len() as u64;
-            for word in [at, 0, 0, length, length, 4] {
+            for word in [offset, 0, 0, length, length, 4] {
                 bytes.extend(word.to_le_bytes());
             }
-            at += length;
+            offset += length;
         }
         segments.iter().for_each(|(_, content)| bytes.extend(*content));
         bytes
@@ -188,9 +189,9 @@ mod tests {
 
     #[test]
     fn truncated_elf_is_rejected_without_panic() {
-        let whole = elf_headers(ELF_MACHINE, &[(PT_INTERP, b"/lib64/ld-linux-x86-64.so.2\0")]);
-        for length in 0..whole.len() {
-            assert!(elf_preload_support(Cursor::new(&whole[..length])).is_err(), "{length} bytes");
+        let elf = elf_headers(ELF_MACHINE, &[(PT_INTERP, b"/lib64/ld-linux-x86-64.so.2\0")]);
+        for length in 0..elf.len() {
+            assert!(elf_preload_support(Cursor::new(&elf[..length])).is_err(), "{length} bytes");
         }
     }
 
@@ -222,12 +223,12 @@ mod tests {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
             path
         };
-        let (dull, sharp) = (put(first.path(), 0o644), put(second.path(), 0o755));
+        let (not_executable, executable) = (put(first.path(), 0o644), put(second.path(), 0o755));
         let path = std::env::join_paths([first.path(), second.path()]).unwrap();
         let program = OsStr::new("program");
-        assert_eq!(find_program(program, Some(&path)), Some(sharp.clone()));
-        assert_eq!(find_program(dull.as_os_str(), Some(&path)), None);
-        assert_eq!(find_program(sharp.as_os_str(), None), Some(sharp));
+        assert_eq!(find_program(program, Some(&path)), Some(executable.clone()));
+        assert_eq!(find_program(not_executable.as_os_str(), Some(&path)), None);
+        assert_eq!(find_program(executable.as_os_str(), None), Some(executable));
         assert_eq!(find_program(OsStr::new("sh"), None), Some("/bin/sh".into()));
         assert_eq!(find_program(OsStr::new("no-such-program"), Some(&path)), None);
     }

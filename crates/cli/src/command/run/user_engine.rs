@@ -22,9 +22,10 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
     if !EnrollProbe::start(Some(&preload))?.has_loaded(ADOPT_LIBRARY)? {
         bail!("{} does not take effect here", preload.to_string_lossy());
     }
-    let set = |name: &&str| std::env::var_os(name).is_some();
-    let launcher = Path::new(name).file_name().is_some_and(|name| MPI_LAUNCHERS.iter().any(|known| name == *known));
-    if !RANK_VARIABLES.iter().any(set) && !launcher {
+    let is_set = |name: &&str| std::env::var_os(name).is_some();
+    let is_launcher =
+        Path::new(name).file_name().is_some_and(|name| MPI_LAUNCHERS.iter().any(|launcher| name == *launcher));
+    if !RANK_VARIABLES.iter().any(is_set) && !is_launcher {
         UserfaultFd::new().context(
             "merging a running program needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, \
              vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs under mpirun do not need it",
@@ -33,9 +34,11 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
     let domain = options.domain.clone().or_else(pagefold_engine::job_domain_name);
     let domain = domain.unwrap_or_else(|| format!("run-{}", std::process::id()));
     // With --per-node, the name of a node is appended.
-    let most = if options.per_node { 54 } else { 64 };
-    if !pagefold_engine::is_valid_domain_name(&domain) || domain.len() > most {
-        bail!("--domain {domain}: a name has at most {most} letters, digits, '.', '_' and '-', and no leading '.'");
+    let max_length = if options.per_node { 54 } else { 64 };
+    if !pagefold_engine::is_valid_domain_name(&domain) || domain.len() > max_length {
+        bail!(
+            "--domain {domain}: a name has at most {max_length} letters, digits, '.', '_' and '-', and no leading '.'"
+        );
     }
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut push = |name, value: Option<String>| -> anyhow::Result<()> {

@@ -194,7 +194,7 @@ impl EngineUsageReport {
 
 impl EngineMemberReport {
     fn from_member(domain: &EngineDomain, member: &EngineMember, comm: &str, now: Duration) -> Self {
-        let ago = |then: Duration| now.saturating_sub(then).as_secs_f64();
+        let ago = |time: Duration| now.saturating_sub(time).as_secs_f64();
         let region = |region: &RegionTally| EngineRegionReport {
             start: format!("{:x}", region.range.start),
             end: format!("{:x}", region.range.end),

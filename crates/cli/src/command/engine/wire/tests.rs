@@ -40,10 +40,10 @@ fn sample_report() -> EngineReport {
         index: Bytes(65536),
         files: Bytes(131_072),
     };
-    let refused =
+    let unreadable =
         UnreadableDirectory { path: "/dev/shm/pagefold-7".to_owned(), reason: "/dev/shm/pagefold-7 is odd".to_owned() };
     let comms = vec!["hera".to_owned(), "a\x1b[2J".to_owned()];
-    EngineReport::from_domains(page, &[(domain, comms)], vec![refused], Duration::from_secs(100))
+    EngineReport::from_domains(page, &[(domain, comms)], vec![unreadable], Duration::from_secs(100))
 }
 
 #[test]
