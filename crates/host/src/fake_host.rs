@@ -229,8 +229,8 @@ impl FakeHost {
     }
 
     /// Sets or clears a failure of advice.
-    pub fn set_advice_fault(&self, trouble: Option<AdviceFault>) {
-        *self.advice_fault.lock().unwrap() = trouble;
+    pub fn set_advice_fault(&self, fault: Option<AdviceFault>) {
+        *self.advice_fault.lock().unwrap() = fault;
     }
 
     /// The state that actions can change.
@@ -265,14 +265,14 @@ impl FakeHost {
         advice: MergeAdvice,
         ranges: &[AddressRange],
     ) -> Result<ActionOutcome, ActionError> {
-        let (mut memory, trouble) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
+        let (mut memory, fault) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
         let pages = memory.get_mut(&pid).ok_or(ActionError::Vanished)?;
         let mut effect = ActionOutcome { stop_durations: vec![Duration::from_micros(100)], ..ActionOutcome::default() };
-        let all = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
-        for (number, start) in all.enumerate() {
+        let starts = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
+        for (i, start) in starts.enumerate() {
             let page = AddressRange { start, end: start + PAGE_BYTES };
-            match (pages.get_mut(&start), &*trouble) {
-                (_, Some(AdviceFault::BusyAfterPages(most))) if number >= *most => {
+            match (pages.get_mut(&start), &*fault) {
+                (_, Some(AdviceFault::BusyAfterPages(max_pages))) if i >= *max_pages => {
                     return Err(ActionError::Busy("it does not stop".to_owned()));
                 }
                 (_, Some(AdviceFault::MissesRange(range))) if range.contains(start) => {
@@ -559,7 +559,7 @@ impl ProcessHandle for FakeHostProcess<'_> {
     }
 
     fn ask_merge_any(&self) -> Result<bool, ActionError> {
-        let told = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
-        Ok(told.is_ok_and(|told| told == b"ksm_merge_any: yes\n"))
+        let ksm_stat = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
+        Ok(ksm_stat.is_ok_and(|ksm_stat| ksm_stat == b"ksm_merge_any: yes\n"))
     }
 }

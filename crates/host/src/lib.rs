@@ -240,7 +240,7 @@ pub trait ProcessHandle: Send + Sync {
     /// Reads pages in the order of `runs`, each at most once. `sink` gets the position of each page in that order and
     /// the result. Pages that are no longer resident are [`PageContent::NotResident`] and are never faulted in. After
     /// an error, the pages for which `sink` was not called were not read.
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+    fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
 
     /// Lets the process itself read whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). This stops one of its
     /// threads, so use it only right before changing the process: see [`action::query_merge_any`].

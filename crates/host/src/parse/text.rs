@@ -12,9 +12,9 @@ const MAX_LIST_NUMBERS: usize = 1 << 16;
 
 /// The error that `bytes` are malformed, with the message `what`.
 pub(super) fn malformed(what: &str, bytes: &[u8]) -> Absent {
-    let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
-    let more = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
-    Absent::Malformed(format!("{what}: {shown:?}{more}"))
+    let excerpt = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
+    let ellipsis = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
+    Absent::Malformed(format!("{what}: {excerpt:?}{ellipsis}"))
 }
 
 /// The lines of a file without their newlines; an error in place of a last line without one.
