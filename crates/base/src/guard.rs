@@ -211,7 +211,7 @@ pub fn count_needs_that_fit<'a>(
         .count()
 }
 
-/// Split a range into parts with at most `at_most` of its pages in each. Cuts are before a page, and the parts cover
+/// Split a range into parts with at most `max_pages` of its pages in each. Cuts are before a page, and the parts cover
 /// the whole range. `pages` are the addresses of pages within it, ascending. Returns each part with the number of its
 /// pages.
 pub fn split_by_page_count(range: AddressRange, pages: &[u64], max_pages: usize) -> Vec<(AddressRange, usize)> {

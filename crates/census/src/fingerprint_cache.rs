@@ -265,7 +265,7 @@ impl FingerprintCache {
 }
 
 /// The blocks of the given regions that have enough cacheable pages, and how many of their pages were not read. The
-/// pages are added to `cacheable`. `before` is the cached state of the process, and whether it was inactive.
+/// pages are added to `cacheable`. `previous` is the cached state of the process, and whether it was inactive.
 fn cacheable_blocks<'a>(
     index: &PageIndex,
     regions: impl Iterator<Item = &'a Range<u32>>,

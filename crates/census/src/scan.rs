@@ -371,7 +371,7 @@ impl Scan<'_> {
         pagefold_host::hold(self.host, self.scope.subjects[unit.subject].process.id)
     }
 
-    /// Visits the current mappings of a unit's pages, for the runs with any `wanted` page.
+    /// Visits the current mappings of a unit's pages, for the runs with a page that `is_wanted` selects.
     fn for_each_mapping(
         &self,
         index: &PageIndex,

@@ -190,10 +190,10 @@ impl<T: Clone + PartialEq + fmt::Display> Exchange<T> {
         Self { from: self.to.clone(), to: self.from.clone() }
     }
 
-    /// Whether the new value must be written if the present value is `now`.
+    /// Whether the new value must be written if the present value is `current`.
     ///
     /// # Errors
-    /// [`ActionError::ChangedByOthers`] if `now` is neither the expected nor the new value. `what` names the value.
+    /// [`ActionError::ChangedByOthers`] if `current` is neither the expected nor the new value. `what` names the value.
     pub fn must_write(&self, current: &T, what: impl fmt::Display) -> Result<bool, ActionError> {
         match current {
             current if *current == self.to => Ok(false),
