@@ -318,17 +318,17 @@ fn choose_merge_domain(
     let mut best: Option<(Pages, u32)> = None;
     let mut merging_domains: BTreeSet<u32> = foreign.contents.find_domain(content).into_iter().collect();
     for domain in pages.chunk_by(|a, b| a.domain == b.domain) {
-        let number = domain[0].domain;
+        let domain_number = domain[0].domain;
         if domain.iter().any(|member| member.merged || foreign.is_foreign[member.subject]) {
-            merging_domains.insert(number);
+            merging_domains.insert(domain_number);
         }
         let freed = freed_frames(index, sharing, domain, |_| true);
         if best.is_none_or(|(max_freed, _)| freed > max_freed) {
-            best = Some((freed, number));
+            best = Some((freed, domain_number));
         }
     }
     match merging_domains.len() {
-        0 => best.map(|(_, number)| number),
+        0 => best.map(|(_, domain_number)| domain_number),
         1 => merging_domains.first().copied(),
         _ => None,
     }

@@ -320,8 +320,9 @@ impl PageBlock {
     /// The pages that are assumed to be volatile and are not read in this scan; none if the process is inactive.
     fn assumed_volatile_pages(&self, active_scans: u64, is_inactive: bool) -> u64 {
         let [low, high] = self.change_counts;
-        let unless_due =
-            |pages: u64, times: u8| if is_inactive || self.is_read_due(active_scans, times) { 0 } else { pages };
+        let unless_due = |pages: u64, interval_log2: u8| {
+            if is_inactive || self.is_read_due(active_scans, interval_log2) { 0 } else { pages }
+        };
         unless_due(high & !low, VOLATILE_READ_INTERVAL_LOG2[0]) | unless_due(high & low, VOLATILE_READ_INTERVAL_LOG2[1])
     }
 

@@ -343,10 +343,10 @@ pub fn huge_page_size(host: &dyn Host) -> PageSize {
 /// Sleeps, and wakes up soon after `stop` is set.
 fn sleep_unless_stopped(host: &dyn Host, time: Duration, stop: &AtomicBool) {
     let end = host.now() + time;
-    while let Some(left) = end.checked_duration_since(host.now()).filter(|left| !left.is_zero()) {
+    while let Some(remaining) = end.checked_duration_since(host.now()).filter(|remaining| !remaining.is_zero()) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        host.sleep(left.min(Duration::from_millis(20)));
+        host.sleep(remaining.min(Duration::from_millis(20)));
     }
 }

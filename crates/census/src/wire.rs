@@ -371,7 +371,7 @@ impl CensusReport {
                 unscanned_processes: census
                     .unscanned
                     .iter()
-                    .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                    .map(|process| UnscannedProcessReport::new(process.pid.0, process.comm.clone(), &process.why))
                     .collect(),
             },
             processes: census.subjects.iter().map(|subject| ProcessReport::from_subject(subject, page_size)).collect(),
@@ -537,7 +537,7 @@ fn content_reports(census: &Census) -> Vec<ContentReport> {
         processes: None,
         domains: None,
     });
-    let others = census.contents.iter().map(|content| {
+    let contents = census.contents.iter().map(|content| {
         let (kind, pattern) = match content.kind {
             None => ("changed", None),
             Some(ContentKind::Zero) => ("zero", None),
@@ -555,5 +555,5 @@ fn content_reports(census: &Census) -> Vec<ContentReport> {
             domains: Some(content.domains),
         }
     });
-    zero.into_iter().chain(others).collect()
+    zero.into_iter().chain(contents).collect()
 }

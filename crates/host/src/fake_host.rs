@@ -196,8 +196,8 @@ impl FakeHost {
 
     /// Removes the files of a process.
     pub fn remove_process(&self, pid: u32) {
-        let own = format!("proc/{pid}/");
-        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&own));
+        let prefix = format!("proc/{pid}/");
+        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&prefix));
         self.memory.lock().unwrap().remove(&Pid(pid));
     }
 
@@ -310,12 +310,12 @@ impl FakeHost {
     fn end_virtual_wait(&self, deadline: Duration) -> bool {
         let mut clock = self.virtual_clock.lock().unwrap();
         let clock = clock.as_mut().unwrap();
-        let ends = clock.waits.iter().all(|other| *other >= deadline);
-        if ends {
+        let is_earliest = clock.waits.iter().all(|other| *other >= deadline);
+        if is_earliest {
             clock.elapsed = clock.elapsed.max(deadline);
             clock.remove_wait(deadline);
         }
-        ends
+        is_earliest
     }
 
     fn cancel_virtual_wait(&self, deadline: Duration) {
@@ -368,8 +368,8 @@ impl Host for FakeHost {
 
     fn pids(&self) -> Reading<Vec<Pid>> {
         let files = self.files.lock().unwrap();
-        let number = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
-        let mut pids: Vec<Pid> = files.keys().filter_map(number).collect();
+        let pid = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
+        let mut pids: Vec<Pid> = files.keys().filter_map(pid).collect();
         pids.sort();
         Ok(pids)
     }
@@ -415,9 +415,9 @@ impl Host for FakeHost {
             }
             Action::SetQomProperty { process, object, property, value, .. } => {
                 let file = format!("proc/{}/qom{object}/{property}", process.pid);
-                if let Ok(now) = self.read(&file) {
-                    let now = serde_json::from_slice(&now).unwrap();
-                    if !value.must_write(&now, &file)? {
+                if let Ok(current) = self.read(&file) {
+                    let current = serde_json::from_slice(&current).unwrap();
+                    if !value.must_write(&current, &file)? {
                         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
                     }
                     self.put_file(&file, &value.to.to_string());

@@ -126,8 +126,8 @@ pub trait Host: Sync {
 
 /// The real CPU time of this process, see [`Host::own_cpu_time`].
 fn own_cpu_time() -> Duration {
-    let own: Duration = clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default();
-    own + pagefold_sys::inject::tracer_cpu_time()
+    let process_time: Duration = clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default();
+    process_time + pagefold_sys::inject::tracer_cpu_time()
 }
 
 /// The real CPU time of the calling thread.

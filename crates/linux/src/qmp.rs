@@ -228,32 +228,24 @@ impl<'a> QmpMonitor<'a> {
     fn connect(
         path: &Path,
         process: ProcessId,
-        (patience, conversation): (Duration, Duration),
+        (answer_timeout, session_timeout): (Duration, Duration),
         stop: &'a AtomicBool,
     ) -> Result<Self, QmpError> {
-        let end = Instant::now() + conversation;
-        let stream = connect_with_timeout(path, patience)?;
+        let deadline = Instant::now() + session_timeout;
+        let stream = connect_with_timeout(path, answer_timeout)?;
         let failed = |source: io::Error| QmpError::Io { path: path.to_owned(), source };
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
-        let found = peer.pid.as_raw_nonzero().get();
+        let peer_pid = peer.pid.as_raw_nonzero().get();
         // Read after connecting: the process that has the socket now cannot have passed on its PID.
-        let start_time = std::fs::read(format!("/proc/{found}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
-        let expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
-        if found.cast_unsigned() != process.pid.0 || !expected {
-            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found, expected: process });
+        let start_time = std::fs::read(format!("/proc/{peer_pid}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
+        let is_expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
+        if peer_pid.cast_unsigned() != process.pid.0 || !is_expected {
+            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found: peer_pid, expected: process });
         }
-        stream.set_write_timeout(Some(patience)).map_err(failed)?;
-        let (path, received) = (path.to_owned(), Vec::new());
-        let mut monitor = Self {
-            path,
-            stream,
-            receive_buffer: received,
-            answer_timeout: patience,
-            deadline: end,
-            stop,
-            commands_sent: 0,
-        };
-        let greeting = monitor.read_message(Instant::now() + patience)?;
+        stream.set_write_timeout(Some(answer_timeout)).map_err(failed)?;
+        let (path, receive_buffer) = (path.to_owned(), Vec::new());
+        let mut monitor = Self { path, stream, receive_buffer, answer_timeout, deadline, stop, commands_sent: 0 };
+        let greeting = monitor.read_message(Instant::now() + answer_timeout)?;
         if greeting.get("QMP").is_none() {
             return Err(monitor.not_qmp_error(greeting.to_string().as_bytes()));
         }

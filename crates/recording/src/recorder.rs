@@ -84,13 +84,13 @@ impl<'a> HostRecorder<'a> {
         *self.visible_pids.lock().expect("no thread panicked") = Some(pids);
     }
 
-    /// Write the remaining files. `about` has additional lines for `recording.toml`.
+    /// Write the remaining files. `extra_lines` are added to `recording.toml`.
     ///
     /// The error is the first one since recording began.
     ///
     /// # Panics
     /// If a thread panicked while recording.
-    pub fn finish(mut self, about: &str) -> io::Result<()> {
+    pub fn finish(mut self, extra_lines: &str) -> io::Result<()> {
         if let Some(visible) = self.visible_pids.get_mut().expect("no thread panicked").take() {
             self.remove_other_processes(&visible)?;
         }
@@ -108,7 +108,7 @@ impl<'a> HostRecorder<'a> {
         let page_size = self.host.page_size().bytes();
         fs::write(
             self.root.join("recording.toml"),
-            format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = {page_size}\n{about}"),
+            format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = {page_size}\n{extra_lines}"),
         )?;
         self.finished = true;
         Ok(())

@@ -108,14 +108,17 @@ impl PageSample {
         self.zero as f64 + self.merged as f64 + self.volatile as f64 + self.pages(0..=u64::MAX)
     }
 
-    /// The number of contents whose number of sightings is in `times`.
-    fn contents(&self, times: RangeInclusive<u64>) -> f64 {
-        self.contents_by_sightings.range(times).map(|(_, &contents)| contents as f64).sum()
+    /// The number of contents whose number of sightings is in `sightings`.
+    fn contents(&self, sightings: RangeInclusive<u64>) -> f64 {
+        self.contents_by_sightings.range(sightings).map(|(_, &contents)| contents as f64).sum()
     }
 
-    /// The number of pages drawn of contents whose number of sightings is in `times`.
-    fn pages(&self, times: RangeInclusive<u64>) -> f64 {
-        self.contents_by_sightings.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
+    /// The number of pages drawn of contents whose number of sightings is in `sightings`.
+    fn pages(&self, sightings: RangeInclusive<u64>) -> f64 {
+        self.contents_by_sightings
+            .range(sightings)
+            .map(|(&sightings, &contents)| sightings as f64 * contents as f64)
+            .sum()
     }
 }
 
