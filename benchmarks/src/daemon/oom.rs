@@ -29,7 +29,7 @@ pub struct OomBenchmark {
     pub host_mib: u32,
     /// Memory of each program, in MiB.
     pub program_mib: u32,
-    /// The share of it that is equal in all programs, in percent.
+    /// The share of a program's memory that is equal in all programs, in percent.
     pub duplicate_percent: u32,
     /// Seconds from READY of one program to the start of the next.
     pub start_interval_seconds: u32,

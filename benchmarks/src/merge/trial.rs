@@ -269,7 +269,7 @@ struct TrialMeter<'a> {
 
 impl TrialMeter<'_> {
     fn take_sample(&self, pagefold: f64) -> Result<(KsmSample, KsmCounters)> {
-        // This may wait for ksmd: the savings it reads were reached at the noted time or before.
+        // This reading may wait for ksmd. Its savings were reached at the sample's time or before.
         let freed_pages = match self.memory_baseline {
             None => None,
             Some((pids, before)) => {

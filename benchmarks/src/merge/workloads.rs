@@ -268,10 +268,10 @@ fn create_database(rows: u64) -> Result<PathBuf> {
 }
 
 impl RunningWorkload {
-    /// What it says about its own memory: the same before and after, or merging broke something.
+    /// The checksums of the memory of each process, computed by the process. Merging must not change them.
     pub fn read_checksums(&mut self) -> Result<Vec<String>> {
         self.processes.iter_mut().try_for_each(RunningProgram::check_alive)?;
         let Some(question) = self.checksum_query else { return Ok(Vec::new()) };
-        self.processes.iter_mut().map(|holder| holder.query(question)).collect()
+        self.processes.iter_mut().map(|process| process.query(question)).collect()
     }
 }

@@ -218,9 +218,9 @@ mod tests {
 
     #[test]
     fn unmapped_store_pages_cost_memory() {
-        let nobody = domain(vec![member(1, tally(10, 0, 0))], 7);
-        assert_eq!((nobody.sharing(), nobody.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
-        assert_eq!(nobody.saved(&nobody.members[0].tally), NetBytes(0), "nobody's");
+        let unmapped = domain(vec![member(1, tally(10, 0, 0))], 7);
+        assert_eq!((unmapped.sharing(), unmapped.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
+        assert_eq!(unmapped.saved(&unmapped.members[0].tally), NetBytes(0), "the member maps no page of the store");
         assert_eq!(domain(Vec::new(), 0).sharing(), None);
     }
 

@@ -73,7 +73,7 @@ pub enum LimitKind {
 }
 
 impl LimitKind {
-    /// The kernel's name of it.
+    /// The kernel's name of the limit.
     pub fn kernel_name(self) -> &'static str {
         match self {
             Self::Available => "MemAvailable",

@@ -8,7 +8,7 @@
 //! because pages left memory or changed meanwhile.
 //!
 //! Swapped-out pages are not cached, and swapoff(8) brings them back unnoticed. A cached process does not count as a
-//! duplicate: a page whose only copy is in an inactive foreign process of its own domain is not enrolled for that.
+//! duplicate: if the only copy of a page is in an inactive foreign process of its own domain, the page is not enrolled.
 //!
 //! The cache takes 4 bytes for each enrolled content: half of its fingerprint. A content whose half collides with a
 //! cached one, with a probability of one in four billion for each, is needlessly not merged. While pages are grouped,

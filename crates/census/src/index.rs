@@ -130,7 +130,7 @@ impl PageMark {
         self.0 & Self::STATE_MASK >= Self::FORBIDDEN_BASE
     }
 
-    /// This mark, forbidden, for zero pages and duplicates. Other marks stay unchanged.
+    /// The mark with the forbidden state, for zero pages and duplicates. Other marks stay unchanged.
     pub fn with_forbidden(self) -> Self {
         let forbids = !self.is_forbidden() && self.class().is_some_and(PageClass::is_mergeable);
         Self(if forbids { self.0 + Self::FORBIDDEN_OFFSET } else { self.0 })
@@ -146,7 +146,7 @@ impl PageMark {
         self.0 & Self::COVERED_BIT != 0
     }
 
-    /// This mark, covered.
+    /// The mark with the covered bit set.
     pub fn with_covered(self) -> Self {
         Self(self.0 | Self::COVERED_BIT)
     }

@@ -420,8 +420,8 @@ fn ranges_by_node(
     Ok(by_node)
 }
 
-/// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from the process itself, one thread
-/// of which is stopped for that.
+/// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from a system call in
+/// the process, for which one of its threads is stopped.
 pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> {
     match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any {
         Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),

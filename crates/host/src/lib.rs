@@ -143,7 +143,7 @@ pub fn elapsed_since(host: &dyn Host, start: Instant) -> Duration {
 /// Receives a message, and waits for it at most `timeout` by the clock of `host`.
 ///
 /// # Errors
-/// Those of [`Receiver::recv_timeout`].
+/// The errors of [`Receiver::recv_timeout`].
 pub fn receive_timeout<T>(host: &dyn Host, messages: &Receiver<T>, timeout: Duration) -> Result<T, RecvTimeoutError> {
     let mut received = Err(RecvTimeoutError::Timeout);
     host.wait(timeout, &mut |real_timeout| {
