@@ -100,8 +100,8 @@ impl Findings {
             };
             writeln!(text, "- {verdict}: {claim}: {measured}").expect("writing to a string does not fail");
         }
-        for told in &self.unjudged {
-            writeln!(text, "- {told}").expect("writing to a string does not fail");
+        for line in &self.unjudged {
+            writeln!(text, "- {line}").expect("writing to a string does not fail");
         }
         text
     }

@@ -28,14 +28,14 @@ const GXHASH_ABSENT_NOTE: &str = "gxhash is not in this table: it compiles only 
                          where the CPU has them).";
 
 fn hash_candidates() -> Result<Vec<HashCandidate>> {
-    let ours = Hasher::with_random_key(page_size())?;
-    let instructions = ours.implementation();
+    let hasher = Hasher::with_random_key(page_size())?;
+    let instructions = hasher.implementation();
     let static_width = if cfg!(target_feature = "avx2") { "256 bit" } else { "128 bit" };
     Ok(vec![
         HashCandidate {
             name: "pagefold",
             note: format!("64 bit, keyed, collisions proven 2^-64 a pair; {instructions}"),
-            hash: Box::new(move |page| ours.fingerprint(page)),
+            hash: Box::new(move |page| hasher.fingerprint(page)),
         },
         HashCandidate {
             name: "XXH3 (xxhash-rust)",
@@ -114,8 +114,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     );
     table.text_columns = 2;
     for (i, candidate) in candidates.iter().enumerate() {
-        let against =
-            SampleSpread::from_samples(with_read[i].iter().zip(&with_read[0]).map(|(theirs, ours)| theirs / ours));
+        let relative_rate =
+            SampleSpread::from_samples(with_read[i].iter().zip(&with_read[0]).map(|(rate, baseline)| rate / baseline));
         let median = |samples: &[f64]| format!("{:.1}", SampleSpread::from_samples(samples.iter().copied()).median);
         table.rows.push(vec![
             candidate.name.to_owned(),
@@ -123,7 +123,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             median(&fresh[i]),
             median(&cached[i]),
             median(&with_read[i]),
-            if i == 0 { "1".to_owned() } else { against.format_percent() },
+            if i == 0 { "1".to_owned() } else { relative_rate.format_percent() },
         ]);
     }
     table.notes.push(

@@ -94,21 +94,21 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         &["shape", "resident MiB", "plain s", "shaped s", "extra ms", "extra per item"],
     );
     let rounds = if effort.quick { 2 } else { 5 };
-    let mut race = ShapeBenchmark { findings: &mut findings, rounds };
+    let mut benchmark = ShapeBenchmark { findings: &mut findings, rounds };
     let (bytes, empty) = if effort.quick { (64 << 20, 20 << 40) } else { (512 << 20, 20 << 40) };
-    let plain = |bytes: usize| TargetProcesses::start([TargetLayout { bytes, ..TargetLayout::default() }]);
+    let start_plain = |bytes: usize| TargetProcesses::start([TargetLayout { bytes, ..TargetLayout::default() }]);
     // The placement of frames is random and affects the time: each round allocates new ones.
     let mut pairs = Vec::new();
-    for trial in 0..4 {
+    for i in 0..4 {
         let shapes = [0, empty].map(|empty| TargetLayout { bytes, empty, ..TargetLayout::default() });
-        let first = TargetProcesses::start([shapes[trial % 2]])?;
-        let second = TargetProcesses::start([shapes[1 - trial % 2]])?;
-        let (plain, shaped) = if trial % 2 == 0 { (&first, &second) } else { (&second, &first) };
-        pairs.extend(race.run_rounds("empty", 1, [plain.pids(), shaped.pids()])?);
+        let first = TargetProcesses::start([shapes[i % 2]])?;
+        let second = TargetProcesses::start([shapes[1 - i % 2]])?;
+        let (plain, shaped) = if i % 2 == 0 { (&first, &second) } else { (&second, &first) };
+        pairs.extend(benchmark.run_rounds("empty", 1, [plain.pids(), shaped.pids()])?);
     }
     let comparison = ShapeComparison::from_pairs(&pairs);
     table.rows.push(comparison.table_row("20 TiB of empty mapping".to_owned(), bytes, None));
-    let mut bars = vec![ThresholdCheck {
+    let mut checks = vec![ThresholdCheck {
         claim: format!("20 TiB of empty mapping lengthen a census to at most {:.0} %", MAX_EMPTY_MAPPING_RATIO * 100.0),
         measured: comparison.ratio.format_percent(),
         met: comparison.ratio.median <= MAX_EMPTY_MAPPING_RATIO,
@@ -128,13 +128,13 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         };
         // The limit applies to new regions only.
         drop(raised);
-        let plain = plain(bytes)?;
+        let plain = start_plain(bytes)?;
         let comparison =
-            ShapeComparison::from_pairs(&race.run_rounds("regions", count, [plain.pids(), shaped.pids()])?);
+            ShapeComparison::from_pairs(&benchmark.run_rounds("regions", count, [plain.pids(), shaped.pids()])?);
         costs.push(comparison.extra_seconds / count as f64);
         table.rows.push(comparison.table_row(format!("{count} regions"), bytes, Some(count)));
     }
-    bars.extend(check_cost_growth("region", regions, &costs));
+    checks.extend(check_cost_growth("region", regions, &costs));
 
     let processes = if effort.quick { 50 } else { 2_000 };
     let mut costs = Vec::new();
@@ -142,16 +142,17 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let layout = |seed: u64| TargetLayout { bytes: page_size(), seed, ..TargetLayout::default() };
     let shaped = TargetProcesses::start((0..processes as u64).map(layout))?;
     for count in [processes / 10, processes] {
-        let some = shaped.pids()[..count].to_vec();
-        let pages = CensusJob { pids: some.clone(), threads: 1, phases: false }.run_in_child()?.pages;
+        let counted_pids = shaped.pids()[..count].to_vec();
+        let pages = CensusJob { pids: counted_pids.clone(), threads: 1, phases: false }.run_in_child()?.pages;
         let bytes = usize::try_from(pages)? * page_size();
-        let plain = plain(bytes)?;
-        let comparison = ShapeComparison::from_pairs(&race.run_rounds("processes", count, [plain.pids(), some])?);
+        let plain = start_plain(bytes)?;
+        let comparison =
+            ShapeComparison::from_pairs(&benchmark.run_rounds("processes", count, [plain.pids(), counted_pids])?);
         costs.push(comparison.extra_seconds / count as f64);
         table.rows.push(comparison.table_row(format!("{count} processes"), bytes, Some(count)));
     }
-    bars.extend(check_cost_growth("process", processes, &costs));
-    findings.checks = bars;
+    checks.extend(check_cost_growth("process", processes, &costs));
+    findings.checks = checks;
     findings.tables.push(table);
     Ok(findings)
 }
@@ -175,21 +176,21 @@ struct MaxMapCountGuard {
 
 impl MaxMapCountGuard {
     fn raise_to(count: usize) -> Result<Self> {
-        let before = fs::read_to_string(MAX_MAP_COUNT_FILE).context("cannot read it")?;
-        if before.trim().parse::<usize>().context("malformed")? >= count {
+        let previous_value = fs::read_to_string(MAX_MAP_COUNT_FILE).context("cannot read it")?;
+        if previous_value.trim().parse::<usize>().context("malformed")? >= count {
             return Ok(Self { previous_value: None });
         }
         fs::write(MAX_MAP_COUNT_FILE, count.to_string()).context("cannot write it")?;
-        Ok(Self { previous_value: Some(before) })
+        Ok(Self { previous_value: Some(previous_value) })
     }
 }
 
 impl Drop for MaxMapCountGuard {
     fn drop(&mut self) {
-        if let Some(before) = &self.previous_value
-            && let Err(error) = fs::write(MAX_MAP_COUNT_FILE, before)
+        if let Some(previous_value) = &self.previous_value
+            && let Err(error) = fs::write(MAX_MAP_COUNT_FILE, previous_value)
         {
-            eprintln!("cannot restore {MAX_MAP_COUNT_FILE} to {}: {error}", before.trim());
+            eprintln!("cannot restore {MAX_MAP_COUNT_FILE} to {}: {error}", previous_value.trim());
         }
     }
 }

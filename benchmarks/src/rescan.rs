@@ -24,12 +24,12 @@ const MAX_RESCAN_CPU_RATIO: f64 = 0.5;
 
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
-    let (bytes, looks) = if effort.quick { (32 << 20, WARM_UP_SCANS + 2) } else { (2 << 30, WARM_UP_SCANS + 16) };
+    let (bytes, scans) = if effort.quick { (32 << 20, WARM_UP_SCANS + 2) } else { (2 << 30, WARM_UP_SCANS + 16) };
     let bytes = effort.max_bytes_per_process(bytes, 1)?;
     let mut findings = Findings::new("does,look,whole_cpu_seconds,again_cpu_seconds,whole_bytes_read,again_bytes_read");
     let mut table = MarkdownTable::new(
         format!(
-            "Scans of a process of {} MiB, all of it unique, medians of scans {} to {looks}",
+            "Scans of a process of {} MiB, all of it unique, medians of scans {} to {scans}",
             bytes >> 20,
             WARM_UP_SCANS + 1
         ),
@@ -44,24 +44,26 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         ("writes the same page of each 1024", TargetActivity::WriteEvery(1024)),
         ("writes all", TargetActivity::WriteEvery(1)),
     ];
-    for (does, then) in cases {
+    for (activity, then) in cases {
         let targets = TargetProcesses::start([TargetLayout { bytes, then, ..TargetLayout::default() }])?;
-        let taken = scan_repeatedly(&targets, looks, &mut |look, sample| {
-            let [whole, again] = sample;
-            findings.samples.push(format!("{does},{look},{:.4},{:.4},{},{}", whole.0, again.0, whole.1, again.1));
+        let samples = scan_repeatedly(&targets, scans, &mut |scan, sample| {
+            let [full, repeated] = sample;
+            findings
+                .samples
+                .push(format!("{activity},{scan},{:.4},{:.4},{},{}", full.0, repeated.0, full.1, repeated.1));
         })?;
-        let late = || taken[WARM_UP_SCANS..].iter();
-        let [whole, again] =
-            [0, 1].map(|which: usize| SampleSpread::from_samples(late().map(|sample| sample[which].0)));
-        let cpu = SampleSpread::from_samples(late().map(|[whole, again]| again.0 / whole.0));
-        let read = SampleSpread::from_samples(late().map(|[whole, again]| again.1 as f64 / whole.1 as f64));
+        let warm_samples = || samples[WARM_UP_SCANS..].iter();
+        let [full, repeated] =
+            [0, 1].map(|which: usize| SampleSpread::from_samples(warm_samples().map(|sample| sample[which].0)));
+        let cpu = SampleSpread::from_samples(warm_samples().map(|[full, repeated]| repeated.0 / full.0));
+        let read = SampleSpread::from_samples(warm_samples().map(|[full, repeated]| repeated.1 as f64 / full.1 as f64));
         table.rows.push(vec![
-            does.to_owned(),
-            format!("{:.3}", whole.median),
-            format!("{:.3}", again.median),
+            activity.to_owned(),
+            format!("{:.3}", full.median),
+            format!("{:.3}", repeated.median),
             cpu.format_percent(),
             read.format_percent(),
-            format!("{:.0} %", taken[1][1].0 / taken[1][0].0 * 100.0),
+            format!("{:.0} %", samples[1][1].0 / samples[1][0].0 * 100.0),
         ]);
         if then == TargetActivity::Run {
             findings.checks.push(ThresholdCheck {
@@ -97,21 +99,21 @@ fn scan_repeatedly(
     };
     let stop = AtomicBool::new(false);
     let mut samples = Vec::new();
-    for look in 1..=scans {
+    for scan in 1..=scans {
         let mut sample = [(0.0, 0); 2];
         for turn in 0..2 {
-            let again = (look + turn) % 2 == 1;
+            let is_repeated = (scan + turn) % 2 == 1;
             let (progress, cpu) = (ScanProgress::default(), cpu_seconds());
-            let (remembered, hasher) = ages.cache_and_hasher();
-            let (census, _) = if again {
-                take_incremental_census((remembered, Instant::now()), hasher, &host, &options, &progress, &stop)?
+            let (cache, hasher) = ages.cache_and_hasher();
+            let (census, _) = if is_repeated {
+                take_incremental_census((cache, Instant::now()), hasher, &host, &options, &progress, &stop)?
             } else {
                 take_census_with_hasher(hasher, &host, &options, &progress, &stop)?
             };
             ensure!(census.unscanned.is_empty(), "the census could not scan {} processes", census.unscanned.len());
-            sample[usize::from(again)] = (cpu_seconds() - cpu, progress.bytes_read());
+            sample[usize::from(is_repeated)] = (cpu_seconds() - cpu, progress.bytes_read());
         }
-        on_scan(look, sample);
+        on_scan(scan, sample);
         samples.push(sample);
         // The pause between scans, in which the processes perform their activity.
         std::thread::sleep(Duration::from_millis(100));

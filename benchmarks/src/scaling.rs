@@ -20,11 +20,11 @@ const MIN_LINEAR_R_SQUARED: f64 = 0.98;
 
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
-    let (process_bytes, most, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
-    let most = effort.max_processes(process_bytes, most)?;
-    let process_counts: Vec<usize> = [1, 2, 4, 8, 16].into_iter().filter(|&count| count <= most).collect();
+    let (process_bytes, max_processes, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
+    let max_processes = effort.max_processes(process_bytes, max_processes)?;
+    let process_counts: Vec<usize> = [1, 2, 4, 8, 16].into_iter().filter(|&count| count <= max_processes).collect();
     let layout = |seed| TargetLayout { bytes: process_bytes, copies: true, seed, ..TargetLayout::default() };
-    let targets = TargetProcesses::start((0..most as u64).map(layout))?;
+    let targets = TargetProcesses::start((0..max_processes as u64).map(layout))?;
     let pids = targets.pids();
     let mut findings = Findings::new("round,threads,processes,pages,seconds,cpu_seconds,index_bytes,peak_bytes");
     let mut trials = Vec::new();

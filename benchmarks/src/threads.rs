@@ -25,33 +25,34 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         (0..processes as u64).map(|seed| TargetLayout { bytes, copies: true, seed, ..TargetLayout::default() });
     let targets = TargetProcesses::start(layouts)?;
     let mut findings = Findings::new("round,threads,kind,pages,seconds,cpu_seconds,survey,list,read,group,tally");
-    let mut whole = [Vec::new(), Vec::new()];
+    let mut census_seconds = [Vec::new(), Vec::new()];
     let mut phases: [Vec<Vec<f64>>; 2] = Default::default();
     let mut names = Vec::new();
-    let mut alone = [Vec::new(), Vec::new()];
+    let mut read_seconds = [Vec::new(), Vec::new()];
     for round in 1..=rounds {
         for position in 0..4 {
             // The orders 1, 2, 2, 1 and 2, 1, 1, 2 take turns, so that a drift favors neither.
             let second = (position == 1 || position == 2) == (round % 2 == 1);
-            let (threads, timed) = (1 + usize::from(second), position >= 2);
-            let outcome = CensusJob { pids: targets.pids(), threads, phases: timed }.run_in_child()?;
+            let (threads, with_phases) = (1 + usize::from(second), position >= 2);
+            let outcome = CensusJob { pids: targets.pids(), threads, phases: with_phases }.run_in_child()?;
             let steps: Vec<f64> = outcome.phases.iter().map(|(_, seconds)| *seconds).collect();
-            let cells = if timed { steps.iter().map(|s| format!("{s:.4}")).collect() } else { vec![String::new(); 5] };
+            let cells =
+                if with_phases { steps.iter().map(|s| format!("{s:.4}")).collect() } else { vec![String::new(); 5] };
             findings.samples.push(format!(
                 "{round},{threads},{},{},{:.4},{:.4},{}",
-                if timed { "steps" } else { "whole" },
+                if with_phases { "steps" } else { "whole" },
                 outcome.pages,
                 outcome.seconds,
                 outcome.cpu_seconds,
                 cells.join(",")
             ));
-            if timed {
+            if with_phases {
                 names = outcome.phases.into_iter().map(|(name, _)| name).collect();
                 phases[threads - 1].push(steps);
             } else {
-                whole[threads - 1].push(outcome.seconds);
+                census_seconds[threads - 1].push(outcome.seconds);
                 let seconds = read_without_hashing(&targets, bytes, threads)?;
-                alone[threads - 1].push(seconds);
+                read_seconds[threads - 1].push(seconds);
                 findings.samples.push(format!("{round},{threads},reading,{},{seconds:.4},,,,,,", outcome.pages));
             }
         }
@@ -61,16 +62,27 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         format!("Census of {processes} processes with {gigabytes:.1} GB of base pages, {rounds} rounds"),
         &["step", "1 thread s", "2 threads s", "speed-up"],
     );
-    let speed_up = SampleSpread::from_samples(whole[0].iter().zip(&whole[1]).map(|(one, two)| one / two));
+    let speed_up =
+        SampleSpread::from_samples(census_seconds[0].iter().zip(&census_seconds[1]).map(|(one, two)| one / two));
     let median = |samples: &[f64]| format!("{:.3}", SampleSpread::from_samples(samples.iter().copied()).median);
-    table.rows.push(vec!["whole census".to_owned(), median(&whole[0]), median(&whole[1]), speed_up.format_factor()]);
+    table.rows.push(vec![
+        "whole census".to_owned(),
+        median(&census_seconds[0]),
+        median(&census_seconds[1]),
+        speed_up.format_factor(),
+    ]);
     for (step, name) in names.iter().enumerate() {
         let [one, two] = [0, 1].map(|t: usize| phases[t].iter().map(|steps| steps[step]).collect::<Vec<f64>>());
         let factor = SampleSpread::from_samples(one.iter().zip(&two).map(|(one, two)| one / two)).format_factor();
         table.rows.push(vec![format!("of it {name}"), median(&one), median(&two), factor]);
     }
-    let machine = SampleSpread::from_samples(alone[0].iter().zip(&alone[1]).map(|(one, two)| one / two));
-    table.rows.push(vec!["reading alone".to_owned(), median(&alone[0]), median(&alone[1]), machine.format_factor()]);
+    let machine = SampleSpread::from_samples(read_seconds[0].iter().zip(&read_seconds[1]).map(|(one, two)| one / two));
+    table.rows.push(vec![
+        "reading alone".to_owned(),
+        median(&read_seconds[0]),
+        median(&read_seconds[1]),
+        machine.format_factor(),
+    ]);
     let cpus = std::thread::available_parallelism()?.get();
     table.notes.push(format!(
         "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" reads the same memory without \

@@ -16,11 +16,11 @@ fn quick_run_is_printed_and_saved() {
         .arg(&out)
         .output()
         .unwrap();
-    let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(0), "{complaints}");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
     let summary = fs::read_to_string(out.join("summary.md")).unwrap();
     assert!(summary.contains("| whole census"), "{summary}");
-    assert!(told.contains("| whole census"), "{told}");
+    assert!(stdout.contains("| whole census"), "{stdout}");
     let settings: toml::Table = fs::read_to_string(out.join("settings.toml")).unwrap().parse().unwrap();
     assert_eq!(settings["quick"].as_bool(), Some(true));
     // Two rounds of four censuses and two readings. Each covers two processes with 32 MiB of layout each, plus the
@@ -38,9 +38,9 @@ fn can_read_cgroup_memory() -> bool {
     let first = Path::new("/sys/fs/cgroup/memory");
     let root = if first.exists() { first } else { Path::new("/sys/fs/cgroup") };
     let group = root.join(format!("pagefold-quick-{}", std::process::id()));
-    let told = fs::create_dir(&group).is_ok() && group.join("memory.stat").exists();
+    let has_memory_stat = fs::create_dir(&group).is_ok() && group.join("memory.stat").exists();
     let _ = fs::remove_dir(group);
-    told
+    has_memory_stat
 }
 
 #[test]
@@ -75,11 +75,14 @@ fn quick_simulation_run_covers_all_modes() {
         .arg(folder.path())
         .output()
         .unwrap();
-    let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert_eq!(output.status.code(), Some(0), "{told}\n{complaints}");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{stdout}\n{stderr}");
     let kept = folder.path().join("merge-hera");
     let summary = fs::read_to_string(kept.join("summary.md")).unwrap();
-    assert!(summary.contains("## ranks4") && told.contains("computed the same to the last bit"), "{summary}\n{told}");
+    assert!(
+        summary.contains("## ranks4") && stdout.contains("computed the same to the last bit"),
+        "{summary}\n{stdout}"
+    );
     let samples = fs::read_to_string(kept.join("samples.csv")).unwrap();
     let modes: BTreeSet<&str> = samples.lines().skip(1).filter_map(|line| line.split(',').nth(2)).collect();
     let all = ["blocks", "engine", "ksm guided", "ksm whole 2000/20", "ksm whole 20000/20", "plain"];

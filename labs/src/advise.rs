@@ -59,32 +59,32 @@ pub fn run(arguments: &AdviseArguments) -> Result<()> {
     if ranges.is_empty() && !matches!(arguments.what, AdviseOperation::WholeProcess | AdviseOperation::UnenrollProcess)
     {
         let regions = observe::regions(&*handle).map_err(|why| anyhow!("{why}"))?;
-        let own = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
-        let large = own.filter(|region| region.range.bytes().0 >= MIN_REGION_BYTES && region.name != "[stack]");
+        let private = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
+        let large = private.filter(|region| region.range.bytes().0 >= MIN_REGION_BYTES && region.name != "[stack]");
         ranges = large.map(|region| region.range).collect();
     }
     if let Some(pages) = arguments.gap_pages {
         let bytes = pages * host.page_size().bytes();
-        let teeth = ranges.iter().flat_map(|range| {
+        let gapped = ranges.iter().flat_map(|range| {
             (range.start..range.end)
                 .step_by(2 * bytes as usize)
                 .map(move |start| AddressRange { start, end: start + bytes })
         });
-        ranges = teeth.collect();
+        ranges = gapped.collect();
     }
     let action = build_action(arguments.what, process, &ranges);
-    let back = match arguments.what {
+    let inverse = match arguments.what {
         AdviseOperation::Mergeable => Some(AdviseOperation::Unmergeable),
         AdviseOperation::Unmergeable => Some(AdviseOperation::Mergeable),
         AdviseOperation::WholeProcess => Some(AdviseOperation::UnenrollProcess),
         AdviseOperation::UnenrollProcess => Some(AdviseOperation::WholeProcess),
         AdviseOperation::Collapse => None,
     };
-    let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::build_action(back, process, &ranges));
+    let inverse = inverse.filter(|_| arguments.cycles.is_some()).map(|inverse| build_action(inverse, process, &ranges));
     let mut stops: Vec<Duration> = Vec::new();
     for cycle in 0..arguments.cycles.unwrap_or(1) {
-        for (place, action) in [Some(&action), back.as_ref()].into_iter().flatten().enumerate() {
-            if place > 0 {
+        for (i, action) in [Some(&action), inverse.as_ref()].into_iter().flatten().enumerate() {
+            if i > 0 {
                 std::thread::sleep(Duration::from_millis(arguments.pause));
             }
             let effect = host.apply(action).with_context(|| format!("cycle {cycle}"))?;
@@ -96,14 +96,14 @@ pub fn run(arguments: &AdviseArguments) -> Result<()> {
     }
     stops.sort();
     let last = stops.len().saturating_sub(1);
-    let micros = |part: usize| stops.get((stops.len() * part / 100).min(last)).map_or(0, Duration::as_micros);
+    let micros = |percent: usize| stops.get((stops.len() * percent / 100).min(last)).map_or(0, Duration::as_micros);
     println!("stops {} median {} us p99 {} us longest {} us", stops.len(), micros(50), micros(99), micros(100));
     Ok(())
 }
 
-fn build_action(what: AdviseOperation, process: ProcessId, ranges: &[AddressRange]) -> Action {
+fn build_action(operation: AdviseOperation, process: ProcessId, ranges: &[AddressRange]) -> Action {
     let advise = |advice| Action::Advise { process, advice, ranges: ranges.to_vec() };
-    match what {
+    match operation {
         AdviseOperation::Mergeable => advise(MergeAdvice::Mergeable),
         AdviseOperation::Unmergeable => advise(MergeAdvice::Unmergeable),
         AdviseOperation::WholeProcess => Action::MergeAny { process, enable: true },

@@ -174,7 +174,7 @@ impl FleetGuest {
         let file = |extension| directory.join(format!("{name}.{extension}"));
         let (qmp, serial, log) = (file("qmp"), file("serial"), file("log"));
         let machine = if options.mergeable { "pc" } else { "pc,mem-merge=off" };
-        let (same, own) = (options.shared_mib, options.unique_mib);
+        let (shared, unique) = (options.shared_mib, options.unique_mib);
         let start = if options.equal_start { "equal" } else { "different" };
         let process = command_killed_with_parent(QEMU_PROGRAM.as_ref())?
             .args(["-name", &name, "-accel", "tcg,thread=single,tb-size=32", "-M", machine])
@@ -186,7 +186,7 @@ impl FleetGuest {
             .arg(&options.assets.initramfs)
             .args([
                 "-append",
-                &format!("{GUEST_KERNEL_OPTIONS} lab.name={name} lab.same={same} lab.own={own} lab.start={start}"),
+                &format!("{GUEST_KERNEL_OPTIONS} lab.name={name} lab.same={shared} lab.own={unique} lab.start={start}"),
             ])
             .arg("-chardev")
             .arg(format!(
@@ -253,11 +253,11 @@ impl FleetTask {
             writeln!(output, "{}guests={}", output_lines::READY_PREFIX, fleet.guests.len())?;
             output.flush()?;
             let closed = Arc::new(AtomicBool::new(false));
-            let seen = Arc::clone(&closed);
+            let closed_by_reader = Arc::clone(&closed);
             thread::spawn(move || {
                 // An unreadable standard input counts as closed.
                 let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
-                seen.store(true, Ordering::Relaxed);
+                closed_by_reader.store(true, Ordering::Relaxed);
             });
             return Ok(Self::UntilStdinCloses(closed));
         };

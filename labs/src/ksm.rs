@@ -78,8 +78,9 @@ impl KsmTestGuard {
     /// The settings that differ from those of [`KsmTestGuard::acquire_with_foreign_settings`], with their values.
     #[must_use]
     pub fn changed_settings(&self) -> Vec<(&'static str, String)> {
-        let found = FOREIGN_SETTINGS.iter().filter_map(|&(name, value)| Some((name, value, self.read_setting(name)?)));
-        found.filter(|(_, value, found)| found != value).map(|(name, _, found)| (name, found)).collect()
+        let settings =
+            FOREIGN_SETTINGS.iter().filter_map(|&(name, value)| Some((name, value, self.read_setting(name)?)));
+        settings.filter(|(_, value, current)| current != value).map(|(name, _, current)| (name, current)).collect()
     }
 
     /// Write a setting. For `pages_to_scan` this first switches the advisor off, because the kernel refuses other

@@ -71,23 +71,23 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
         mapping::set_merge_any(true).context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
     }
     let forks = items.iter().any(|item| item.kind == RegionKind::ForkShared);
-    let mut still = Vec::new();
-    let mut volatile = Vec::new();
+    let mut static_mappings = Vec::new();
+    let mut rewritten = Vec::new();
     let mut regions = Vec::new();
-    for (place, item) in items.iter().enumerate() {
+    for (position, item) in items.iter().enumerate() {
         let region = format!("{}={}", item.kind.name(), item.pages);
-        let origin = content_origin(item, place, &options.salt);
+        let origin = content_origin(item, position, &options.salt);
         let mut mapping = map_item(item, origin, options).with_context(|| format!("mapping {region}"))?;
-        let whole = 0..mapping.len();
+        let range = 0..mapping.len();
         let advice = if item.kind.is_huge() { MadviseAdvice::HugePage } else { MadviseAdvice::NoHugePage };
         advise_if_supported(&mut mapping, advice)?;
         if options.mergeable {
             mapping
-                .advise(whole.clone(), MadviseAdvice::Mergeable)
+                .advise(range.clone(), MadviseAdvice::Mergeable)
                 .context("MADV_MERGEABLE: it needs a kernel with KSM")?;
         }
         if forks && item.kind != RegionKind::ForkShared {
-            mapping.advise(whole, MadviseAdvice::DontFork).context("MADV_DONTFORK")?;
+            mapping.advise(range, MadviseAdvice::DontFork).context("MADV_DONTFORK")?;
         }
         fill_item(item, origin, &mut mapping);
         if item.kind.is_huge() {
@@ -96,7 +96,7 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
         let vmas = split_vmas(item, &mut mapping, options.vma_split).with_context(|| {
             format!("cutting {region} into VMAs: vm.max_map_count limits how many a process may have")
         })?;
-        let truth = item.expected_pages();
+        let expected = item.expected_pages();
         regions.push(RegionLine {
             kind: item.kind.name().to_owned(),
             name: if let RegionKind::SharedContent { name } = &item.kind { Some(name.clone()) } else { None },
@@ -104,15 +104,15 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
             pages: item.pages,
             page_size: mapping::page_size() as u64,
             vmas,
-            resident: truth.resident,
-            zero: truth.zero,
-            distinct: truth.distinct,
+            resident: expected.resident,
+            zero: expected.zero,
+            distinct: expected.distinct,
             child: None,
         });
         if item.kind.is_rewritten() {
-            volatile.push((item.kind.clone(), origin, mapping));
+            rewritten.push((item.kind.clone(), origin, mapping));
         } else {
-            still.push(mapping);
+            static_mappings.push(mapping);
         }
     }
     if let Some(uid) = options.uid {
@@ -123,8 +123,8 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
     for region in regions.iter_mut().filter(|region| region.kind == RegionKind::ForkShared.name()) {
         region.child = child.as_ref().map(ForkedCopy::pid);
     }
-    let volatile = (!volatile.is_empty()).then(|| Rewriter::start(volatile, options.rewrite_interval));
-    Ok(MemoryLayout { regions, _static_mappings: still, _rewriter: volatile, _child: child })
+    let rewriter = (!rewritten.is_empty()).then(|| Rewriter::start(rewritten, options.rewrite_interval));
+    Ok(MemoryLayout { regions, _static_mappings: static_mappings, _rewriter: rewriter, _child: child })
 }
 
 /// Lay out a mixture.
@@ -226,8 +226,8 @@ fn fill_pages(origin: ContentOrigin, first_number: u64, bytes: &mut [u8]) {
 }
 
 /// Split a region into VMAs by making every other part read-only. Returns the number of VMAs.
-fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Result<u64> {
-    let pieces = match cut {
+fn split_vmas(item: &SpecItem, mapping: &mut Mapping, split: VmaSplit) -> io::Result<u64> {
+    let parts = match split {
         VmaSplit::Unsplit => 1,
         VmaSplit::Count(regions) => regions.clamp(1, item.pages),
         VmaSplit::PerPage => item.pages,
@@ -237,11 +237,11 @@ fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Resu
     }
     let page = mapping::page_size();
     // The first page of a part, as an offset in bytes; the sizes of parts differ by at most one page.
-    let start = |piece: u64| (u128::from(item.pages) * u128::from(piece) / u128::from(pieces)) as usize * page;
-    for piece in (1..pieces).step_by(2) {
-        mapping.protect(start(piece)..start(piece + 1), Access::Read)?;
+    let start = |part: u64| (u128::from(item.pages) * u128::from(part) / u128::from(parts)) as usize * page;
+    for part in (1..parts).step_by(2) {
+        mapping.protect(start(part)..start(part + 1), Access::Read)?;
     }
-    Ok(pieces)
+    Ok(parts)
 }
 
 /// Become a user as a daemon does: the only group has the same number. The process stays readable for that user.
@@ -264,12 +264,12 @@ struct Rewriter {
 
 impl Rewriter {
     fn start(mut mappings: Vec<(RegionKind, ContentOrigin, Mapping)>, interval: Duration) -> Self {
-        let (goes_on, ended) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
             // Each mapping continues the numbers of its first contents.
             let mut written: Vec<u64> = mappings.iter().map(|(.., mapping)| (mapping.len() / page) as u64).collect();
-            while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+            while receiver.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
                         match kind {
@@ -282,7 +282,7 @@ impl Rewriter {
                 }
             }
         });
-        Self { stop_on_drop: Some(goes_on), thread: Some(thread) }
+        Self { stop_on_drop: Some(sender), thread: Some(thread) }
     }
 }
 

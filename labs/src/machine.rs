@@ -37,13 +37,13 @@ const MACHINE_KERNEL_OPTIONS: &str = "console=ttyS0 mitigations=off no_timer_che
 /// # Errors
 /// If it is missing.
 pub fn find_busybox() -> io::Result<&'static Path> {
-    let there = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
-    there.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is missing: run labs/setup.sh"))
+    let path = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
+    path.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is missing: run labs/setup.sh"))
 }
 
 impl EmulatedMachine<'_> {
-    /// Run the machine until it is off, or until a time limit. Returns the output of its serial line. `work` is a
-    /// directory for its files. `meanwhile` is called periodically; an error from it ends the machine.
+    /// Run the machine until it is off, or until a time limit. Returns the output of its serial line. `work_directory`
+    /// is for its files. `poll` is called periodically; an error from it ends the machine.
     ///
     /// # Errors
     /// If the machine cannot be created or started.
@@ -69,8 +69,8 @@ impl EmulatedMachine<'_> {
                 .stdin(Stdio::null())
                 .spawn()?,
         );
-        let began = Instant::now();
-        while running.0.try_wait()?.is_none() && began.elapsed() < timeout {
+        let start = Instant::now();
+        while running.0.try_wait()?.is_none() && start.elapsed() < timeout {
             std::thread::sleep(POLL_INTERVAL);
             poll()?;
         }
@@ -85,22 +85,22 @@ impl EmulatedMachine<'_> {
         }
         copy_into_root(self.init, &root.join("init"))?;
         copy_into_root(find_busybox()?, &root.join("bin/busybox"))?;
-        for (program, place) in self.programs {
-            copy_into_root(program, &path_inside(&root, place))?;
+        for (program, path) in self.programs {
+            copy_into_root(program, &path_inside(&root, path))?;
             for library in needed_libraries(program)? {
                 copy_into_root(&library, &path_inside(&root, &library.display().to_string()))?;
             }
         }
-        for (place, text) in self.files {
-            fs::write(path_inside(&root, place), text)?;
+        for (path, text) in self.files {
+            fs::write(path_inside(&root, path), text)?;
         }
         let archive = work_directory.join("initramfs.cpio");
-        let packed = Command::new("sh")
+        let status = Command::new("sh")
             .args(["-c", "find . | cpio --quiet -o -H newc -R 0:0"])
             .current_dir(&root)
             .stdout(fs::File::create(&archive)?)
             .status()?;
-        if packed.success() { Ok(archive) } else { Err(io::Error::other(format!("cpio: {packed}"))) }
+        if status.success() { Ok(archive) } else { Err(io::Error::other(format!("cpio: {status}"))) }
     }
 }
 

@@ -189,8 +189,8 @@ fn parse_share(text: &str) -> Result<f64, &'static str> {
 
 /// A name is used in QEMU's options, on the kernel's command line and in file names.
 fn parse_name_prefix(text: &str) -> Result<String, &'static str> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
-    if !text.is_empty() && text.len() <= 32 && text.bytes().all(plain) {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+    if !text.is_empty() && text.len() <= 32 && text.bytes().all(is_allowed) {
         Ok(text.to_owned())
     } else {
         Err("a name must have at most 32 letters, digits, - and _")

@@ -55,11 +55,11 @@ impl Mixture {
         let order = ContentOrigin::from_names(&[salt, "order"]);
         let (duplicate, stray) = (self.duplicate_runs(), self.stray_runs());
         let mut runs: Vec<MixtureRun> = (0..self.pages / self.run_pages)
-            .map(|number| match number {
-                _ if number < duplicate => MixtureRun::Duplicate(number * self.run_pages),
-                _ if number < duplicate + stray => MixtureRun::UniqueButOne(
-                    duplicate * self.run_pages + number - duplicate,
-                    order.random_number(!number) % self.run_pages,
+            .map(|i| match i {
+                _ if i < duplicate => MixtureRun::Duplicate(i * self.run_pages),
+                _ if i < duplicate + stray => MixtureRun::UniqueButOne(
+                    duplicate * self.run_pages + i - duplicate,
+                    order.random_number(!i) % self.run_pages,
                 ),
                 _ => MixtureRun::Unique,
             })
@@ -73,7 +73,8 @@ impl Mixture {
 
     /// Fill memory of `pages` pages.
     pub fn fill(&self, memory: &mut [u8], page_size: usize, seed: &str, salt: &str) {
-        let (shared, own) = (ContentOrigin::from_names(&["mixture", seed]), ContentOrigin::from_names(&[salt, "own"]));
+        let (shared, unique) =
+            (ContentOrigin::from_names(&["mixture", seed]), ContentOrigin::from_names(&[salt, "own"]));
         let run_bytes = self.run_pages as usize * page_size;
         let mut numbers = 0..;
         for (run, bytes) in self.run_order(salt).into_iter().zip(memory.chunks_mut(run_bytes)) {
@@ -81,8 +82,8 @@ impl Mixture {
                 let number = numbers.next().expect("numbers do not end");
                 match run {
                     MixtureRun::Duplicate(first) => shared.fill_page(page, first + i),
-                    MixtureRun::UniqueButOne(content, place) if place == i => shared.fill_page(page, content),
-                    MixtureRun::UniqueButOne(..) | MixtureRun::Unique => own.fill_page(page, number),
+                    MixtureRun::UniqueButOne(content, position) if position == i => shared.fill_page(page, content),
+                    MixtureRun::UniqueButOne(..) | MixtureRun::Unique => unique.fill_page(page, number),
                 }
             }
         }

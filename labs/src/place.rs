@@ -79,25 +79,25 @@ pub fn run(arguments: &PlaceArguments) -> Result<()> {
 }
 
 fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Action>> {
-    let failed = |why| anyhow!("{why}");
-    let handle = host.open(Pid(arguments.pid)).map_err(failed)?;
+    let to_error = |why| anyhow!("{why}");
+    let handle = host.open(Pid(arguments.pid)).map_err(to_error)?;
     let process = handle.id();
     let mut actions = Vec::new();
     if let Some(cpus) = &arguments.cpus {
         let stat = handle.read(&format!("task/{}/stat", arguments.pid)).and_then(|bytes| parse::stat(&bytes));
-        let stat = stat.map_err(failed)?;
-        let from = handle.thread_cpus(process.pid).map_err(failed)?;
+        let stat = stat.map_err(to_error)?;
+        let from = handle.thread_cpus(process.pid).map_err(to_error)?;
         let thread = ThreadId { process, tid: process.pid, start_time: stat.start_time };
         actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() } });
     }
     if let Some((cgroup, to)) = &arguments.cpuset {
         let file = CpusetFile::Cpus;
-        let now = host.read(&format!("{cgroup}/{}", file.file_name())).map_err(failed)?;
-        let ids = Exchange { from: String::from_utf8_lossy(&now).parse()?, to: to.clone() };
+        let current = host.read(&format!("{cgroup}/{}", file.file_name())).map_err(to_error)?;
+        let ids = Exchange { from: String::from_utf8_lossy(&current).parse()?, to: to.clone() };
         actions.push(Action::WriteCpuset { cgroup: cgroup.clone(), file, ids });
     }
     if let Some(node) = arguments.node {
-        let regions = observe::regions(&*handle).map_err(failed)?;
+        let regions = observe::regions(&*handle).map_err(to_error)?;
         let private = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
         let ranges: Vec<AddressRange> =
             private.map(|region| region.range).filter(|range| range.bytes().0 >= MIN_REGION_BYTES).collect();

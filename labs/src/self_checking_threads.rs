@@ -66,16 +66,16 @@ fn compute_and_check(thread: u64, bytes: usize, stop: &AtomicBool, rounds: &Atom
         round += 1;
         let part = round as usize % PARTS_PER_THREAD;
         let start = part * part_len;
-        let before = written[part];
+        let last_round = written[part];
         let mut sums = (0_f64, 0_f64);
-        for (place, held) in memory[start..start + part_len].iter_mut().enumerate() {
-            let expected = expected_word(thread, before, start + place);
-            if *held != expected {
-                exit_with_error(&format!("thread {thread}, round {round}: {held:#x} at {place}, not {expected:#x}"));
+        for (i, word) in memory[start..start + part_len].iter_mut().enumerate() {
+            let expected = expected_word(thread, last_round, start + i);
+            if *word != expected {
+                exit_with_error(&format!("thread {thread}, round {round}: {word:#x} at {i}, not {expected:#x}"));
             }
-            sums.0 += (*held >> 40) as f64;
+            sums.0 += (*word >> 40) as f64;
             sums.1 += (expected >> 40) as f64;
-            *held = expected_word(thread, round, start + place);
+            *word = expected_word(thread, round, start + i);
         }
         if sums.0.to_bits() != sums.1.to_bits() {
             exit_with_error(&format!("thread {thread}, round {round}: sums {sums:?}"));

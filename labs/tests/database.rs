@@ -51,8 +51,8 @@ fn count_merged_pages(pid: u32) -> u64 {
 
 fn advise(pid: u32, advice: &str) {
     let output = Command::new(LAB).args(["advise", &pid.to_string(), advice]).output().expect("the lab runs");
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && !said.contains("missed"), "{advice}: {output:?}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && !stdout.contains("missed"), "{advice}: {output:?}");
 }
 
 /// KSM, with ksmd merging without a pause. `None` if the test is skipped; the reason is printed.
@@ -124,11 +124,11 @@ fn sqlite_survives_enroll_unenroll_cycles() {
         done.expect("no cycle failed").unwrap();
         moves
     });
-    let mut said = String::new();
-    output.read_to_string(&mut said).unwrap();
-    assert!(database.wait().unwrap().success(), "{said}");
+    let mut printed = String::new();
+    output.read_to_string(&mut printed).unwrap();
+    assert!(database.wait().unwrap().success(), "{printed}");
     assert!(moves > u64::from(SQLITE_CYCLES), "the database was busy: {moves}");
-    assert_eq!(said, format!("ok\n64000|{}|64\n0\n", 2 * moves));
+    assert_eq!(printed, format!("ok\n64000|{}|64\n0\n", 2 * moves));
 }
 
 /// The user of the server, which refuses root: `nobody`.
@@ -239,18 +239,18 @@ fn enroll_and_unenroll(pid: u32) -> bool {
         .output()
         .expect("the lab runs");
     if output.status.success() {
-        let said = String::from_utf8_lossy(&output.stdout);
+        let stdout = String::from_utf8_lossy(&output.stdout);
         // Memory is mapped and unmapped while a query runs.
         let unmapped = MissedReason::NotMapped.to_string();
-        let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(&unmapped));
+        let refused = stdout.lines().find(|line| line.starts_with("missed ") && !line.contains(&unmapped));
         assert_eq!(refused, None, "process {pid}");
         return true;
     }
     // An ending process frees its memory first, which may take time.
     let began = Instant::now();
     while start().is_some_and(|start| Some(start) == before) {
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(began.elapsed() < Duration::from_secs(60), "process {pid}: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(began.elapsed() < Duration::from_secs(60), "process {pid}: {stderr}");
         thread::sleep(Duration::from_millis(5));
     }
     false

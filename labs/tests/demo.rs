@@ -48,11 +48,11 @@ fn demo_simulation_reports_savings_without_root() {
         demo.uid(NOBODY_UID).gid(NOBODY_UID);
     }
     let output = demo.output().unwrap();
-    let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{told}\n{complaints}");
-    assert!(told.contains("All three computed the same to the last bit: checksum="), "{told}");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}\n{stderr}");
+    assert!(stdout.contains("All three computed the same to the last bit: checksum="), "{stdout}");
     // Mode, MiB, gain in percent, seconds, and slowdown in percent.
-    let gains: Vec<(&str, f64)> = told
+    let gains: Vec<(&str, f64)> = stdout
         .lines()
         .filter_map(|line| match line.split_whitespace().collect::<Vec<_>>()[..] {
             [mode, _, gain, "%", _, _, "%"] => Some((mode, gain.parse().ok()?)),
@@ -60,6 +60,6 @@ fn demo_simulation_reports_savings_without_root() {
         })
         .collect();
     let modes: Vec<&str> = gains.iter().map(|&(mode, _)| mode).collect();
-    assert_eq!(modes, ["plain", "blocks", "engine"], "{told}");
-    assert!(gains[1..].iter().all(|&(_, gain)| gain > 0.0), "{told}");
+    assert_eq!(modes, ["plain", "blocks", "engine"], "{stdout}");
+    assert!(gains[1..].iter().all(|&(_, gain)| gain > 0.0), "{stdout}");
 }

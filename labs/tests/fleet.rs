@@ -30,9 +30,9 @@ fn start_time(pid: u32) -> Option<String> {
     if fields[0] == "Z" { None } else { Some(fields[19].to_owned()) }
 }
 
-fn wait_until(event: &str, mut holds: impl FnMut() -> bool) {
+fn wait_until(event: &str, mut is_met: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
-    while !holds() {
+    while !is_met() {
         assert!(Instant::now() < deadline, "this never happened: {event}");
         std::thread::sleep(Duration::from_millis(10));
     }

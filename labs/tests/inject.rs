@@ -79,11 +79,11 @@ fn can_run() -> bool {
 
 /// Whether the kernel preserves the remaining time of a call that is stopped; prints the reason for skipping if not.
 fn timeouts_survive_stops() -> bool {
-    let kept = cfg!(target_arch = "x86_64");
-    if !kept {
+    let is_supported = cfg!(target_arch = "x86_64");
+    if !is_supported {
         println!("skipped: this kernel does not show why it restarts a call, so the call starts again in full");
     }
-    kept
+    is_supported
 }
 
 /// A program that checks itself.
@@ -106,12 +106,12 @@ impl SelfCheckingTarget {
         let mut child =
             program.arg(state).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the target starts");
         let mut output = child.stdout.take().expect("piped");
-        let mut said = [0; 6];
-        output.read_exact(&mut said).expect("the target is ready");
-        if &said != b"READY\n" {
+        let mut printed = [0; 6];
+        output.read_exact(&mut printed).expect("the target is ready");
+        if &printed != b"READY\n" {
             let mut rest = String::new();
             output.read_to_string(&mut rest).expect("why it is not");
-            panic!("{state}: {}{rest}", lossy_text(&said));
+            panic!("{state}: {}{rest}", lossy_text(&printed));
         }
         // It prints this right before it enters the state.
         thread::sleep(Duration::from_millis(10));
@@ -141,11 +141,11 @@ impl SelfCheckingTarget {
     fn finish_and_check(mut self) -> String {
         self.send_signal(Signal::SIGUSR1);
         drop(self.child.stdin.take());
-        let mut said = String::new();
-        self.stdout.take().expect("taken once").read_to_string(&mut said).expect("its output");
+        let mut printed = String::new();
+        self.stdout.take().expect("taken once").read_to_string(&mut printed).expect("its output");
         let status = self.child.wait().expect("its exit");
-        assert!(status.success() && said.contains("OK\n"), "{status}: {said}");
-        said
+        assert!(status.success() && printed.contains("OK\n"), "{status}: {printed}");
+        printed
     }
 }
 
@@ -191,9 +191,9 @@ fn count_enrolled_regions(pid: u32) -> usize {
 }
 
 /// Wait until a condition holds, at most for some seconds.
-fn wait_until(condition: &str, holds: impl Fn() -> bool) {
+fn wait_until(condition: &str, is_met: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !holds() {
+    while !is_met() {
         assert!(Instant::now() < deadline, "{condition}");
         thread::sleep(Duration::from_millis(1));
     }
@@ -262,8 +262,8 @@ fn target_in_any_state_survives_enroll_and_unenroll() {
             assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");
             // The kernel's view of the process from outside (6.14).
             let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
-            let told = stat.lines().find_map(|line| line.strip_prefix("ksm_merge_any: "));
-            assert!(told.is_none_or(|told| (told == "yes") == whole), "{state}: {what}: {stat}");
+            let merge_any = stat.lines().find_map(|line| line.strip_prefix("ksm_merge_any: "));
+            assert!(merge_any.is_none_or(|merge_any| (merge_any == "yes") == whole), "{state}: {what}: {stat}");
         }
         victim.finish_and_check();
     }
@@ -299,8 +299,8 @@ fn stack_with_guard_page_is_refused() {
         return;
     }
     let victim = SelfCheckingTarget::start("stack_with_guard");
-    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
-    assert!(said.contains("no main stack that is readable and writable throughout"), "{said}");
+    let output = advise_expecting_refusal(victim.pid(), &["mergeable"]);
+    assert!(output.contains("no main stack that is readable and writable throughout"), "{output}");
     victim.finish_and_check();
 }
 
@@ -310,8 +310,8 @@ fn memory_below_the_stack_is_not_written() {
         return;
     }
     let victim = SelfCheckingTarget::start("stack_above_memory");
-    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
-    assert!(said.contains("its main stack"), "{said}");
+    let output = advise_expecting_refusal(victim.pid(), &["mergeable"]);
+    assert!(output.contains("its main stack"), "{output}");
     victim.finish_and_check();
     let victim = SelfCheckingTarget::start("stack_near_memory");
     advise_successfully(victim.pid(), &["mergeable", "--cycles", "20"]);
@@ -399,8 +399,8 @@ fn signals_are_neither_lost_nor_duplicated() {
     }
     let victim = SelfCheckingTarget::start("signals");
     advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(300).to_string()]);
-    let said = victim.finish_and_check();
-    let count: u64 = said.lines().find_map(|line| line.strip_prefix("signals ")).expect("a count").parse().unwrap();
+    let output = victim.finish_and_check();
+    let count: u64 = output.lines().find_map(|line| line.strip_prefix("signals ")).expect("a count").parse().unwrap();
     assert!(count > 300, "{count} signals only");
 }
 
@@ -417,8 +417,8 @@ fn interrupted_wait_takes_its_remaining_time() {
             assert!(begun.elapsed() < Duration::from_secs(30), "{state}: it waits forever");
         }
         // It has ended, and checks itself that it did not wait too short.
-        let said = victim.finish_and_check();
-        assert!(said.contains(says), "{said}");
+        let output = victim.finish_and_check();
+        assert!(output.contains(says), "{output}");
     }
 }
 
@@ -432,8 +432,8 @@ fn timeouts_expire_on_time_despite_stops() {
     while begun.elapsed() < Duration::from_secs(1) {
         advise_successfully(victim.pid(), &["mergeable", "--cycles", "50"]);
     }
-    let said = victim.finish_and_check();
-    let ticks: u32 = said.lines().find_map(|line| line.strip_prefix("ticks ")).expect("a count").parse().unwrap();
+    let output = victim.finish_and_check();
+    let ticks: u32 = output.lines().find_map(|line| line.strip_prefix("ticks ")).expect("a count").parse().unwrap();
     // Undisturbed there would be twenty. If each stop restarted the timeout, it would never end.
     assert!(ticks >= 5, "{ticks} timeouts only");
 }
@@ -485,8 +485,8 @@ fn max_map_count_is_reported() {
         return;
     }
     let victim = SelfCheckingTarget::start("regions");
-    let said = advise_successfully(victim.pid(), &["mergeable", "--gap-pages", "16"]);
-    assert!(said.contains("vm.max_map_count"), "{said}");
+    let output = advise_successfully(victim.pid(), &["mergeable", "--gap-pages", "16"]);
+    assert!(output.contains("vm.max_map_count"), "{output}");
     victim.finish_and_check();
 }
 
@@ -498,8 +498,8 @@ fn traced_process_is_refused() {
     let victim = SelfCheckingTarget::start("futex");
     let pid = Pid::from_raw(victim.pid().cast_signed());
     ptrace::seize(pid, ptrace::Options::empty()).expect("we may trace it");
-    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
-    assert!(said.contains("traces it"), "{said}");
+    let output = advise_expecting_refusal(victim.pid(), &["mergeable"]);
+    assert!(output.contains("traces it"), "{output}");
     ptrace::interrupt(pid).expect("it can be interrupted");
     nix::sys::wait::waitpid(pid, None).expect("it stops");
     ptrace::detach(pid, None).expect("it can be released");
@@ -518,8 +518,8 @@ fn concurrent_injectors_take_turns() {
         for _ in 0..2 {
             scope.spawn(|| {
                 let output = run_advise(victim.pid(), &["mergeable", "--cycles", &cycle_count(40).to_string()], "");
-                let said = lossy_text(&output.stderr);
-                assert!(output.status.success() || said.contains("busy") || said.contains("traces it"), "{said}");
+                let stderr = lossy_text(&output.stderr);
+                assert!(output.status.success() || stderr.contains("busy") || stderr.contains("traces it"), "{stderr}");
                 successes.fetch_add(u32::from(output.status.success()), Ordering::Relaxed);
             });
         }
@@ -554,23 +554,23 @@ fn unprivileged_injection_refuses_seccomp_filter() {
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
     let program = build_target("dynamic").expect("a compiler");
-    let place = |file: &Path| folder.path().join(file.file_name().expect("a file"));
+    let installed_path = |file: &Path| folder.path().join(file.file_name().expect("a file"));
     for file in [&program, &lab_binary()] {
-        client::install_executable(file, &place(file), 0o755).expect("a copy");
+        client::install_executable(file, &installed_path(file), 0o755).expect("a copy");
     }
-    let own = |file: &Path| {
-        let mut command = Command::new(place(file));
+    let user_command = |file: &Path| {
+        let mut command = Command::new(installed_path(file));
         command.uid(NOBODY_UID).gid(NOBODY_UID).current_dir("/");
         command
     };
     // If one thread has no filter, Pagefold uses that one.
     for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
-        let victim = SelfCheckingTarget::start_command(own(&program), state);
-        let mut advise = own(&lab_binary());
+        let victim = SelfCheckingTarget::start_command(user_command(&program), state);
+        let mut advise = user_command(&lab_binary());
         let output = advise.args(["advise", &victim.pid().to_string(), "mergeable"]).output().expect("the lab runs");
-        let said = lossy_text(&output.stderr);
-        assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {said}");
-        assert!(said.contains(refusal.unwrap_or_default()), "{state}: {said}");
+        let stderr = lossy_text(&output.stderr);
+        assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {stderr}");
+        assert!(stderr.contains(refusal.unwrap_or_default()), "{state}: {stderr}");
         assert_eq!(count_enrolled_regions(victim.pid()) == 0, refusal.is_some(), "{state}");
         assert_eq!(victim.status_field("TracerPid"), "0");
         victim.finish_and_check();
@@ -582,8 +582,8 @@ fn kernel_threads_are_refused_zombie_leaders_live() {
     if !can_run() {
         return;
     }
-    let said = advise_expecting_refusal(2, &["whole-process"]);
-    assert!(said.contains("kernel"), "{said}");
+    let printed = advise_expecting_refusal(2, &["whole-process"]);
+    assert!(printed.contains("kernel"), "{printed}");
     let victim = SelfCheckingTarget::start("zombie");
     let output = run_advise(victim.pid(), &["whole-process"], "");
     assert!(matches!(output.status.code(), Some(0 | 2)), "{}", lossy_text(&output.stderr));
@@ -638,8 +638,8 @@ fn check_32_bit_program_is_refused(waits: bool) {
     };
     let victim = SelfCheckingTarget { child, stdout: None };
     thread::sleep(Duration::from_millis(50));
-    let said = advise_expecting_refusal(victim.pid(), &["whole-process"]);
-    assert!(said.contains("32-bit"), "{said}");
+    let output = advise_expecting_refusal(victim.pid(), &["whole-process"]);
+    assert!(output.contains("32-bit"), "{output}");
     // Its pause was interrupted, and it is about to start the next.
     wait_until("it continues", || victim.status_field("State").starts_with(if waits { 'S' } else { 'R' }));
 }
@@ -680,9 +680,9 @@ fn busy_program_survives_many_cycles() {
     output.read_exact(&mut ready).expect("it is ready");
     advise_successfully(busy.id(), &["mergeable", "--cycles", &cycle_count(300).to_string()]);
     drop(busy.stdin.take());
-    let mut said = String::new();
-    output.read_to_string(&mut said).expect("its output");
-    assert!(busy.wait().expect("its exit").success() && said.contains("all right"), "{said}");
+    let mut printed = String::new();
+    output.read_to_string(&mut printed).expect("its output");
+    assert!(busy.wait().expect("its exit").success() && printed.contains("all right"), "{printed}");
 }
 
 /// Number of cycles: `PAGEFOLD_SOAK_CYCLES` for the long form, and fewer on an emulated machine.
@@ -698,8 +698,8 @@ fn changed_ranges_are_reported_and_others_enrolled() {
     let lab = RunningLab::start_layout(&["unique=64"]).expect("a layout");
     let region = lab.first_region("unique");
     let range = format!("{:x}-{:x}", region.start, region.end_address());
-    let said = advise_successfully(lab.pid(), &["mergeable", "1000-3000", &range]);
-    assert!(said.contains("missed 00001000-00003000: not mapped any more\n"), "{said}");
+    let output = advise_successfully(lab.pid(), &["mergeable", "1000-3000", &range]);
+    assert!(output.contains("missed 00001000-00003000: not mapped any more\n"), "{output}");
     assert_eq!(count_enrolled_regions(lab.pid()), 1);
     // No range is left, so that no thread is stopped.
     assert!(advise_successfully(lab.pid(), &["mergeable", &range]).contains("stops 0 "));
@@ -746,16 +746,16 @@ fn split_huge_pages_are_collapsed() {
         println!("skipped: huge pages are allocated automatically here (transparent_hugepage/enabled)");
         return;
     }
-    let said = advise_successfully(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
-    if said.contains("no huge page was available") {
+    let output = advise_successfully(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
+    if output.contains("no huge page was available") {
         println!("skipped: this machine's memory is too fragmented for a huge page");
         return;
     }
-    assert!(!said.contains("missed"), "{said}");
+    assert!(!output.contains("missed"), "{output}");
     assert!(count() > before, "{before} bytes before, {} after", count());
-    assert!(said.contains("stops 0 "), "{said}");
-    let said = advise_successfully(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
-    assert!(said.contains("missed"), "{said}");
+    assert!(output.contains("stops 0 "), "{output}");
+    let output = advise_successfully(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
+    assert!(output.contains("missed"), "{output}");
     victim.finish_and_check();
 }
 
@@ -782,8 +782,8 @@ fn unmerge_preserves_memory_contents() {
     ksm.scan_until_settled();
     // Its 4 MiB have sixteen different pages.
     assert!(merged() > 500, "{} pages", merged());
-    let said = advise_successfully(victim.pid(), &["unmergeable"]);
-    println!("{said}");
-    assert_eq!(merged(), 0, "{said}");
+    let output = advise_successfully(victim.pid(), &["unmergeable"]);
+    println!("{output}");
+    assert_eq!(merged(), 0, "{output}");
     victim.finish_and_check();
 }

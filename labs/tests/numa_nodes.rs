@@ -33,22 +33,22 @@ fn merged_memory_stays_on_its_numa_node() {
         .concat(),
         kernel_arguments: "",
     };
-    let said = machine.run(folder.path(), Duration::from_secs(120), &mut || Ok(())).expect("a machine");
-    assert!(said.lines().any(|line| line == "ENDED"), "{said}");
-    let stores = said.lines().find_map(|line| line.strip_prefix("STORES ")).expect("stores");
+    let output = machine.run(folder.path(), Duration::from_secs(120), &mut || Ok(())).expect("a machine");
+    assert!(output.lines().any(|line| line == "ENDED"), "{output}");
+    let stores = output.lines().find_map(|line| line.strip_prefix("STORES ")).expect("stores");
     let mut stores: Vec<&str> = stores.split_whitespace().collect();
     stores.sort_unstable();
-    assert_eq!(stores, ["nodes.node0", "nodes.node1"], "{said}");
+    assert_eq!(stores, ["nodes.node0", "nodes.node1"], "{output}");
 
-    let members: Vec<Vec<&str>> = said
+    let members: Vec<Vec<&str>> = output
         .lines()
         .filter_map(|line| line.strip_prefix("MEMBER "))
         .map(|line| line.split_whitespace().collect())
         .collect();
-    assert_eq!(members.len(), 6, "{said}");
+    assert_eq!(members.len(), 6, "{output}");
     for words in members {
         let node = words[0];
-        assert_eq!(words[1], "same", "{said}");
+        assert_eq!(words[1], "same", "{output}");
         let is = |name: &str| words.iter().any(|word| word.starts_with(name));
         let (here, there) = (format!("N{node}="), if node == "0" { "N1=" } else { "N0=" });
         assert!(is(&here) && !is(there), "a member on node {node}: {words:?}");

@@ -151,20 +151,21 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
         .concat(),
         kernel_arguments: "",
     };
-    let said = machine.run(folder.path(), Duration::from_secs(180), &mut || Ok(())).expect("a machine");
-    assert!(said.lines().any(|line| line == "ENDED"), "{said}");
+    let output = machine.run(folder.path(), Duration::from_secs(180), &mut || Ok(())).expect("a machine");
+    assert!(output.lines().any(|line| line == "ENDED"), "{output}");
     let step = |name: &str| -> (u64, u64, String) {
         let prefix = format!("STEP {name} ");
-        let words: Vec<&str> = said.lines().find_map(|line| line.strip_prefix(&*prefix)).unwrap().split(' ').collect();
+        let words: Vec<&str> =
+            output.lines().find_map(|line| line.strip_prefix(&*prefix)).unwrap().split(' ').collect();
         let value = |number: usize| words[number].split_once('=').unwrap().1;
         (value(0).parse().unwrap(), value(1).parse().unwrap(), value(2).to_owned())
     };
     let before = step("before");
-    assert!(before.0 >= 2000 && before.1 == 0 && before.2 == "0", "{said}");
+    assert!(before.0 >= 2000 && before.1 == 0 && before.2 == "0", "{output}");
     for name in ["placed", "killed"] {
-        assert_eq!(step(name), (0, before.0, "1".to_owned()), "{name}: {said}");
+        assert_eq!(step(name), (0, before.0, "1".to_owned()), "{name}: {output}");
     }
     for name in ["undone", "recovered"] {
-        assert_eq!(step(name), before, "{name}: {said}");
+        assert_eq!(step(name), before, "{name}: {output}");
     }
 }

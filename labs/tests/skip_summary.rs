@@ -56,13 +56,13 @@ fn summarize(printed: &str) -> Output {
 #[test]
 fn skip_reasons_are_printed_before_the_last_result() {
     let output = summarize(RUNNER_OUTPUT);
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{said}");
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{stdout}");
     let end = "skipped: this kernel has no KSM (2x)\n2 skipped\n\ntest result: FAILED. 0 passed; 1 failed\n";
-    assert!(said.ends_with(end), "{said}");
+    assert!(stdout.ends_with(end), "{stdout}");
     // The output of failed tests is shown, that of passed tests is not.
-    assert!(said.contains("why it failed") && !said.contains("noise"), "{said}");
-    assert!(said.contains("test result: ok. 2 passed; 0 failed\n\nrunning 1 test\n"), "{said}");
+    assert!(stdout.contains("why it failed") && !stdout.contains("noise"), "{stdout}");
+    assert!(stdout.contains("test result: ok. 2 passed; 0 failed\n\nrunning 1 test\n"), "{stdout}");
 }
 
 #[test]
@@ -79,8 +79,8 @@ fn summary_ends_while_the_pipe_is_still_open() {
 #[test]
 fn root_may_skip_only_for_missing_kernel_features() {
     let output = summarize(&RUNNER_OUTPUT.replace("this kernel has no KSM", "needs a C compiler"));
-    let said = String::from_utf8(output.stdout).unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
     let root = nix::unistd::geteuid().is_root();
-    assert_eq!(output.status.code(), Some(root.into()), "{said}");
-    assert_eq!(said.contains("error: skipped: needs a C compiler (2x), which root can have"), root, "{said}");
+    assert_eq!(output.status.code(), Some(root.into()), "{stdout}");
+    assert_eq!(stdout.contains("error: skipped: needs a C compiler (2x), which root can have"), root, "{stdout}");
 }

@@ -92,9 +92,10 @@ impl ChurnRun {
     /// Seconds until nine tenths were merged, ascending, of guests that were sampled for long enough. Infinite for
     /// guests that were never merged.
     fn merge_times(&self) -> Vec<f64> {
-        let told = |fate: &&GuestRecord| fate.merged_seconds.is_some() || fate.watched_seconds >= MAX_MERGE_SECONDS;
+        let is_known =
+            |guest: &&GuestRecord| guest.merged_seconds.is_some() || guest.watched_seconds >= MAX_MERGE_SECONDS;
         let mut seconds: Vec<f64> =
-            self.guests.iter().filter(told).map(|fate| fate.merged_seconds.unwrap_or(f64::INFINITY)).collect();
+            self.guests.iter().filter(is_known).map(|guest| guest.merged_seconds.unwrap_or(f64::INFINITY)).collect();
         seconds.sort_by(f64::total_cmp);
         seconds
     }
@@ -140,42 +141,46 @@ impl ChurnBenchmark {
             KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &daemon_config(), log, &ksm)?,
         };
         let mut run = ChurnRun { driver_kind, unwritten_pages: unwritten, samples: Vec::new(), guests: Vec::new() };
-        let (guests, leaving) = (Vec::new(), Vec::new());
-        let mut street = GuestPopulation {
+        let (guests, ending_guests) = (Vec::new(), Vec::new());
+        let mut population = GuestPopulation {
             host: LiveHost::new(),
             started_at: Instant::now(),
             unwritten_pages: unwritten,
             guests,
-            ending_guests: leaving,
+            ending_guests,
         };
-        let (mut looked, mut surveyed, mut come) = (Duration::ZERO, Duration::ZERO, 0);
+        let (mut last_scan, mut last_full_scan, mut started_guests) = (Duration::ZERO, Duration::ZERO, 0);
         loop {
-            let now = street.started_at.elapsed();
-            if now >= self.duration {
+            let elapsed = population.started_at.elapsed();
+            if elapsed >= self.duration {
                 break;
             }
-            if now >= self.arrival_interval * come {
-                street.guests.push(ChurnGuest::start(come as usize, self.mib, driver_kind.enrolls_whole_qemu())?);
-                come += 1;
+            if elapsed >= self.arrival_interval * started_guests {
+                population.guests.push(ChurnGuest::start(
+                    started_guests as usize,
+                    self.mib,
+                    driver_kind.enrolls_whole_qemu(),
+                )?);
+                started_guests += 1;
             }
-            street.end_due_guests(&mut run, |guest| guest.started_at.elapsed() >= self.guest_lifetime);
-            street.count_ready_guests()?;
-            driver.poll(now.as_secs_f64())?;
-            if now >= surveyed + FULL_SCAN_INTERVAL {
-                let (guests, saved) = street.scan_all()?;
-                let seconds = street.started_at.elapsed().as_secs_f64();
+            population.end_due_guests(&mut run, |guest| guest.started_at.elapsed() >= self.guest_lifetime);
+            population.count_ready_guests()?;
+            driver.poll(elapsed.as_secs_f64())?;
+            if elapsed >= last_full_scan + FULL_SCAN_INTERVAL {
+                let (guests, saved) = population.scan_all()?;
+                let seconds = population.started_at.elapsed().as_secs_f64();
                 run.samples.push(ChurnSample { seconds, guests, saved_pages: saved, cpu: driver.read_cpu_seconds()? });
-                (surveyed, looked) = (now, now);
-            } else if now >= looked + UNMERGED_SCAN_INTERVAL {
-                street.scan_unmerged()?;
-                looked = now;
+                (last_full_scan, last_scan) = (elapsed, elapsed);
+            } else if elapsed >= last_scan + UNMERGED_SCAN_INTERVAL {
+                population.scan_unmerged()?;
+                last_scan = elapsed;
             }
             sleep_unless_signaled(POLL_INTERVAL)?;
         }
-        street.end_due_guests(&mut run, |_| true);
+        population.end_due_guests(&mut run, |_| true);
         driver.stop()?;
-        street.ending_guests.into_iter().for_each(|gone| drop(gone.join()));
-        run.guests.sort_by(|one, other| one.arrived_seconds.total_cmp(&other.arrived_seconds));
+        population.ending_guests.into_iter().for_each(|thread| drop(thread.join()));
+        run.guests.sort_by(|left, right| left.arrived_seconds.total_cmp(&right.arrived_seconds));
         Ok(run)
     }
 }
@@ -194,10 +199,10 @@ impl GuestPopulation {
     fn count_ready_guests(&mut self) -> Result<()> {
         for position in 0..self.guests.len() {
             let Some(ready) = self.guests[position].poll_ready()? else { continue };
-            let (before, rest) = self.guests.split_at_mut(position);
-            let Some((guest, after)) = rest.split_first_mut() else { continue };
+            let (guests_before, rest) = self.guests.split_at_mut(position);
+            let Some((guest, guests_after)) = rest.split_first_mut() else { continue };
             let others: Vec<&ReadyGuest> =
-                before.iter().chain(after.iter()).filter_map(|guest| guest.ready.as_ref()).collect();
+                guests_before.iter().chain(guests_after.iter()).filter_map(|guest| guest.ready.as_ref()).collect();
             guest.count_shareable_with(ready, &others, self.unwritten_pages)?;
         }
         Ok(())
@@ -205,8 +210,8 @@ impl GuestPopulation {
 
     /// Scan the guests that are not merged yet.
     fn scan_unmerged(&mut self) -> Result<()> {
-        let young = self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut());
-        young
+        let ready_guests = self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut());
+        ready_guests
             .filter(|ready| ready.nine_tenths_merged_at.is_none())
             .try_for_each(|ready| ready.scan(&self.host, &mut HashSet::new()))
     }
@@ -303,13 +308,13 @@ pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     ));
     findings.tables.push(table);
     if let Some(run) = runs.iter().find(|run| run.driver_kind == KsmDriverKind::Daemon) {
-        let soon = run.merge_time_quantile(0.9);
+        let p90 = run.merge_time_quantile(0.9);
         findings.checks.push(ThresholdCheck {
             claim: format!(
                 "90 % of a new guest's shareable pages are merged within {MAX_MERGE_SECONDS} s of READY, at p90"
             ),
-            measured: format!("{} s", format_seconds(soon)),
-            met: soon.is_some_and(|soon| soon <= MAX_MERGE_SECONDS),
+            measured: format!("{} s", format_seconds(p90)),
+            met: p90.is_some_and(|p90| p90 <= MAX_MERGE_SECONDS),
         });
         findings.checks.push(ThresholdCheck {
             claim: format!("at most {:.0} % of one core on average, ksmd and driver included", MAX_CPU_SHARE * 100.0),

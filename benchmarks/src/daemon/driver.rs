@@ -195,17 +195,17 @@ impl DaemonProcess {
     }
 
     fn last_log_lines(&self) -> Result<String> {
-        let said = fs::read_to_string(&self.log_path)?;
-        let lines: Vec<&str> = said.lines().collect();
+        let log = fs::read_to_string(&self.log_path)?;
+        let lines: Vec<&str> = log.lines().collect();
         Ok(lines[lines.len().saturating_sub(10)..].join("\n"))
     }
 
     /// Stop the daemon, and check that it has undone its changes.
     fn stop(mut self) -> Result<()> {
-        let began = Instant::now();
+        let start = Instant::now();
         rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM)?;
         while !trial::has_ended(self.child.id())? {
-            ensure!(began.elapsed() < DAEMON_EXIT_TIMEOUT, "the daemon did not exit in time");
+            ensure!(start.elapsed() < DAEMON_EXIT_TIMEOUT, "the daemon did not exit in time");
             trial::sleep_unless_signaled(Duration::from_millis(20))?;
         }
         let status = self.child.wait()?;

@@ -95,8 +95,8 @@ fn count_shareable(contents: &ContentCounts, others: &[&ContentCounts], unwritte
 pub fn measure_unwritten_pages(mib: u32, enrolled: bool) -> Result<u64> {
     let mut guest = ChurnGuest::start(0, mib, enrolled)?;
     let pid = guest.wait_until_ready()?;
-    let look = scan_page_tables(&LiveHost::new(), pid, &mut HashSet::new())?;
-    Ok(look.zero_pages.saturating_sub(merged_zero_pages(pid)?))
+    let scan = scan_page_tables(&LiveHost::new(), pid, &mut HashSet::new())?;
+    Ok(scan.zero_pages.saturating_sub(merged_zero_pages(pid)?))
 }
 
 impl ChurnGuest {
@@ -105,9 +105,9 @@ impl ChurnGuest {
         let mut command = command_through_hold(pagefold_labs::client::lab_binary()?, enrolled)?;
         command.args(["fleet", "--guests", "1", "--memory", &mib.to_string(), "--timeout", "300"]);
         command.args(["--name-prefix", &format!("{GUEST_NAME_PREFIX}-{number}")]).stderr(Stdio::null());
-        let mut holder = RunningProgram::start(command)?;
-        let output = holder.take_output().context("a guest has no output")?;
-        let (sender, coming) = mpsc::channel();
+        let mut process = RunningProgram::start(command)?;
+        let output = process.take_output().context("a guest has no output")?;
+        let (sender, ready_receiver) = mpsc::channel();
         std::thread::spawn(move || {
             let mut pid = None;
             for line in output.map_while(Result::ok) {
@@ -119,15 +119,15 @@ impl ChurnGuest {
                 pid = serde_json::from_str::<output_lines::GuestLine>(&line).ok().map(|guest| guest.pid).or(pid);
             }
         });
-        Ok(Self { process: holder, enrolled, ready_receiver: coming, started_at: Instant::now(), ready: None })
+        Ok(Self { process, enrolled, ready_receiver, started_at: Instant::now(), ready: None })
     }
 
     /// The process of the guest, once it is ready.
     pub fn poll_ready(&mut self) -> Result<Option<(u32, Instant)>> {
         match self.ready_receiver.try_recv() {
-            Ok((pid, at)) => {
+            Ok((pid, ready_at)) => {
                 ensure!(!self.enrolled || is_enrolled(pid)?, "QEMU's process {pid} is not enrolled as requested");
-                Ok(Some((pid, at)))
+                Ok(Some((pid, ready_at)))
             }
             Err(TryRecvError::Empty) => Ok(None),
             Err(TryRecvError::Disconnected) if self.ready.is_some() => Ok(None),
@@ -151,18 +151,18 @@ impl ChurnGuest {
     /// Count the pages that it can share with other ready guests, where this many of its pages were never written.
     pub fn count_shareable_with(
         &mut self,
-        (pid, at): (u32, Instant),
+        (pid, ready_at): (u32, Instant),
         others: &[&ReadyGuest],
         unwritten: u64,
     ) -> Result<()> {
         let mut contents = ContentCounts::new();
         mergeable_pages::add_process(pid, &mut contents)?;
         let others: Vec<&ContentCounts> = others.iter().map(|other| &other.initial_contents).collect();
-        let shareable = count_shareable(&contents, &others, unwritten);
+        let shareable_pages = count_shareable(&contents, &others, unwritten);
         self.ready = Some(ReadyGuest {
             pid,
-            ready_at: at,
-            shareable_pages: shareable,
+            ready_at,
+            shareable_pages,
             initial_contents: contents,
             unwritten_pages: unwritten,
             nine_tenths_merged_at: None,
@@ -175,8 +175,8 @@ impl ChurnGuest {
 impl ReadyGuest {
     /// Update the number of shared pages. The KSM frames that the guest maps are added to `frames`.
     pub fn scan(&mut self, host: &LiveHost, frames: &mut HashSet<u64>) -> Result<()> {
-        let look = scan_page_tables(host, self.pid, frames)?;
-        self.shared_pages = look.shared_pages(self.unwritten_pages);
+        let scan = scan_page_tables(host, self.pid, frames)?;
+        self.shared_pages = scan.shared_pages(self.unwritten_pages);
         if self.nine_tenths_merged_at.is_none() && self.shared_pages as f64 >= 0.9 * self.shareable_pages as f64 {
             self.nine_tenths_merged_at = Some(Instant::now());
         }
@@ -190,7 +190,7 @@ impl ReadyGuest {
 }
 
 /// Walk the page tables of a process.
-fn scan_page_tables(host: &LiveHost, pid: u32, ksm: &mut HashSet<u64>) -> Result<GuestScan> {
+fn scan_page_tables(host: &LiveHost, pid: u32, ksm_frames: &mut HashSet<u64>) -> Result<GuestScan> {
     let process = host.open(Pid(pid)).map_err(|why| anyhow!("process {pid}: {why}"))?;
     let mut frames: Vec<Pfn> = Vec::new();
     for (start, end) in mergeable_pages::private_regions(pid)? {
@@ -200,16 +200,16 @@ fn scan_page_tables(host: &LiveHost, pid: u32, ksm: &mut HashSet<u64>) -> Result
     }
     frames.sort_unstable();
     let flags = host.frame_flags(&frames).map_err(|why| anyhow!("frames of {pid}: {why}"))?;
-    let mut look = GuestScan::default();
+    let mut scan = GuestScan::default();
     for (frame, flags) in frames.iter().zip(flags) {
         if flags.is_ksm() {
-            look.ksm_pages += 1;
-            ksm.insert(frame.0);
+            scan.ksm_pages += 1;
+            ksm_frames.insert(frame.0);
         } else if flags.is_zero_page() {
-            look.zero_pages += 1;
+            scan.zero_pages += 1;
         }
     }
-    Ok(look)
+    Ok(scan)
 }
 
 /// The addresses of pages of a process that are merged, with other pages or with the kernel's zero page.
@@ -220,9 +220,10 @@ pub fn merged_addresses(host: &LiveHost, pid: u32) -> Result<HashSet<u64>> {
     for (start, end) in mergeable_pages::private_regions(pid)? {
         // The region may have vanished.
         let mappings = process.mappings(AddressRange { start, end }).unwrap_or_default();
-        let shares = |mapping: &PagemapEntry| mapping.present && !mapping.file && !mapping.exclusive;
-        let at = mappings.iter().zip((start..).step_by(page as usize)).filter(|(mapping, _)| shares(mapping));
-        shared.extend(at.filter_map(|(mapping, address)| Some((mapping.frame?, address))));
+        let is_shared = |mapping: &PagemapEntry| mapping.present && !mapping.file && !mapping.exclusive;
+        let shared_mappings =
+            mappings.iter().zip((start..).step_by(page as usize)).filter(|(mapping, _)| is_shared(mapping));
+        shared.extend(shared_mappings.filter_map(|(mapping, address)| Some((mapping.frame?, address))));
     }
     shared.sort_unstable();
     let frames: Vec<Pfn> = shared.iter().map(|(frame, _)| *frame).collect();
@@ -244,17 +245,17 @@ mod tests {
 
     #[test]
     fn unwritten_pages_reduce_only_zero_pages() {
-        let contents = |of: &[([u8; 32], u64)]| of.iter().copied().collect::<ContentCounts>();
-        let held = contents(&[(mergeable_pages::zero_page_hash(), 100), ([1; 32], 2), ([2; 32], 1), ([3; 32], 1)]);
+        let contents = |pages: &[([u8; 32], u64)]| pages.iter().copied().collect::<ContentCounts>();
+        let guest = contents(&[(mergeable_pages::zero_page_hash(), 100), ([1; 32], 2), ([2; 32], 1), ([3; 32], 1)]);
         let other = contents(&[([3; 32], 1), (mergeable_pages::zero_page_hash(), 1)]);
-        assert_eq!(count_shareable(&held, &[&other], 30), 70 + 2 + 1);
-        assert_eq!(count_shareable(&held, &[], 0), 100 + 2);
-        assert_eq!(count_shareable(&held, &[&other], 101), 2 + 1, "the reference boot left more pages unwritten");
+        assert_eq!(count_shareable(&guest, &[&other], 30), 70 + 2 + 1);
+        assert_eq!(count_shareable(&guest, &[], 0), 100 + 2);
+        assert_eq!(count_shareable(&guest, &[&other], 101), 2 + 1, "the reference boot left more pages unwritten");
     }
 
     #[test]
     fn zero_pages_beyond_unwritten_count_as_shared() {
-        let look = GuestScan { ksm_pages: 5, zero_pages: 40 };
-        assert_eq!([30, 40, 41].map(|unwritten| look.shared_pages(unwritten)), [15, 5, 5]);
+        let scan = GuestScan { ksm_pages: 5, zero_pages: 40 };
+        assert_eq!([30, 40, 41].map(|unwritten| scan.shared_pages(unwritten)), [15, 5, 5]);
     }
 }

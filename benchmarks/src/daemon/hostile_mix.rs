@@ -91,16 +91,16 @@ impl ProgramFolder {
         }
         let mut command = command_through_hold(name, self.enrolled)?;
         command.args(arguments).stderr(Stdio::inherit());
-        let mut holder = RunningProgram::start(command)?;
-        holder.wait_until_ready()?;
-        Ok(holder)
+        let mut process = RunningProgram::start(command)?;
+        process.wait_until_ready()?;
+        Ok(process)
     }
 
     /// The configuration of a daemon that manages these programs and those named in `others`, with additional lines in
     /// its section.
     pub fn daemon_config(&self, section: &str, others: &[&str]) -> String {
-        let own = format!("{}*", self.name_prefix);
-        let names: Vec<&str> = others.iter().copied().chain([own.as_str()]).collect();
+        let own_pattern = format!("{}*", self.name_prefix);
+        let names: Vec<&str> = others.iter().copied().chain([own_pattern.as_str()]).collect();
         format!("[daemon]\n{section}\n[daemon.tracked]\nnames = {names:?}\n")
     }
 }
@@ -142,14 +142,14 @@ struct HostileProgram {
 }
 
 impl HostileProgram {
-    fn with_checksum(name: &'static str, mut holder: RunningProgram) -> Result<Self> {
-        let holds = IntegrityCheck::Checksum(holder.query("checksum")?);
-        Ok(Self { name, process: holder, integrity: holds })
+    fn with_checksum(name: &'static str, mut process: RunningProgram) -> Result<Self> {
+        let integrity = IntegrityCheck::Checksum(process.query("checksum")?);
+        Ok(Self { name, process, integrity })
     }
 
-    fn with_contents(name: &'static str, holder: RunningProgram) -> Result<Self> {
-        let holds = IntegrityCheck::Contents(count_contents(&holder)?);
-        Ok(Self { name, process: holder, integrity: holds })
+    fn with_contents(name: &'static str, process: RunningProgram) -> Result<Self> {
+        let integrity = IntegrityCheck::Contents(count_contents(&process)?);
+        Ok(Self { name, process, integrity })
     }
 
     /// Check that the program is running and its memory is unchanged.
@@ -157,13 +157,14 @@ impl HostileProgram {
         self.process.check_alive()?;
         match &self.integrity {
             IntegrityCheck::Checksum(before) => {
-                let now = self.process.query("checksum")?;
-                ensure!(now == *before, "its memory has changed: checksum {now} instead of {before}");
+                let current = self.process.query("checksum")?;
+                ensure!(current == *before, "its memory has changed: checksum {current} instead of {before}");
             }
             IntegrityCheck::Contents(before) => {
-                let now = count_contents(&self.process)?;
-                let fewer = |(content, copies): &(&_, &_)| now.get(*content).is_none_or(|now| now < *copies);
-                let lost = before.iter().filter(fewer).count();
+                let current = count_contents(&self.process)?;
+                let is_lost =
+                    |(content, copies): &(&_, &_)| current.get(*content).is_none_or(|current| current < *copies);
+                let lost = before.iter().filter(is_lost).count();
                 ensure!(lost == 0, "{lost} of {} page contents have changed", before.len());
             }
             IntegrityCheck::SelfChecked => {}
@@ -173,9 +174,9 @@ impl HostileProgram {
 }
 
 /// The page contents of a program, with their number of copies.
-fn count_contents(holder: &RunningProgram) -> Result<ContentCounts> {
+fn count_contents(process: &RunningProgram) -> Result<ContentCounts> {
     let mut contents = ContentCounts::new();
-    mergeable_pages::add_process(holder.pid(), &mut contents)?;
+    mergeable_pages::add_process(process.pid(), &mut contents)?;
     // A few pages belong to the program itself and not to the layout.
     contents.retain(|_, copies| *copies > 1);
     Ok(contents)
@@ -192,30 +193,30 @@ const PLAIN_PROGRAM: &str = "honest";
 
 /// Pages that a program shares with the other one of its name, if merging them is profitable.
 fn shareable_pages(name: &str) -> Option<u64> {
-    let all = (SHARING_PROGRAM_MIB << 20) / pagefold_sys::mapping::page_size() as u64;
+    let total = (SHARING_PROGRAM_MIB << 20) / pagefold_sys::mapping::page_size() as u64;
     match name {
-        SMALL_REGIONS_PROGRAM => Some(all),
-        HUGE_PAGES_PROGRAM | PLAIN_PROGRAM => Some(all / 2),
+        SMALL_REGIONS_PROGRAM => Some(total),
+        HUGE_PAGES_PROGRAM | PLAIN_PROGRAM => Some(total / 2),
         _ => None,
     }
 }
 
 impl HostileMix {
-    fn start(place: &ProgramFolder, hostile: &HostileMixBenchmark) -> Result<Self> {
+    fn start(folder: &ProgramFolder, hostile: &HostileMixBenchmark) -> Result<Self> {
         let sharing = SHARING_PROGRAM_MIB.to_string();
-        let mixture = |kind, more: &[&str]| place.start_lab(kind, &[&["mixture", "--mib", &sharing], more].concat());
-        let layout = |kind, more: &[&str]| place.start_lab(kind, &[&["layout"], more].concat());
+        let mixture = |kind, more: &[&str]| folder.start_lab(kind, &[&["mixture", "--mib", &sharing], more].concat());
+        let layout = |kind, more: &[&str]| folder.start_lab(kind, &[&["layout"], more].concat());
         let (threads, memory) = (hostile.writer_threads.to_string(), WRITER_THREAD_MIB.to_string());
         let (regions, interval) =
             (format!("within={}", hostile.region_count), hostile.rewrite_interval.as_millis().to_string());
         let huge = ["--huge", "--run-pages", "512"];
         let stray = [&huge[..], &["--duplicate-share", "6%", "--stray-share", "45%", "--seed", "stray"]].concat();
-        let pays = [&huge[..], &["--duplicate-share", "50%", "--seed", "huge"]].concat();
+        let profitable = [&huge[..], &["--duplicate-share", "50%", "--seed", "huge"]].concat();
         let pages = shareable_pages(SMALL_REGIONS_PROGRAM).unwrap_or_default();
-        let (content, cut) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
-        let pieces = [content.as_str(), "--regions", &cut];
-        let writer = place.start_lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
-        let forker = place.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
+        let (content, region_count) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
+        let pieces = [content.as_str(), "--regions", &region_count];
+        let writer = folder.start_lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
+        let forker = folder.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
         Ok(Self(vec![
             HostileProgram { name: "rewrites all its memory", process: writer, integrity: IntegrityCheck::SelfChecked },
             HostileProgram::with_contents(
@@ -223,8 +224,8 @@ impl HostileMix {
                 layout('t', &["rewritten-text=16384", "--interval", &interval])?,
             )?,
             HostileProgram::with_checksum("huge pages without profit", mixture('s', &stray)?)?,
-            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
-            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
+            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &profitable)?)?,
+            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &profitable)?)?,
             HostileProgram::with_checksum("forks", forker)?,
             HostileProgram::with_contents(MANY_REGIONS_PROGRAM, layout('r', &[&regions, "--fragment"])?)?,
             HostileProgram::with_contents(SMALL_REGIONS_PROGRAM, layout('p', &pieces)?)?,
@@ -242,14 +243,18 @@ impl HostileMix {
     /// Merged pages of each program, including zeros. They come from page tables where these were walked: the kernel
     /// counts broken pages as merged until ksmd visits them again.
     fn merged_pages_by_program(&self, breaks: &CowBreakTracker) -> Result<Vec<(&'static str, u64)>> {
-        let of = |(number, program): (usize, &HostileProgram)| {
-            let seen = breaks.merged_addresses[number].len() as u64;
+        let merged_pages = |(number, program): (usize, &HostileProgram)| {
+            let mapped_pages = breaks.merged_addresses[number].len() as u64;
             Ok((
                 program.name,
-                if program.name == MANY_REGIONS_PROGRAM { count_merged_pages(program.process.pid())? } else { seen },
+                if program.name == MANY_REGIONS_PROGRAM {
+                    count_merged_pages(program.process.pid())?
+                } else {
+                    mapped_pages
+                },
             ))
         };
-        self.0.iter().enumerate().map(of).collect()
+        self.0.iter().enumerate().map(merged_pages).collect()
     }
 }
 
@@ -281,22 +286,23 @@ impl CowBreakTracker {
     /// are never written.
     fn update(&mut self, host: &LiveHost, mix: &HostileMix) -> Result<()> {
         self.merged_addresses.resize(mix.0.len(), HashSet::new());
-        for (number, program) in mix.0.iter().enumerate().filter(|(_, program)| program.name != MANY_REGIONS_PROGRAM) {
-            let now = guest::merged_addresses(host, program.process.pid()).context(program.name)?;
-            for &page in self.merged_addresses[number].difference(&now) {
-                *self.break_counts.entry((number, page)).or_default() += 1;
+        for (position, program) in mix.0.iter().enumerate().filter(|(_, program)| program.name != MANY_REGIONS_PROGRAM)
+        {
+            let addresses = guest::merged_addresses(host, program.process.pid()).context(program.name)?;
+            for &page in self.merged_addresses[position].difference(&addresses) {
+                *self.break_counts.entry((position, page)).or_default() += 1;
             }
-            self.merged_addresses[number] = now;
+            self.merged_addresses[position] = addresses;
         }
         Ok(())
     }
 
     /// How many pages broke once, twice, and so on, in the programs with these numbers.
-    fn pages_by_break_count(&self, is_of: impl Fn(usize) -> bool) -> Vec<u64> {
+    fn pages_by_break_count(&self, is_included: impl Fn(usize) -> bool) -> Vec<u64> {
         let mut pages = Vec::new();
-        for (_, &times) in self.break_counts.iter().filter(|((number, _), _)| is_of(*number)) {
-            pages.resize(pages.len().max(times as usize), 0);
-            pages[times as usize - 1] += 1;
+        for (_, &breaks) in self.break_counts.iter().filter(|((position, _), _)| is_included(*position)) {
+            pages.resize(pages.len().max(breaks as usize), 0);
+            pages[breaks as usize - 1] += 1;
         }
         pages
     }
@@ -318,8 +324,10 @@ fn periodic_writer_breaks(breaks: &CowBreakTracker, mix: &HostileMix) -> Vec<u64
 /// The profitable program with the smallest merged share of its shareable pages: its name, merged pages, shareable
 /// pages.
 fn least_merged_program(merged: &[(&'static str, u64)]) -> Option<(&'static str, u64, u64)> {
-    let paying = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shareable_pages(name)?)));
-    paying.min_by(|(_, one, of_one), (_, other, of_other)| (one * of_other).cmp(&(other * of_one)))
+    let profitable = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shareable_pages(name)?)));
+    profitable.min_by(|(_, left_pages, left_shareable), (_, right_pages, right_shareable)| {
+        (left_pages * right_shareable).cmp(&(right_pages * left_shareable))
+    })
 }
 
 /// Whether nine tenths of the shareable pages of each program are merged.
@@ -338,22 +346,22 @@ impl HostileMixBenchmark {
     /// Run the measurement. It reserves KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
-        let place = ProgramFolder::new("pfhost")?;
-        let mut mix = HostileMix::start(&place, self)?;
+        let folder = ProgramFolder::new("pfhost")?;
+        let mut mix = HostileMix::start(&folder, self)?;
         let burst = self.burst.as_secs();
-        let price = if self.is_brief {
+        let merge_cost = if self.is_brief {
             format!("\nmax_cpu_seconds_per_mib = {BRIEF_RUN_CPU_SECONDS_PER_MIB}")
         } else {
             String::new()
         };
-        let section = format!("cpu_rate = \"{}%\"\ncpu_burst = \"{burst}s\"{price}", DAEMON_CPU_RATE * 100.0);
-        let driver = KsmDriver::start_daemon(&self.pagefold, &place.daemon_config(&section, &[]), log, &ksm)?;
+        let section = format!("cpu_rate = \"{}%\"\ncpu_burst = \"{burst}s\"{merge_cost}", DAEMON_CPU_RATE * 100.0);
+        let driver = KsmDriver::start_daemon(&self.pagefold, &folder.daemon_config(&section, &[]), log, &ksm)?;
         let (host, mut breaks) = (LiveHost::new(), CowBreakTracker::default());
-        let (began, before) = (Instant::now(), read_cow_breaks()?);
+        let (start, before) = (Instant::now(), read_cow_breaks()?);
         let mut samples: Vec<HostileSample> = Vec::new();
-        while began.elapsed() < self.duration {
+        while start.elapsed() < self.duration {
             sleep_unless_signaled(Duration::from_millis(500))?;
-            let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.read_cpu_seconds()?.total());
+            let (seconds, cpu) = (start.elapsed().as_secs_f64(), driver.read_cpu_seconds()?.total());
             breaks.update(&host, &mix)?;
             samples.push(HostileSample {
                 seconds,
@@ -361,19 +369,22 @@ impl HostileMixBenchmark {
                 cow_breaks: read_cow_breaks()? - before,
                 merged_pages: mix.merged_pages_by_program(&breaks)?,
             });
-            let broke = periodic_writer_breaks(&breaks, &mix).len() >= self.min_expected_breaks();
-            if self.is_brief && broke && samples.last().is_some_and(|last| are_all_merged(&last.merged_pages)) {
+            let has_expected_breaks = periodic_writer_breaks(&breaks, &mix).len() >= self.min_expected_breaks();
+            if self.is_brief
+                && has_expected_breaks
+                && samples.last().is_some_and(|last| are_all_merged(&last.merged_pages))
+            {
                 break;
             }
         }
         let status = driver.as_daemon().context("a daemon")?.read_status()?;
         driver.stop()?;
-        let intact = mix.check_integrity();
-        let broken = CowBreakHistogram {
+        let integrity = mix.check_integrity();
+        let histogram = CowBreakHistogram {
             all_programs: breaks.pages_by_break_count(|_| true),
             periodic_writer: periodic_writer_breaks(&breaks, &mix),
         };
-        Ok(self.build_findings(&samples, &broken, &status, intact))
+        Ok(self.build_findings(&samples, &histogram, &status, integrity))
     }
 
     /// How often a page must have broken at least to show that it was merged again after a write.
@@ -386,26 +397,26 @@ impl HostileMixBenchmark {
         samples: &[HostileSample],
         breaks: &CowBreakHistogram,
         status: &serde_json::Value,
-        intact: Result<()>,
+        integrity: Result<()>,
     ) -> Findings {
         let mut findings = Findings::new("seconds,cpu_seconds,broken_pages,merged_pages_of_each");
-        for HostileSample { seconds, cpu_seconds: cpu, cow_breaks: broken, merged_pages: merged } in samples {
+        for HostileSample { seconds, cpu_seconds: cpu, cow_breaks: sample_breaks, merged_pages: merged } in samples {
             let merged: Vec<String> = merged.iter().map(|(_, pages)| pages.to_string()).collect();
-            findings.samples.push(format!("{seconds:.1},{cpu:.3},{broken},{}", merged.join(" ")));
+            findings.samples.push(format!("{seconds:.1},{cpu:.3},{sample_breaks},{}", merged.join(" ")));
         }
         let Some(last) = samples.last() else { return findings };
         let mut table =
             MarkdownTable::new(format!("After {:.0} s", last.seconds), &["program", "merged pages", "at most"]);
         for (position, (name, pages)) in last.merged_pages.iter().enumerate() {
-            let most = samples.iter().map(|sample| sample.merged_pages[position].1).max().unwrap_or(0);
-            table.rows.push(vec![(*name).to_owned(), pages.to_string(), most.to_string()]);
+            let max_pages = samples.iter().map(|sample| sample.merged_pages[position].1).max().unwrap_or(0);
+            table.rows.push(vec![(*name).to_owned(), pages.to_string(), max_pages.to_string()]);
         }
         findings.tables.push(table);
         let burst = self.burst.as_secs_f64();
         let worst = max_cpu_overrun(samples.iter().map(|sample| (sample.seconds, sample.cpu_seconds))) - burst;
-        let mut bar =
+        let mut add_check =
             |claim: String, measured: String, met: bool| findings.checks.push(ThresholdCheck { claim, measured, met });
-        bar(
+        add_check(
             format!(
                 "CPU at most {:.0} % of any interval plus the burst of {burst} s, with an overrun of at most \
                  {MAX_CPU_OVERRUN_SECONDS} s",
@@ -414,18 +425,18 @@ impl HostileMixBenchmark {
             format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu_seconds, last.seconds),
             worst <= MAX_CPU_OVERRUN_SECONDS,
         );
-        let measured = match &intact {
+        let measured = match &integrity {
             Ok(()) => "all run, with unchanged memory".to_owned(),
             Err(error) => format!("{error:#}"),
         };
-        bar("no program exits, and no program's memory changes".to_owned(), measured, intact.is_ok());
+        add_check("no program exits, and no program's memory changes".to_owned(), measured, integrity.is_ok());
         let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
-        bar("no merge fails".to_owned(), format!("{failed} times"), failed == 0);
-        let least = self.min_expected_breaks();
-        let often = if least > 1 { "broken, merged again and broken again" } else { "merged and broken" };
-        bar(
+        add_check("no merge fails".to_owned(), format!("{failed} times"), failed == 0);
+        let min_breaks = self.min_expected_breaks();
+        let events = if min_breaks > 1 { "broken, merged again and broken again" } else { "merged and broken" };
+        add_check(
             format!(
-                "a page of the program that {PERIODIC_WRITER_PROGRAM} is {often}, and no page of any program is \
+                "a page of the program that {PERIODIC_WRITER_PROGRAM} is {events}, and no page of any program is \
                  merged and broken more than {MAX_COW_BREAKS_PER_PAGE} times"
             ),
             format!(
@@ -434,10 +445,10 @@ impl HostileMixBenchmark {
                 format_break_counts(&breaks.all_programs),
                 last.cow_breaks
             ),
-            breaks.periodic_writer.len() >= least && breaks.all_programs.len() as u64 <= MAX_COW_BREAKS_PER_PAGE,
+            breaks.periodic_writer.len() >= min_breaks && breaks.all_programs.len() as u64 <= MAX_COW_BREAKS_PER_PAGE,
         );
         if let Some((name, pages, shared)) = least_merged_program(&last.merged_pages) {
-            bar(
+            add_check(
                 "nine tenths of the shareable pages of each profitable program are merged at the end".to_owned(),
                 format!(
                     "at least {:.1} %: {pages} of {shared} pages of one of {name:?}",
@@ -458,13 +469,13 @@ fn format_break_counts(pages: &[u64]) -> String {
 /// The largest excess of CPU time over the bound, over any interval. Readings are (seconds, CPU seconds) since the
 /// start.
 fn max_cpu_overrun(readings: impl Iterator<Item = (f64, f64)>) -> f64 {
-    let (mut least, mut most) = (0.0_f64, f64::NEG_INFINITY);
+    let (mut min_excess, mut max_overrun) = (0.0_f64, f64::NEG_INFINITY);
     for (seconds, cpu) in readings {
-        let beyond = cpu - DAEMON_CPU_RATE * seconds;
-        most = most.max(beyond - least);
-        least = least.min(beyond);
+        let excess = cpu - DAEMON_CPU_RATE * seconds;
+        max_overrun = max_overrun.max(excess - min_excess);
+        min_excess = min_excess.min(excess);
     }
-    most
+    max_overrun
 }
 
 #[cfg(test)]

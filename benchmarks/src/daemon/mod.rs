@@ -143,17 +143,17 @@ pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
     };
     let program = program.canonicalize().with_context(|| format!("no {}", program.display()))?;
     trial::install_signal_handlers()?;
-    let all = DaemonSection::value_variants();
+    let sections = DaemonSection::value_variants();
     let chosen = |section: &&DaemonSection| arguments.sections.is_empty() || arguments.sections.contains(section);
     let mut met = true;
-    for section in all.iter().filter(chosen).copied() {
-        let others = measure_foreign_cpu(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
+    for section in sections.iter().filter(chosen).copied() {
+        let foreign_cpu = measure_foreign_cpu(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
         ensure!(
-            arguments.quick || arguments.ignore_foreign_load || others <= MAX_FOREIGN_CPU_SHARE,
+            arguments.quick || arguments.ignore_foreign_load || foreign_cpu <= MAX_FOREIGN_CPU_SHARE,
             "other processes use {:.0} % of a CPU: stop them, or pass --ignore-foreign-load",
-            others * 100.0
+            foreign_cpu * 100.0
         );
-        let settings = collect_settings(section, arguments, &program, others)?;
+        let settings = collect_settings(section, arguments, &program, foreign_cpu)?;
         let folder =
             crate::merge::new_section_folder(arguments.out.as_deref(), &settings.common, "daemon", section.name())?;
         write_file(&folder, "settings.toml", &toml::to_string(&settings)?)?;
@@ -172,7 +172,7 @@ fn collect_settings(
     section: DaemonSection,
     arguments: &DaemonBenchmarkArguments,
     program: &Path,
-    others: f64,
+    foreign_cpu: f64,
 ) -> Result<DaemonRunSettings> {
     let nice = rustix::process::nice(0).context("cannot read the priority")?;
     let ksm = {
@@ -185,7 +185,7 @@ fn collect_settings(
         arrival_interval_seconds: arguments.arrival_interval.as_secs(),
         guest_lifetime_seconds: arguments.guest_lifetime.as_secs(),
         memory_mib: arguments.memory,
-        others_percent: others * 100.0,
+        others_percent: foreign_cpu * 100.0,
         ksm,
         versions: crate::merge::program_versions(&PagefoldProgram { program: program.to_owned() }),
     })

@@ -29,7 +29,7 @@ pub struct OomBenchmark {
     pub host_mib: u32,
     /// Memory of each program, in MiB.
     pub program_mib: u32,
-    /// The share of it that is equal in all programs, in percent.
+    /// The share of a program's memory that is equal in all programs, in percent.
     pub duplicate_percent: u32,
     /// Seconds from READY of one program to the start of the next.
     pub start_interval_seconds: u32,
@@ -51,19 +51,19 @@ struct OomHostResult {
 }
 
 impl OomHostResult {
-    fn parse(said: &str) -> Option<Self> {
-        let mut fate = Self::default();
-        for line in said.lines() {
+    fn parse(output: &str) -> Option<Self> {
+        let mut result = Self::default();
+        for line in output.lines() {
             let words: Vec<&str> = line.split_ascii_whitespace().collect();
             match words[..] {
                 ["FIT", count, "sharing", sharing, "available_kib", available] => {
-                    fate.program_readings.push((count.parse().ok()?, sharing.parse().ok()?, available.parse().ok()?));
+                    result.program_readings.push((count.parse().ok()?, sharing.parse().ok()?, available.parse().ok()?));
                 }
                 ["KILLED", killed, "GONE", gone] => {
-                    (fate.oom_kills, fate.lost_programs) = (killed.parse().ok()?, gone.parse().ok()?)
+                    (result.oom_kills, result.lost_programs) = (killed.parse().ok()?, gone.parse().ok()?)
                 }
-                ["DAEMON", "lives"] => fate.daemon_alive = true,
-                ["ENDED"] => return Some(fate),
+                ["DAEMON", "lives"] => result.daemon_alive = true,
+                ["ENDED"] => return Some(result),
                 _ => {}
             }
         }
@@ -107,11 +107,11 @@ impl OomBenchmark {
             options: &["-cpu", "max", "-smp", "2", "-m", &format!("{}M", self.host_mib)],
             kernel_arguments: &words,
         };
-        let mut meanwhile = || sleep_unless_signaled(Duration::ZERO).map_err(io::Error::other);
-        let said = machine.run(work.path(), RUN_TIMEOUT, &mut meanwhile).context("cannot run the emulated host")?;
+        let mut poll = || sleep_unless_signaled(Duration::ZERO).map_err(io::Error::other);
+        let output = machine.run(work.path(), RUN_TIMEOUT, &mut poll).context("cannot run the emulated host")?;
         let name = if daemon { "with.log" } else { "without.log" };
-        fs::write(folder.join(name), &said)?;
-        OomHostResult::parse(&said).with_context(|| format!("the emulated host did not finish: see {name}"))
+        fs::write(folder.join(name), &output)?;
+        OomHostResult::parse(&output).with_context(|| format!("the emulated host did not finish: see {name}"))
     }
 
     fn build_findings(&self, without: &OomHostResult, with: &OomHostResult) -> Findings {
@@ -124,16 +124,16 @@ impl OomBenchmark {
         );
         let head = ["variant", "programs that fit", "killed by the kernel", "pages_sharing"];
         let mut table = MarkdownTable::new(title, &head);
-        for (way, fate) in [("without", without), ("with the daemon", with)] {
-            let sharing = fate.program_readings.last().map_or(0, |fit| fit.1);
+        for (variant, result) in [("without", without), ("with the daemon", with)] {
+            let sharing = result.program_readings.last().map_or(0, |fit| fit.1);
             table.rows.push(vec![
-                way.to_owned(),
-                fate.max_programs().to_string(),
-                fate.oom_kills.to_string(),
+                variant.to_owned(),
+                result.max_programs().to_string(),
+                result.oom_kills.to_string(),
                 sharing.to_string(),
             ]);
-            for (count, sharing, available) in &fate.program_readings {
-                findings.samples.push(format!("{way},{count},{sharing},{available}"));
+            for (count, sharing, available) in &result.program_readings {
+                findings.samples.push(format!("{variant},{count},{sharing},{available}"));
             }
         }
         if with.oom_kills == 0 {
@@ -141,11 +141,15 @@ impl OomBenchmark {
             table.notes.push(note.to_owned());
         }
         findings.tables.push(table);
-        let more = with.max_programs() as f64 / without.max_programs().max(1) as f64;
+        let ratio = with.max_programs() as f64 / without.max_programs().max(1) as f64;
         findings.checks.push(ThresholdCheck {
             claim: "with the daemon one third more programs fit before the kernel kills one".to_owned(),
-            measured: format!("{more:.2} times as many: {} instead of {}", with.max_programs(), without.max_programs()),
-            met: more >= MIN_CAPACITY_RATIO,
+            measured: format!(
+                "{ratio:.2} times as many: {} instead of {}",
+                with.max_programs(),
+                without.max_programs()
+            ),
+            met: ratio >= MIN_CAPACITY_RATIO,
         });
         findings.checks.push(ThresholdCheck {
             claim: "only the kernel kills programs, and the daemon keeps running".to_owned(),
@@ -157,12 +161,12 @@ impl OomBenchmark {
 }
 
 /// The program without debug sections: the emulated host keeps it in memory.
-fn strip_program(program: &Path, to: &Path) -> Result<PathBuf> {
-    let done = Command::new("strip").arg("-o").arg(to).arg(program).status();
-    if !done.is_ok_and(|status| status.success()) {
-        fs::copy(program, to).with_context(|| program.display().to_string())?;
+fn strip_program(program: &Path, stripped: &Path) -> Result<PathBuf> {
+    let status = Command::new("strip").arg("-o").arg(stripped).arg(program).status();
+    if !status.is_ok_and(|status| status.success()) {
+        fs::copy(program, stripped).with_context(|| program.display().to_string())?;
     }
-    Ok(to.to_owned())
+    Ok(stripped.to_owned())
 }
 
 #[cfg(test)]

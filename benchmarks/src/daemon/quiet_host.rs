@@ -69,35 +69,38 @@ impl QuietHostBenchmark {
     /// Run the measurement. It reserves KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
-        let place = ProgramFolder::new("pfquiet")?;
+        let folder = ProgramFolder::new("pfquiet")?;
         let mib = self.process_mib.to_string();
-        let holders: Vec<RunningProgram> = (0..self.processes)
+        let processes: Vec<RunningProgram> = (0..self.processes)
             .map(|_| {
-                place.start_lab('q', &["mixture", "--duplicate-share", &format!("{DUPLICATE_PERCENT}%"), "--mib", &mib])
+                folder
+                    .start_lab('q', &["mixture", "--duplicate-share", &format!("{DUPLICATE_PERCENT}%"), "--mib", &mib])
             })
             .collect::<Result<_>>()?;
-        let worker = if self.with_busy_process { Some(place.start_lab('w', &BUSY_LAYOUT_ARGUMENTS)?) } else { None };
+        let worker = if self.with_busy_process { Some(folder.start_lab('w', &BUSY_LAYOUT_ARGUMENTS)?) } else { None };
         let guests = self.start_guests()?;
         let domain = format!("[[domain]]\nname = \"quiet\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n");
-        let config = place.daemon_config("", &["qemu-system-*"]) + &domain;
+        let config = folder.daemon_config("", &["qemu-system-*"]) + &domain;
         let driver = KsmDriver::start_daemon(&self.pagefold, &config, log, &ksm)?;
         let daemon = driver.as_daemon().context("a daemon")?;
-        let pids = |least: u64| {
-            let holders = holders.iter().map(move |holder| (holder.pid(), least));
-            holders.chain(guests.iter().map(|(_, pid)| (*pid, 1))).chain(worker.iter().map(|worker| (worker.pid(), 0)))
+        let pids = |min_pages: u64| {
+            let processes = processes.iter().map(move |process| (process.pid(), min_pages));
+            processes
+                .chain(guests.iter().map(|(_, pid)| (*pid, 1)))
+                .chain(worker.iter().map(|worker| (worker.pid(), 0)))
         };
-        let least = (self.process_mib * 256 * DUPLICATE_PERCENT / 100) as f64 * MIN_MERGED_SHARE;
-        let reached = self.wait_until_merged(daemon, &pids(least as u64).collect::<Vec<_>>())?;
+        let min_pages = (self.process_mib * 256 * DUPLICATE_PERCENT / 100) as f64 * MIN_MERGED_SHARE;
+        let merged_bytes = self.wait_until_merged(daemon, &pids(min_pages as u64).collect::<Vec<_>>())?;
         let peak = status_bytes(daemon.pid(), "VmHWM:")?;
         let managed: f64 = pids(0).map(|(pid, _)| resident_bytes(pid)).sum::<Result<f64>>()?;
         let passes = read_pass_count(daemon)?;
-        let (began, before) = (Instant::now(), driver.read_cpu_seconds()?);
+        let (start, before) = (Instant::now(), driver.read_cpu_seconds()?);
         let mut samples = Vec::new();
-        while began.elapsed() < self.duration {
+        while start.elapsed() < self.duration {
             sleep_unless_signaled((self.duration / 60).clamp(Duration::from_millis(500), Duration::from_secs(30)))?;
             let cpu = driver.read_cpu_seconds()?;
             samples.push(QuietSample {
-                seconds: began.elapsed().as_secs_f64(),
+                seconds: start.elapsed().as_secs_f64(),
                 ksmd_seconds: cpu.ksmd - before.ksmd,
                 daemon_seconds: cpu.driver - before.driver,
                 resident_bytes: resident_bytes(daemon.pid())?,
@@ -105,39 +108,39 @@ impl QuietHostBenchmark {
         }
         let passes = read_pass_count(daemon)? - passes;
         driver.stop()?;
-        Ok(self.build_findings(&samples, managed, (reached, peak, passes)))
+        Ok(self.build_findings(&samples, managed, (merged_bytes, peak, passes)))
     }
 
     /// Start the guests, and wait until each is ready.
     fn start_guests(&self) -> Result<Vec<(ChurnGuest, u32)>> {
-        let ready = |number| {
+        let start_guest = |number| {
             let mut guest = ChurnGuest::start(number, self.guest_mib, false)?;
             let pid = guest.wait_until_ready()?;
             Ok((guest, pid))
         };
-        (0..self.guests).map(ready).collect()
+        (0..self.guests).map(start_guest).collect()
     }
 
     /// Wait until this many pages of each process are merged and no more have come for a while. Returns the merged
     /// bytes.
     fn wait_until_merged(&self, daemon: &DaemonProcess, wanted_pages: &[(u32, u64)]) -> Result<f64> {
-        let (began, mut last, mut since) = (Instant::now(), (0, 0), Instant::now());
+        let (start, mut last_counts, mut last_change) = (Instant::now(), (0, 0), Instant::now());
         loop {
             let status = daemon.read_status()?;
-            let number = |name: &str| status["passes"][name].as_i64().unwrap_or(0);
-            let now = (number("merges"), number("measured"));
-            if now != last {
-                (last, since) = (now, Instant::now());
+            let read_count = |name: &str| status["passes"][name].as_i64().unwrap_or(0);
+            let counts = (read_count("merges"), read_count("measured"));
+            if counts != last_counts {
+                (last_counts, last_change) = (counts, Instant::now());
             }
             let pages: Vec<u64> =
                 wanted_pages.iter().map(|(pid, _)| count_merged_pages(*pid)).collect::<Result<_>>()?;
-            let all = pages.iter().zip(wanted_pages).all(|(pages, (_, least))| pages >= least);
-            if all && since.elapsed() >= self.settle_time {
-                return Ok(last.1 as f64);
+            let all_merged = pages.iter().zip(wanted_pages).all(|(pages, (_, min_pages))| pages >= min_pages);
+            if all_merged && last_change.elapsed() >= self.settle_time {
+                return Ok(last_counts.1 as f64);
             }
             ensure!(
-                began.elapsed() < MERGE_TIMEOUT,
-                "merging did not settle within {MERGE_TIMEOUT:?}: {last:?}, pages of each process {pages:?}"
+                start.elapsed() < MERGE_TIMEOUT,
+                "merging did not settle within {MERGE_TIMEOUT:?}: {last_counts:?}, pages of each process {pages:?}"
             );
             sleep_unless_signaled(Duration::from_secs(1))?;
         }
@@ -147,7 +150,7 @@ impl QuietHostBenchmark {
         &self,
         samples: &[QuietSample],
         managed: f64,
-        (reached, peak, passes): (f64, f64, u64),
+        (merged_bytes, peak, passes): (f64, f64, u64),
     ) -> Findings {
         let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
         for QuietSample { seconds, ksmd_seconds: ksmd, daemon_seconds: driver, resident_bytes: resident } in samples {
@@ -155,12 +158,12 @@ impl QuietHostBenchmark {
         }
         let Some(last) = samples.last() else { return findings };
         let share = (last.ksmd_seconds + last.daemon_seconds) / last.seconds;
-        let most = samples.iter().map(|sample| sample.resident_bytes).fold(0.0, f64::max);
+        let max_bytes = samples.iter().map(|sample| sample.resident_bytes).fold(0.0, f64::max);
         // A census allocates memory while it runs and frees it afterwards.
         let median = |samples: &[QuietSample]| {
             let mut resident: Vec<f64> = samples.iter().map(|sample| sample.resident_bytes).collect();
             resident.sort_by(f64::total_cmp);
-            resident.get(resident.len() / 2).copied().unwrap_or(most)
+            resident.get(resident.len() / 2).copied().unwrap_or(max_bytes)
         };
         let (early, late) = samples.split_at(samples.len() / 2);
         let (early, late) = (median(early), median(late));
@@ -174,19 +177,19 @@ impl QuietHostBenchmark {
             last.seconds
         );
         let mut table = MarkdownTable::new(title, &["of", "value"]);
-        for (of, value) in [
-            ("merged before, MiB", format!("{:.0}", reached / BYTES_PER_MIB)),
+        for (label, value) in [
+            ("merged before, MiB", format!("{:.0}", merged_bytes / BYTES_PER_MIB)),
             ("censuses meanwhile", passes.to_string()),
             ("ksmd, CPU s", format!("{:.3}", last.ksmd_seconds)),
             ("daemon, CPU s", format!("{:.2}", last.daemon_seconds)),
             ("both, % of one core", format!("{:.3}", share * 100.0)),
             ("daemon's memory, median of the first half, MiB", format!("{:.1}", early / BYTES_PER_MIB)),
             ("daemon's memory, median of the second half, MiB", format!("{:.1}", late / BYTES_PER_MIB)),
-            ("daemon's memory at most, MiB", format!("{:.1}", most / BYTES_PER_MIB)),
+            ("daemon's memory at most, MiB", format!("{:.1}", max_bytes / BYTES_PER_MIB)),
             ("its peak before, under load, MiB", format!("{:.1}", peak / BYTES_PER_MIB)),
             ("managed memory, MiB", format!("{:.0}", managed / BYTES_PER_MIB)),
         ] {
-            table.rows.push(vec![of.to_owned(), value]);
+            table.rows.push(vec![label.to_owned(), value]);
         }
         findings.tables.push(table);
         findings.checks.push(ThresholdCheck {
@@ -203,11 +206,11 @@ impl QuietHostBenchmark {
             claim: "resident memory at most 32 MiB plus 0.4 % of the managed memory, also under load".to_owned(),
             measured: format!(
                 "{:.1} of {:.1} MiB, {:.1} under load",
-                most / BYTES_PER_MIB,
+                max_bytes / BYTES_PER_MIB,
                 bound / BYTES_PER_MIB,
                 peak / BYTES_PER_MIB
             ),
-            met: most.max(peak) <= bound,
+            met: max_bytes.max(peak) <= bound,
         });
         if self.with_busy_process {
             findings.checks.push(ThresholdCheck {

@@ -56,57 +56,58 @@ impl SimilarProgramsBenchmark {
     /// Run the programs under a driver. It reserves KSM meanwhile.
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<SimilarProgramsRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
-        let place = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());
-        let config = place.daemon_config(&format!("cpu_burst = \"{}ms\"", self.burst.as_millis()), &[]);
+        let folder = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());
+        let config = folder.daemon_config(&format!("cpu_burst = \"{}ms\"", self.burst.as_millis()), &[]);
         let mut driver = match driver_kind {
             KsmDriverKind::Policy(policy) => KsmDriver::start_policy(policy, &ksm)?,
             KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &config, log, &ksm)?,
         };
-        let began = Instant::now();
+        let start = Instant::now();
         let mut programs = Vec::new();
-        for times in [2, 1] {
-            for template in (0..times).flat_map(|_| 0..self.templates) {
-                programs.push(self.start(&place, template)?);
-                self.poll(&mut driver, began, &mut programs)?;
+        for copies in [2, 1] {
+            for template in (0..copies).flat_map(|_| 0..self.templates) {
+                programs.push(self.start(&folder, template)?);
+                self.poll(&mut driver, start, &mut programs)?;
             }
-            let since = Instant::now();
-            while since.elapsed() < self.timeout && programs.iter().any(|program| program.merged_seconds.is_none()) {
-                self.poll(&mut driver, began, &mut programs)?;
+            let batch_start = Instant::now();
+            while batch_start.elapsed() < self.timeout
+                && programs.iter().any(|program| program.merged_seconds.is_none())
+            {
+                self.poll(&mut driver, start, &mut programs)?;
                 sleep_unless_signaled(POLL_INTERVAL)?;
             }
         }
-        let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.read_cpu_seconds()?);
+        let (seconds, cpu) = (start.elapsed().as_secs_f64(), driver.read_cpu_seconds()?);
         driver.stop()?;
         for program in &mut programs {
-            let now = program.process.query("checksum")?;
-            ensure!(now == program.checksum, "its memory has changed: checksum {now} instead of {}", program.checksum);
+            let current = program.process.query("checksum")?;
+            ensure!(
+                current == program.checksum,
+                "its memory has changed: checksum {current} instead of {}",
+                program.checksum
+            );
         }
         let mut merged: Vec<Option<f64>> = programs.iter().map(|program| program.merged_seconds).collect();
         let later = merged.split_off(2 * self.templates);
         Ok(SimilarProgramsRun { driver_kind, merged_seconds: [merged, later], seconds, cpu })
     }
 
-    fn start(&self, place: &ProgramFolder, template: usize) -> Result<TemplateProgram> {
-        let (mib, part) = (self.mib.to_string(), format!("{DUPLICATE_PERCENT}%"));
+    fn start(&self, folder: &ProgramFolder, template: usize) -> Result<TemplateProgram> {
+        let (mib, share) = (self.mib.to_string(), format!("{DUPLICATE_PERCENT}%"));
         let seed = format!("template {template}");
-        let mut holder =
-            place.start_lab('x', &["mixture", "--mib", &mib, "--duplicate-share", &part, "--seed", &seed])?;
+        let mut process =
+            folder.start_lab('x', &["mixture", "--mib", &mib, "--duplicate-share", &share, "--seed", &seed])?;
         let ready = Instant::now();
-        Ok(TemplateProgram {
-            checksum: holder.query("checksum")?,
-            process: holder,
-            ready_at: ready,
-            merged_seconds: None,
-        })
+        Ok(TemplateProgram { checksum: process.query("checksum")?, process, ready_at: ready, merged_seconds: None })
     }
 
     /// Take the policy steps that are due, and update which programs are merged.
-    fn poll(&self, driver: &mut KsmDriver<'_>, began: Instant, programs: &mut [TemplateProgram]) -> Result<()> {
+    fn poll(&self, driver: &mut KsmDriver<'_>, start: Instant, programs: &mut [TemplateProgram]) -> Result<()> {
         let page = pagefold_sys::mapping::page_size() as u64;
-        let least = ((self.mib << 20) / page * DUPLICATE_PERCENT / 100) as f64 * MERGED_SHARE;
-        driver.poll(began.elapsed().as_secs_f64())?;
+        let min_pages = ((self.mib << 20) / page * DUPLICATE_PERCENT / 100) as f64 * MERGED_SHARE;
+        driver.poll(start.elapsed().as_secs_f64())?;
         for program in programs.iter_mut().filter(|program| program.merged_seconds.is_none()) {
-            if count_merged_pages(program.process.pid())? as f64 >= least {
+            if count_merged_pages(program.process.pid())? as f64 >= min_pages {
                 program.merged_seconds = Some(program.ready_at.elapsed().as_secs_f64());
             }
         }
@@ -118,22 +119,26 @@ impl SimilarProgramsBenchmark {
 fn merge_summary_cells(merged: &[Option<f64>]) -> [String; 3] {
     let mut seconds: Vec<f64> = merged.iter().map(|merged| merged.unwrap_or(f64::INFINITY)).collect();
     seconds.sort_by(f64::total_cmp);
-    let at = |seconds: Option<&f64>| match seconds {
+    let format_seconds = |seconds: Option<&f64>| match seconds {
         Some(seconds) if seconds.is_finite() => format!("{seconds:.1}"),
         _ => "never".to_owned(),
     };
     let count = merged.iter().flatten().count();
-    [format!("{count} of {}", merged.len()), at(seconds.get(merged.len().div_ceil(2).max(1) - 1)), at(seconds.last())]
+    [
+        format!("{count} of {}", merged.len()),
+        format_seconds(seconds.get(merged.len().div_ceil(2).max(1) - 1)),
+        format_seconds(seconds.last()),
+    ]
 }
 
 /// The results of all drivers, side by side.
-pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsRun]) -> Findings {
+pub fn build_findings(benchmark: &SimilarProgramsBenchmark, runs: &[SimilarProgramsRun]) -> Findings {
     let mut findings = Findings::new("way,came,merged_after_seconds");
     let title = format!(
         "{} similar programs of {} MiB, two of each of {} templates, and then one more of each",
-        alike.templates * 2,
-        alike.mib,
-        alike.templates
+        benchmark.templates * 2,
+        benchmark.mib,
+        benchmark.templates
     );
     let head = [
         "driver",
@@ -151,10 +156,10 @@ pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsR
         let [first, later] = run.merged_seconds.each_ref().map(|merged| merge_summary_cells(merged));
         let cpu = [run.cpu.total() / run.seconds * 100.0, run.cpu.total()].map(|cpu| format!("{cpu:.2}"));
         table.rows.push([&[run.driver_kind.name().to_owned()][..], &first, &later, &cpu].concat());
-        for (came, merged) in ["first", "later"].into_iter().zip(&run.merged_seconds) {
+        for (batch, merged) in ["first", "later"].into_iter().zip(&run.merged_seconds) {
             for merged in merged {
                 let seconds = merged.map(|seconds| format!("{seconds:.2}")).unwrap_or_default();
-                findings.samples.push(format!("{},{came},{seconds}", run.driver_kind.name()));
+                findings.samples.push(format!("{},{batch},{seconds}", run.driver_kind.name()));
             }
         }
     }
@@ -164,16 +169,16 @@ pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsR
          that are enrolled whole from their start, and ksmtuned as if memory were short. The daemon's burst is \
          {} ms of CPU time.",
         MERGED_SHARE * 100.0,
-        alike.timeout.as_secs(),
-        alike.burst.as_millis()
+        benchmark.timeout.as_secs(),
+        benchmark.burst.as_millis()
     ));
     findings.tables.push(table);
     if let Some(run) = runs.iter().find(|run| run.driver_kind == KsmDriverKind::Daemon) {
-        let all = run.merged_seconds.concat();
+        let merged_seconds = run.merged_seconds.concat();
         findings.checks.push(ThresholdCheck {
             claim: "all programs are merged, although their names and sizes are similar".to_owned(),
-            measured: merge_summary_cells(&all)[0].clone(),
-            met: all.iter().all(Option::is_some),
+            measured: merge_summary_cells(&merged_seconds)[0].clone(),
+            met: merged_seconds.iter().all(Option::is_some),
         });
     }
     findings

@@ -19,18 +19,18 @@ pub struct MergeCommandReport {
 impl MergeCommandReport {
     /// Parse the printed report.
     pub fn parse(exit: i32, text: &str) -> Result<Self> {
-        let mut said: Value = serde_json::from_str(text)
+        let mut report: Value = serde_json::from_str(text)
             .with_context(|| format!("pagefold merge exited with status {exit} and printed no report"))?;
-        if let Some(outcome) = said.get_mut("outcome").and_then(Value::as_object_mut) {
+        if let Some(outcome) = report.get_mut("outcome").and_then(Value::as_object_mut) {
             outcome.remove("timeline");
         }
-        let targets = said.pointer_mut("/plan/targets").and_then(Value::as_array_mut);
+        let targets = report.pointer_mut("/plan/targets").and_then(Value::as_array_mut);
         for target in targets.into_iter().flatten().filter_map(Value::as_object_mut) {
             let ranges = target.get("ranges").and_then(Value::as_array).map_or(0, Vec::len);
             target.insert("ranges".to_owned(), ranges.into());
             target.remove("cgroup");
         }
-        Ok(Self { exit_status: exit, json: said })
+        Ok(Self { exit_status: exit, json: report })
     }
 
     fn json_list(&self, pointer: &str) -> &[Value] {
@@ -41,56 +41,57 @@ impl MergeCommandReport {
     /// names only processes to merge, so a skipped process counts as missed.
     pub fn missed_reasons(&self) -> Vec<String> {
         let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or("?").to_owned();
-        let mut counted: BTreeMap<String, usize> = BTreeMap::new();
+        let mut counts: BTreeMap<String, usize> = BTreeMap::new();
         let lists = [
             ("/unscanned_processes", "not scanned", "detail"),
             ("/plan/skipped", "skipped", "why"),
             ("/outcome/failed_changes", "not enrolled", "why"),
         ];
-        for (place, what, why) in lists {
-            for entry in self.json_list(place) {
-                let line = format!("{what}: {} ({}): {}", entry["pid"], word(entry, "comm"), word(entry, why));
-                *counted.entry(line).or_default() += 1;
+        for (pointer, outcome_name, reason_key) in lists {
+            for entry in self.json_list(pointer) {
+                let line =
+                    format!("{outcome_name}: {} ({}): {}", entry["pid"], word(entry, "comm"), word(entry, reason_key));
+                *counts.entry(line).or_default() += 1;
             }
         }
-        for remains in self.json_list("/outcome/failed_undos") {
-            *counted.entry(format!("not undone: {}", remains.as_str().unwrap_or("?"))).or_default() += 1;
+        for failed in self.json_list("/outcome/failed_undos") {
+            *counts.entry(format!("not undone: {}", failed.as_str().unwrap_or("?"))).or_default() += 1;
         }
         let outcome = &self.json["outcome"];
         match outcome["end"].as_str() {
-            None => *counted.entry("nothing was merged".to_owned()).or_default() += 1,
+            None => *counts.entry("nothing was merged".to_owned()).or_default() += 1,
             Some("settled") => {}
-            Some(end) => *counted.entry(format!("it ended by {end}")).or_default() += 1,
+            Some(end) => *counts.entry(format!("it ended by {end}")).or_default() += 1,
         }
         if self.exit_status == 1 {
             let of_saved = self.json_list("/outcome/differences").iter().filter(|entry| entry["figure"] == "saved");
             let differences: Vec<String> =
                 of_saved.map(|entry| format!("{} bytes {}", entry["amount"], word(entry, "reason"))).collect();
             let line = format!("measured savings are below nine tenths of the prediction: {}", differences.join(", "));
-            *counted.entry(line).or_default() += 1;
+            *counts.entry(line).or_default() += 1;
         }
-        let all = counted.len();
-        let line = |(line, times)| if times == 1 { line } else { format!("{line} ({times} times)") };
-        let mut lines: Vec<String> = counted.into_iter().take(MAX_KEPT_ENTRIES).map(line).collect();
-        if all > MAX_KEPT_ENTRIES {
-            lines.push(format!("and {} more", all - MAX_KEPT_ENTRIES));
+        let line_count = counts.len();
+        let line = |(line, count)| if count == 1 { line } else { format!("{line} ({count} times)") };
+        let mut lines: Vec<String> = counts.into_iter().take(MAX_KEPT_ENTRIES).map(line).collect();
+        if line_count > MAX_KEPT_ENTRIES {
+            lines.push(format!("and {} more", line_count - MAX_KEPT_ENTRIES));
         }
         lines
     }
 
     /// A line of JSON with the trial of the report. Long lists are cut, with the number of omitted entries.
     pub fn to_json_line(&self, workload: &str, round: usize, probed: bool) -> String {
-        let mut said = self.json.clone();
-        for place in ["/outcome/failed_changes", "/unscanned_processes", "/plan/skipped"] {
+        let mut report = self.json.clone();
+        for pointer in ["/outcome/failed_changes", "/unscanned_processes", "/plan/skipped"] {
             if let Some(list) =
-                said.pointer_mut(place).and_then(Value::as_array_mut).filter(|list| list.len() > MAX_KEPT_ENTRIES)
+                report.pointer_mut(pointer).and_then(Value::as_array_mut).filter(|list| list.len() > MAX_KEPT_ENTRIES)
             {
-                let more = list.len() - MAX_KEPT_ENTRIES;
+                let omitted = list.len() - MAX_KEPT_ENTRIES;
                 list.truncate(MAX_KEPT_ENTRIES);
-                list.push(json!({ "more": more }));
+                list.push(json!({ "more": omitted }));
             }
         }
-        json!({ "workload": workload, "round": round, "probe": probed, "exit": self.exit_status, "report": said })
+        json!({ "workload": workload, "round": round, "probe": probed, "exit": self.exit_status, "report": report })
             .to_string()
     }
 }

@@ -58,9 +58,9 @@ impl PolicyComparison {
             (true, false) => PROBE_ROUNDS,
         };
         for round in 1..=rounds + probes {
-            let all = workload.all_policies && (round == 1 || round == rounds + 1);
+            let with_slow_policies = workload.all_policies && (round == 1 || round == rounds + 1);
             let policies: Vec<MergePolicy> =
-                MergePolicy::SLOW_FIRST.into_iter().filter(|policy| all || !policy.is_slow()).collect();
+                MergePolicy::SLOW_FIRST.into_iter().filter(|policy| with_slow_policies || !policy.is_slow()).collect();
             for policy in shuffle(policies) {
                 eprint!("{} round {round}: {} ... ", workload.name, policy.name());
                 let trial = run_trial(&workload, policy, round, round > rounds, conditions)?;
@@ -71,8 +71,8 @@ impl PolicyComparison {
                     last.seconds,
                     last.ksmd_seconds + last.pagefold_seconds
                 );
-                for missed in trial.report.iter().flat_map(MergeCommandReport::missed_reasons) {
-                    eprintln!("  missed: {missed}");
+                for reason in trial.report.iter().flat_map(MergeCommandReport::missed_reasons) {
+                    eprintln!("  missed: {reason}");
                 }
                 trials.push(trial);
             }
@@ -103,18 +103,19 @@ impl PolicyComparison {
             return None;
         }
         // If it scanned as many pages and saved less, flat-out merging does not predict it.
-        let then = whole.first_sample_at(bytes).filter(|then| then.scanned_pages > last.scanned_pages)?;
-        let alike = whole.samples.iter().find(|sample| sample.scanned_pages >= last.scanned_pages)?;
+        let sample_at_goal =
+            whole.first_sample_at(bytes).filter(|sample_at_goal| sample_at_goal.scanned_pages > last.scanned_pages)?;
+        let same_scans_sample = whole.samples.iter().find(|sample| sample.scanned_pages >= last.scanned_pages)?;
         let scans = full_scan_page_counts(&whole.samples);
-        let beyond = PolicyExtrapolation {
+        let extrapolation = PolicyExtrapolation {
             policy: trial.policy,
             host: &self.host,
             window_samples: &trial.samples,
             full_scan_page_counts: &scans,
         };
         Some(SavingsMilestone {
-            seconds: beyond.seconds_to_scan(then.scanned_pages as f64)?,
-            cpu_seconds: cpu(then) * (last.ksmd_seconds / alike.ksmd_seconds).max(1.0),
+            seconds: extrapolation.seconds_to_scan(sample_at_goal.scanned_pages as f64)?,
+            cpu_seconds: cpu(sample_at_goal) * (last.ksmd_seconds / same_scans_sample.ksmd_seconds).max(1.0),
             is_measured: false,
         })
     }
@@ -125,20 +126,24 @@ impl PolicyComparison {
             let guided = self.trials_of(MergePolicy::Guided).find(|guided| guided.round == whole.round)?;
             Some((whole, guided))
         });
-        let at = |trial| self.milestone(trial, 0.9);
+        let milestone = |trial| self.milestone(trial, 0.9);
         // A share that is never reached takes infinite time.
         let ratio = |whole: Option<f64>, guided: Option<f64>| Some(whole? / guided.unwrap_or(f64::INFINITY));
         pairs
             .filter_map(|(whole, guided)| match measure {
-                MergeMeasure::CpuRatio => {
-                    ratio(at(whole).map(|at| at.cpu_seconds), at(guided).map(|at| at.cpu_seconds))
-                }
+                MergeMeasure::CpuRatio => ratio(
+                    milestone(whole).map(|milestone| milestone.cpu_seconds),
+                    milestone(guided).map(|milestone| milestone.cpu_seconds),
+                ),
                 MergeMeasure::LessCpuInAll => {
                     let bytes = 0.99 * whole.exact_saved_bytes.min(guided.exact_saved_bytes) as f64;
                     let cpu = |sample: KsmSample| sample.ksmd_seconds + sample.pagefold_seconds;
                     Some(cpu(whole.first_sample_at(bytes)?) / cpu(guided.last_sample()))
                 }
-                MergeMeasure::TimeRatio => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
+                MergeMeasure::TimeRatio => ratio(
+                    milestone(whole).map(|milestone| milestone.seconds),
+                    milestone(guided).map(|milestone| milestone.seconds),
+                ),
                 MergeMeasure::NetSavingsShare => Some(guided.net_bytes() / guided.reachable_net_bytes()),
                 MergeMeasure::HugePagesKept => guided.huge_pages_kept(),
                 MergeMeasure::HugePagesKeptByWhole => whole.huge_pages_kept(),
@@ -264,16 +269,16 @@ impl PolicyComparison {
 
     /// The slowdown of the probe, with its range if it was measured more than once.
     fn format_slowdown(&self, policy: MergePolicy) -> String {
-        let all: Vec<f64> = self
+        let slowdowns: Vec<f64> = self
             .trials
             .iter()
             .filter(|trial| trial.policy == policy)
             .filter_map(|trial| trial.probe_slowdown)
             .collect();
-        match all[..] {
+        match slowdowns[..] {
             [] => "-".to_owned(),
             [once] => format!("{:.1} %", once * 100.0),
-            _ => SampleSpread::from_samples(all).format_percent(),
+            _ => SampleSpread::from_samples(slowdowns).format_percent(),
         }
     }
 
@@ -281,10 +286,10 @@ impl PolicyComparison {
     fn missed_notes(&self) -> impl Iterator<Item = String> {
         self.trials.iter().filter_map(|trial| {
             let report = trial.report.as_ref()?;
-            let missed = report.missed_reasons();
-            (!missed.is_empty()).then(|| {
+            let reasons = report.missed_reasons();
+            (!reasons.is_empty()).then(|| {
                 let (name, round, exit) = (trial.policy.name(), trial.round, report.exit_status);
-                format!("Missed by {name} in round {round} (exit status {exit}): {}.", missed.join("; "))
+                format!("Missed by {name} in round {round} (exit status {exit}): {}.", reasons.join("; "))
             })
         })
     }
@@ -408,9 +413,9 @@ fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {
 pub fn shuffle<T>(items: Vec<T>) -> Vec<T> {
     let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
     let order = ContentOrigin::from_names(&[&now.to_string()]);
-    let mut drawn: Vec<(u64, T)> = (0..).map(|place| order.random_number(place)).zip(items).collect();
-    drawn.sort_by_key(|(number, _)| *number);
-    drawn.into_iter().map(|(_, item)| item).collect()
+    let mut keyed: Vec<(u64, T)> = (0..).map(|i| order.random_number(i)).zip(items).collect();
+    keyed.sort_by_key(|(number, _)| *number);
+    keyed.into_iter().map(|(_, item)| item).collect()
 }
 
 #[cfg(test)]

@@ -236,10 +236,10 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     // On a tmpfs, as domains require, and used by this run only.
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
     let state = tempfile::tempdir().context("a folder for pagefold's state")?;
-    let whole = if let HeraMode::WholeProcessKsm(pages) = mode { Some(u64::from(pages)) } else { None };
-    ksm.write_setting("pages_to_scan", whole.unwrap_or(DEFAULT_PAGES_TO_SCAN));
+    let pages_to_scan = if let HeraMode::WholeProcessKsm(pages) = mode { Some(u64::from(pages)) } else { None };
+    ksm.write_setting("pages_to_scan", pages_to_scan.unwrap_or(DEFAULT_PAGES_TO_SCAN));
     ksm.write_setting("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
-    ksm.write_setting("run", u8::from(whole.is_some()));
+    ksm.write_setting("run", u8::from(pages_to_scan.is_some()));
     let settings = writable_ksm_settings();
 
     let mut command = match mode {
@@ -249,7 +249,7 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
             command.args(guided.get_args()).arg(&conditions.program);
             command
         }
-        _ => command_through_hold(&conditions.program, whole.is_some())?,
+        _ => command_through_hold(&conditions.program, pages_to_scan.is_some())?,
     };
     let quick = if conditions.quick { QUICK_ARGUMENTS } else { "" };
     // After its first sample the code takes none, because samples cost time.
@@ -263,7 +263,7 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     command.args(["--min-runtime", &conditions.min_runtime_seconds().to_string()]);
     let (output, complaints) = (folder.path().join("output"), folder.path().join("complaints"));
     let before = KsmCounters::read(ksmd)?;
-    let begin = Instant::now();
+    let start = Instant::now();
     let mut program = group
         .command_in_group(&command)
         .env("PAGEFOLD_RUNTIME", domains.path())
@@ -272,38 +272,38 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
         .stderr(File::create(&complaints)?)
         .spawn()
         .context("cannot start a run")?;
-    let mut beside = (mode == HeraMode::GuidedMerge).then(|| CompanionMeter::new(program.id(), state.path()));
-    let mut looks = Vec::new();
-    let watched = watch_run(&mut program, &mut looks, &group, beside.as_mut(), || {
+    let mut companion = (mode == HeraMode::GuidedMerge).then(|| CompanionMeter::new(program.id(), state.path()));
+    let mut samples = Vec::new();
+    let watch_result = watch_run(&mut program, &mut samples, &group, companion.as_mut(), || {
         let metadata = if mode.uses_ksmd() { count_rmap_items(&ksm) as f64 * RMAP_ITEM_BYTES } else { 0.0 };
-        Ok((begin.elapsed().as_secs_f64(), metadata, KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds))
+        Ok((start.elapsed().as_secs_f64(), metadata, KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds))
     });
-    let seconds = begin.elapsed().as_secs_f64();
-    let lasted = seconds >= conditions.min_runtime_seconds();
+    let seconds = start.elapsed().as_secs_f64();
+    let has_min_runtime = seconds >= conditions.min_runtime_seconds();
     ensure!(
-        lasted || watched.is_err(),
+        has_min_runtime || watch_result.is_err(),
         "{} took {seconds:.1} s, less than the minimum run time configured in the engine",
         case.name
     );
-    if watched.is_err() {
+    if watch_result.is_err() {
         let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::KILL);
         let _ = program.wait();
     }
-    let put_back = beside.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
-    watched.with_context(|| fs::read_to_string(&complaints).unwrap_or_default())?;
-    put_back?;
+    let companion_result = companion.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
+    watch_result.with_context(|| fs::read_to_string(&complaints).unwrap_or_default())?;
+    companion_result?;
     if mode == HeraMode::GuidedMerge {
         let after = writable_ksm_settings();
         ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
     }
-    let said = fs::read_to_string(&output)?;
-    let result = said.lines().find(|line| line.starts_with("result ")).context("the code printed no result")?;
-    let engine = said.split_whitespace().filter_map(|word| word.strip_prefix("engine_s=")?.parse::<f64>().ok());
+    let printed = fs::read_to_string(&output)?;
+    let result = printed.lines().find(|line| line.starts_with("result ")).context("the code printed no result")?;
+    let engine = printed.split_whitespace().filter_map(|word| word.strip_prefix("engine_s=")?.parse::<f64>().ok());
     Ok(HeraRun {
         mode,
         round,
         seconds,
-        samples: looks,
+        samples,
         ksmd_seconds: KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds,
         engine_seconds: engine.fold(0.0, f64::max),
         result: result.to_owned(),
@@ -326,11 +326,11 @@ fn watch_run(
         }
         let usage = group.read_usage()?;
         let (seconds, metadata, ksmd) = read()?;
-        if let Some(beside) = &mut companion {
-            beside.read_cpu()?;
+        if let Some(companion) = &mut companion {
+            companion.read_cpu()?;
         }
         let memory = (usage.anonymous_bytes + usage.shared_bytes) as f64;
-        let pagefold = companion.as_ref().map_or(0.0, |beside| beside.cpu_seconds);
+        let pagefold = companion.as_ref().map_or(0.0, |companion| companion.cpu_seconds);
         samples.push(HeraSample {
             seconds,
             memory_bytes: memory,
@@ -402,16 +402,18 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
                 .iter()
                 .map(|(run, plain)| 1.0 - run.mean_later_memory() / plain.mean_later_memory()),
         );
-        let (slower, interval) = slowdown(runs, mode);
-        let told = |words: String| if mode == HeraMode::Plain { "-".to_owned() } else { words };
+        let (slowdown_mean, interval) = slowdown(runs, mode);
+        let unless_plain = |words: String| if mode == HeraMode::Plain { "-".to_owned() } else { words };
         table.rows.push(vec![
             mode.name(),
             format!("{:.0}", median(&HeraRun::mean_memory) / BYTES_PER_MIB),
-            told(memory_gain(runs, mode).format_percent()),
-            told(later.format_percent()),
+            unless_plain(memory_gain(runs, mode).format_percent()),
+            unless_plain(later.format_percent()),
             format!("{:.1}", median(&|run| run.seconds)),
-            told(percent(slower)),
-            told(interval.map_or("-".to_owned(), |(low, high)| format!("{} to {}", percent(low), percent(high)))),
+            unless_plain(percent(slowdown_mean)),
+            unless_plain(
+                interval.map_or("-".to_owned(), |(low, high)| format!("{} to {}", percent(low), percent(high))),
+            ),
             format!("{:.0}", median(&|run| run.last_sample().faults as f64)),
             format!("{:.2}", median(&|run| run.ksmd_seconds)),
             format!("{:.2}", median(&|run| run.last_sample().pagefold_seconds)),
@@ -434,18 +436,18 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
     findings.tables.push(table);
     findings.checks = evaluate_thresholds(case, runs);
     for run in runs {
-        findings.samples.extend(run.samples.iter().map(|look| {
+        findings.samples.extend(run.samples.iter().map(|sample| {
             format!(
                 "{},{},{},{:.2},{:.0},{:.0},{},{:.3},{:.2}",
                 case.name,
                 run.round,
                 run.mode.name(),
-                look.seconds,
-                look.memory_bytes,
-                look.metadata_bytes,
-                look.faults,
-                look.ksmd_seconds,
-                look.pagefold_seconds
+                sample.seconds,
+                sample.memory_bytes,
+                sample.metadata_bytes,
+                sample.faults,
+                sample.ksmd_seconds,
+                sample.pagefold_seconds
             )
         }));
     }
@@ -478,17 +480,17 @@ fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> 
         },
     ];
     for mode in HeraMode::EVERY_MODE.into_iter().filter(|mode| mode.uses_ksmd()) {
-        let (theirs, their_slower) = (memory_gain(runs, mode).median, slowdown(runs, mode).0);
+        let (mode_gain, mode_slowdown) = (memory_gain(runs, mode).median, slowdown(runs, mode).0);
         bars.push(ThresholdCheck {
             claim: format!("{name}: the engine saves more than {} and slows down less", mode.name()),
             measured: format!(
                 "{} against {}, slower by {} against {}",
                 percent(engine),
-                percent(theirs),
+                percent(mode_gain),
                 percent(slower),
-                percent(their_slower)
+                percent(mode_slowdown)
             ),
-            met: engine > theirs && slower < their_slower,
+            met: engine > mode_gain && slower < mode_slowdown,
         });
     }
     bars
@@ -504,12 +506,12 @@ fn paint_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<(), Box<
     let points = |run: &HeraRun| {
         run.samples
             .iter()
-            .map(|look| (look.seconds, (look.memory_bytes + look.metadata_bytes) / BYTES_PER_MIB))
+            .map(|sample| (sample.seconds, (sample.memory_bytes + sample.metadata_bytes) / BYTES_PER_MIB))
             .collect::<Vec<_>>()
     };
-    let all: Vec<(f64, f64)> = first().flat_map(points).collect();
-    let latest = all.iter().map(|point| point.0).fold(1.0, f64::max);
-    let highest = all.iter().map(|point| point.1).fold(1.0, f64::max) * 1.25;
+    let all_points: Vec<(f64, f64)> = first().flat_map(points).collect();
+    let latest = all_points.iter().map(|point| point.0).fold(1.0, f64::max);
+    let highest = all_points.iter().map(|point| point.1).fold(1.0, f64::max) * 1.25;
     let area = SVGBackend::new(path, (960, 480)).into_drawing_area();
     let mut chart = ChartBuilder::on(&area)
         .caption(case.title, text_style(17, chart::GRAY))
@@ -518,13 +520,13 @@ fn paint_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<(), Box<
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;
     chart::configure_axes(&mut chart).x_desc("seconds").y_desc("memory of the job, MiB").draw()?;
-    for (place, mode) in HeraMode::EVERY_MODE.into_iter().enumerate() {
+    for (i, mode) in HeraMode::EVERY_MODE.into_iter().enumerate() {
         let Some(run) = first().find(|run| run.mode == mode) else { continue };
         chart.draw_series(LineSeries::new(points(run), mode.color().stroke_width(2)))?;
         // The legend stands above the highest curve, side by side.
-        let at = (latest * (0.02 + 0.16 * place as f64), highest * 0.97);
+        let label_position = (latest * (0.02 + 0.16 * i as f64), highest * 0.97);
         let style = text_style(15, mode.color());
-        chart.draw_series([Text::new(mode.name(), at, style)])?;
+        chart.draw_series([Text::new(mode.name(), label_position, style)])?;
     }
     area.present()?;
     Ok(())

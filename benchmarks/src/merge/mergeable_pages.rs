@@ -90,16 +90,16 @@ fn add_region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut 
     let page = pagefold_sys::mapping::page_size();
     let mut bytes = vec![0; PAGES_PER_READ * page];
     let mut entries = vec![0; PAGES_PER_READ * 8];
-    for at in (start..end).step_by(bytes.len()) {
-        let pages = ((end - at) as usize / page).min(PAGES_PER_READ);
-        pagemap.read_exact_at(&mut entries[..pages * 8], at / page as u64 * 8)?;
-        let is_there = |entry: &[u8; 8]| matches!(u64::from_ne_bytes(*entry) >> 61, 0b100 | 0b010);
-        let there: Vec<bool> = entries[..pages * 8].as_chunks::<8>().0.iter().map(is_there).collect();
+    for address in (start..end).step_by(bytes.len()) {
+        let pages = ((end - address) as usize / page).min(PAGES_PER_READ);
+        pagemap.read_exact_at(&mut entries[..pages * 8], address / page as u64 * 8)?;
+        let is_present = |entry: &[u8; 8]| matches!(u64::from_ne_bytes(*entry) >> 61, 0b100 | 0b010);
+        let present: Vec<bool> = entries[..pages * 8].as_chunks::<8>().0.iter().map(is_present).collect();
         let mut next = 0;
-        while let Some(first) = (next..pages).find(|&page| there[page]) {
-            let run = there[first..].iter().take_while(|&&there| there).count();
+        while let Some(first) = (next..pages).find(|&page| present[page]) {
+            let run = present[first..].iter().take_while(|&&present| present).count();
             let bytes = &mut bytes[..run * page];
-            memory.read_exact_at(bytes, at + (first * page) as u64)?;
+            memory.read_exact_at(bytes, address + (first * page) as u64)?;
             for content in bytes.chunks_exact(page) {
                 *copies.entry(*blake3::hash(content).as_bytes()).or_default() += 1;
             }

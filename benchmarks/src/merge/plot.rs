@@ -106,15 +106,19 @@ fn paint_chart(
     let mut order: Vec<(f64, &SavingsCurve)> =
         curves.iter().map(|curve| (curve.crossing_time(level / 2.0).unwrap_or(f64::INFINITY), curve)).collect();
     order.sort_by(|left, right| left.0.total_cmp(&right.0));
-    for (place, (_, curve)) in (0_u32..).zip(order) {
+    for (i, (_, curve)) in (0_u32..).zip(order) {
         let color = policy_color(curve.policy);
         let within = |points: &[(f64, f64)]| points.iter().map(|&(x, y)| (x.max(first), y)).collect::<Vec<_>>();
         chart.draw_series(LineSeries::new(within(&curve.measured), color.stroke_width(3)))?;
         chart.draw_series(DashedLineSeries::new(within(&curve.extrapolated), 6, 5, color.stroke_width(2)))?;
         // Each label has a height of its own, left of its curve, where the curve has not been yet.
-        let height = level * (0.85 - 0.13 * f64::from(place));
-        let at = curve.crossing_time(height).unwrap_or(max_seconds);
-        let (x, side) = if at < 0.6 { (at.max(first) * 1.08, HPos::Left) } else { (at / 1.08, HPos::Right) };
+        let height = level * (0.85 - 0.13 * f64::from(i));
+        let crossing_seconds = curve.crossing_time(height).unwrap_or(max_seconds);
+        let (x, side) = if crossing_seconds < 0.6 {
+            (crossing_seconds.max(first) * 1.08, HPos::Left)
+        } else {
+            (crossing_seconds / 1.08, HPos::Right)
+        };
         let style = text_style(15, color).pos(Pos::new(side, VPos::Center));
         chart.draw_series([Text::new(curve.policy.name(), (x, height), style)])?;
     }

@@ -161,19 +161,19 @@ impl PolicyExtrapolation<'_> {
         let last = self.window_samples.last()?;
         let mut steps = PolicySchedule::start(rule, without_free_memory(self.host)).ok()?;
         let mut batch = last.pages_to_scan as f64;
-        let (mut at, mut left) = (last.seconds, (pages - last.scanned_pages as f64).max(0.0));
+        let (mut time, mut remaining_pages) = (last.seconds, (pages - last.scanned_pages as f64).max(0.0));
         loop {
             // The steps of the window are replayed, to bring the rule to its state at the end of the window.
-            let settings = steps.settings_due(at).ok()?;
+            let settings = steps.settings_due(time).ok()?;
             if let Some(pages) = settings.get(&Setting::PagesToScan).and_then(|pages| pages.parse().ok()) {
                 batch = pages;
             }
             let rate = pace.pages_per_second(batch);
-            if left <= rate * (steps.next_step_at - at) {
-                return Some(at + left / rate);
+            if remaining_pages <= rate * (steps.next_step_at - time) {
+                return Some(time + remaining_pages / rate);
             }
-            left -= rate * (steps.next_step_at - at);
-            at = steps.next_step_at;
+            remaining_pages -= rate * (steps.next_step_at - time);
+            time = steps.next_step_at;
         }
     }
 

@@ -54,15 +54,15 @@ impl RunningProgram {
 
     /// Wait until the program is ready, and return the lines that it printed before.
     pub fn wait_until_ready(&mut self) -> Result<Vec<String>> {
-        let mut said = Vec::new();
+        let mut lines = Vec::new();
         for line in self.output.as_mut().context("its output was taken")? {
             let line = line?;
             if line.starts_with("READY") {
-                return Ok(said);
+                return Ok(lines);
             }
-            said.push(line);
+            lines.push(line);
         }
-        bail!("a program to measure exited before it was ready: {}; its output was {said:?}", self.child.wait()?)
+        bail!("a program to measure exited before it was ready: {}; its output was {lines:?}", self.child.wait()?)
     }
 
     /// Send a line.

@@ -191,12 +191,12 @@ pub fn measure_code(code: SimulationCode, rounds: usize, conditions: &Simulation
 /// Whether two results agree: word by word, numbers within a relative tolerance.
 fn results_agree(left: &str, right: &str, tolerance: f64) -> bool {
     let words = |text: &str| text.split([' ', ',', '\n']).map(str::to_owned).collect::<Vec<_>>();
-    let alike = |(left, right): (&String, &String)| match (left.parse::<f64>(), right.parse::<f64>()) {
+    let words_agree = |(left, right): (&String, &String)| match (left.parse::<f64>(), right.parse::<f64>()) {
         (Ok(left), Ok(right)) => (left - right).abs() <= tolerance * left.abs().max(right.abs()),
         _ => left == right,
     };
     let (left, right) = (words(left), words(right));
-    left.len() == right.len() && left.iter().zip(&right).all(alike)
+    left.len() == right.len() && left.iter().zip(&right).all(words_agree)
 }
 
 /// Build the table of modes, and the checks; checks of a code that was not held out are reported and not judged.
@@ -370,20 +370,20 @@ fn run_code(
         quick: conditions.quick,
     };
     deck.run_verb("prepare")?;
-    let whole = match mode {
+    let pages_to_scan = match mode {
         SimulationMode::Whole(pages) => Some(u64::from(pages)),
         SimulationMode::Off | SimulationMode::Guided => None,
     };
-    ksm.write_setting("pages_to_scan", whole.unwrap_or(DEFAULT_PAGES_TO_SCAN));
+    ksm.write_setting("pages_to_scan", pages_to_scan.unwrap_or(DEFAULT_PAGES_TO_SCAN));
     ksm.write_setting("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
-    ksm.write_setting("run", u8::from(whole.is_some()));
+    ksm.write_setting("run", u8::from(pages_to_scan.is_some()));
     let settings = writable_ksm_settings();
     let state = tempfile::tempdir().context("a folder for pagefold's state")?;
     let guided = (mode == SimulationMode::Guided)
         .then(|| conditions.pagefold.run_guided_command(state.path(), conditions.cpu_percent));
     let before = KsmCounters::read(ksmd)?;
     let begin = Instant::now();
-    let mut program = deck.start(&group, whole.is_some(), guided.as_ref())?;
+    let mut program = deck.start(&group, pages_to_scan.is_some(), guided.as_ref())?;
     let companion = guided.map(|_| CompanionMeter::new(program.id(), state.path()));
     let mut meter = RunMeter { begin, ksmd, ksmd_before: before, companion, memory: Vec::new(), page_faults: 0 };
     let label = format!("{},{round},{}", code.name, mode.name());
@@ -395,13 +395,13 @@ fn run_code(
         let _ = program.wait();
     }
     // Also after a failure: until it exits, pagefold needs its folder and may set KSM.
-    let undone = meter.companion.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
+    let companion_result = meter.companion.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
     let (status, complaints) = (status?, fs::read_to_string(deck.stderr_path())?);
     ensure!(status.success(), "{} failed: {status}: {complaints}", code.name);
-    undone?;
+    companion_result?;
     if mode == SimulationMode::Guided {
-        let own: Vec<&str> = complaints.lines().filter(|line| line.starts_with("pagefold: ")).collect();
-        ensure!(own.is_empty(), "guided merging of {} failed: {own:?}", code.name);
+        let pagefold_errors: Vec<&str> = complaints.lines().filter(|line| line.starts_with("pagefold: ")).collect();
+        ensure!(pagefold_errors.is_empty(), "guided merging of {} failed: {pagefold_errors:?}", code.name);
         let after = writable_ksm_settings();
         ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
     }
@@ -505,17 +505,17 @@ impl SimulationScript<'_> {
     }
 
     /// Start a run as a member of a control group, through another program if one is given.
-    fn start(&self, group: &BenchmarkCgroup, enrolled: bool, through: Option<&Command>) -> Result<Child> {
-        let held = match through {
+    fn start(&self, group: &BenchmarkCgroup, enrolled: bool, launcher: Option<&Command>) -> Result<Child> {
+        let hold_command = match launcher {
             Some(command) => {
-                let mut held = command_through_hold(command.get_program(), enrolled)?;
-                held.args(command.get_args()).arg("sh");
-                held
+                let mut hold_command = command_through_hold(command.get_program(), enrolled)?;
+                hold_command.args(command.get_args()).arg("sh");
+                hold_command
             }
             None => command_through_hold("sh", enrolled)?,
         };
         group
-            .command_in_group(&held)
+            .command_in_group(&hold_command)
             .arg(&self.script)
             .args(["run", self.size_argument()])
             .current_dir(self.folder)
@@ -559,8 +559,8 @@ impl CompanionMeter {
     pub fn read_cpu(&mut self) -> Result<bool> {
         if self.companion_pid.is_none_or(|pid| !self.is_companion(pid)) {
             let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-            let Some(found) = pids.into_iter().find(|&pid| self.is_companion(pid)) else { return Ok(false) };
-            self.companion_pid = Some(found);
+            let Some(companion) = pids.into_iter().find(|&pid| self.is_companion(pid)) else { return Ok(false) };
+            self.companion_pid = Some(companion);
         }
         // If it is just ending, the last reading remains.
         if let Some(cpu) = self.companion_pid.and_then(|pid| cpu_seconds(pid).ok()) {

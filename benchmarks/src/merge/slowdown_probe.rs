@@ -53,9 +53,9 @@ impl SlowdownProbe {
     pub fn start(baseline_time: Duration) -> Result<Self> {
         let mut command = command_through_hold(std::env::current_exe()?, false)?;
         command.arg("probe");
-        let mut holder = RunningProgram::start(command)?;
-        holder.wait_until_ready()?;
-        let output = holder.take_output().context("the probe has no output")?;
+        let mut process = RunningProgram::start(command)?;
+        process.wait_until_ready()?;
+        let output = process.take_output().context("the probe has no output")?;
         let (sender, written) = channel();
         std::thread::spawn(move || {
             for line in output.map_while(Result::ok) {
@@ -67,7 +67,7 @@ impl SlowdownProbe {
         });
         // The first repetitions fill the caches.
         std::thread::sleep(Duration::from_millis(200));
-        let mut probe = Self { repetitions: written, _process: holder, baseline_seconds: 0.0 };
+        let mut probe = Self { repetitions: written, _process: process, baseline_seconds: 0.0 };
         let begin = Instant::now();
         std::thread::sleep(baseline_time);
         probe.baseline_seconds = probe.mean_seconds(begin, Instant::now())?;

@@ -37,7 +37,7 @@ pub fn measure(quick: bool) -> Result<Findings> {
     let host = LiveHost::new();
     let process = host.open(Pid(lab.pid())).map_err(|why| anyhow!("the process to stop: {why}"))?.id();
     let bytes = PAGES_PER_RANGE * region.page_size;
-    let starts = (0..RANGES_PER_COMMAND).map(|place| region.start + place * 2 * bytes);
+    let starts = (0..RANGES_PER_COMMAND).map(|i| region.start + i * 2 * bytes);
     let ranges: Vec<AddressRange> = starts.map(|start| AddressRange { start, end: start + bytes }).collect();
 
     let mut findings = Findings::new("cycle,action,stop,microseconds");

@@ -130,15 +130,15 @@ pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
     let pages = if quick { 2048 } else { 16_384 };
     let mut trials = Vec::new();
     for round in 1..=rounds {
-        for held in ThroughputMemory::all_shapes(pages) {
-            for way in shuffle(ThroughputMethod::EVERY_METHOD.to_vec()) {
-                let trial = run_trial(held, way, round)?;
+        for memory in ThroughputMemory::all_shapes(pages) {
+            for method in shuffle(ThroughputMethod::EVERY_METHOD.to_vec()) {
+                let trial = run_trial(memory, method, round)?;
                 eprintln!(
                     "round {round}: {} processes, {} pages{}, {}: {:.2} GB/s",
-                    held.processes,
-                    held.run_pages,
-                    if held.zeros { " of zeros" } else { "" },
-                    way.name(),
+                    memory.processes,
+                    memory.run_pages,
+                    if memory.zeros { " of zeros" } else { "" },
+                    method.name(),
                     trial.bytes_per_second().unwrap_or(0.0) / 1e9
                 );
                 trials.push(trial);
@@ -288,21 +288,22 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
             }
         }
         ThroughputMethod::Ksmd => {
-            let (before, quiet) = (KsmCounters::read(ksmd)?, Instant::now());
+            let (before, start_time) = (KsmCounters::read(ksmd)?, Instant::now());
             ksm.write_setting("use_zero_pages", 1);
             ksm.write_setting("pages_to_scan", 20_000);
             ksm.write_setting("sleep_millisecs", 0);
             ksm.write_setting("run", 1);
             // One page of each set of equal pages is kept.
-            let saved = |now: KsmCounters| (now.saved_pages - before.saved_pages).unsigned_abs();
-            let (mut best, mut since) = (0, quiet);
-            let most =
+            let saved = |counters: KsmCounters| (counters.saved_pages - before.saved_pages).unsigned_abs();
+            let (mut best, mut last_progress) = (0, start_time);
+            let max_saved =
                 if memory.zeros { memory.total_pages() } else { memory.total_pages() - memory.pages_per_process };
-            while since.elapsed() < KSMD_SETTLE_TIME && best < most {
+            while last_progress.elapsed() < KSMD_SETTLE_TIME && best < max_saved {
                 sleep_unless_signaled(Duration::from_millis(2))?;
-                let now = KsmCounters::read(ksmd)?;
-                if saved(now) > best {
-                    (best, since, seconds) = (saved(now), Instant::now(), now.ksmd_seconds - before.ksmd_seconds);
+                let counters = KsmCounters::read(ksmd)?;
+                if saved(counters) > best {
+                    (best, last_progress, seconds) =
+                        (saved(counters), Instant::now(), counters.ksmd_seconds - before.ksmd_seconds);
                 }
             }
             ksm.write_setting("run", 0);
@@ -310,8 +311,8 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
         }
     }
     for member in &mut members {
-        let checked = member.run_command("check")?;
-        ensure!(checked == "same", "after merging, {checked}");
+        let check_answer = member.run_command("check")?;
+        ensure!(check_answer == "same", "after merging, {check_answer}");
     }
     // ksmd also merges other memory of the processes.
     Ok(ThroughputTrial { memory, method, round, merged_pages: merged.min(memory.total_pages()), seconds })
@@ -355,9 +356,9 @@ impl ThroughputMember {
             .stdout(Stdio::piped())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        let says = child.stdin.take().context("no input")?;
-        let tells = BufReader::new(child.stdout.take().context("no output")?);
-        let mut member = Self { child, commands: says, answers: tells };
+        let commands = child.stdin.take().context("no input")?;
+        let answers = BufReader::new(child.stdout.take().context("no output")?);
+        let mut member = Self { child, commands, answers };
         ensure!(member.read_answer()? == "ready", "a member is not ready");
         let seed = u64::from(!memory.zeros);
         for run in 0..runs {

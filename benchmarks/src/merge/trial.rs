@@ -124,7 +124,7 @@ pub fn run_trial(
         SavingsGauge::Counters => None,
         SavingsGauge::Memory => Some((running.pids.as_slice(), before.resident_bytes)),
     };
-    let watch = TrialMeter {
+    let meter = TrialMeter {
         ksm: &ksm,
         ksmd,
         memory_baseline: memory,
@@ -132,28 +132,28 @@ pub fn run_trial(
         started_at: Instant::now(),
     };
     let progress = SavingsProgress::new(running.mergeable);
-    let window = policy.max_window(probed, conditions.quick);
-    let (mut complete, mut report) = (true, None);
+    let max_window = policy.max_window(probed, conditions.quick);
+    let (mut is_complete, mut report) = (true, None);
     let samples = match policy {
         MergePolicy::Guided => {
-            let (samples, said) =
-                watch.watch_pagefold(&mut conditions.pagefold.merge_command(&running.pids, conditions.cpu_percent))?;
-            report = Some(said);
+            let (samples, merge_report) =
+                meter.watch_pagefold(&mut conditions.pagefold.merge_command(&running.pids, conditions.cpu_percent))?;
+            report = Some(merge_report);
             samples
         }
-        MergePolicy::Whole => watch.watch_whole_process(progress, f64::from(conditions.cpu_percent) / 100.0)?,
+        MergePolicy::Whole => meter.watch_whole_process(progress, f64::from(conditions.cpu_percent) / 100.0)?,
         _ => {
             let samples;
-            (samples, complete) = watch.watch_slow_policy(window, progress, &mut steps)?;
+            (samples, is_complete) = meter.watch_slow_policy(max_window, progress, &mut steps)?;
             samples
         }
     };
     let end = Instant::now();
-    let slow_down = probe.as_ref().map(|probe| probe.slowdown(watch.started_at, end)).transpose()?;
+    let slowdown = probe.as_ref().map(|probe| probe.slowdown(meter.started_at, end)).transpose()?;
     drop(probe);
     // ksmd is stopped, so that the figures read now are exact.
     ksm.write_setting("run", 0);
-    let counted = KsmCounters::read(ksmd)?.saved_pages - watch.counters_before.saved_pages;
+    let counted_pages = KsmCounters::read(ksmd)?.saved_pages - meter.counters_before.saved_pages;
     let after = ExactMemory::read(&running.pids)?;
     ensure!(
         running.read_checksums()? == checks,
@@ -166,15 +166,15 @@ pub fn run_trial(
         policy,
         round,
         samples,
-        max_window: window,
-        is_complete: complete,
+        max_window,
+        is_complete,
         report,
         exact_saved_bytes: before.resident_bytes - after.resident_bytes,
-        counted_saved_bytes: counted * page,
+        counted_saved_bytes: counted_pages * page,
         mergeable: running.mergeable,
         memory_before: before,
         memory_after: after,
-        probe_slowdown: slow_down,
+        probe_slowdown: slowdown,
     })
 }
 
@@ -209,14 +209,14 @@ pub fn wait_until_ksmd_forgets(ksm: &KsmTestGuard, ksmd: u32) -> Result<()> {
     ksm.write_setting("pages_to_scan", 20_000);
     ksm.write_setting("sleep_millisecs", 0);
     ksm.write_setting("run", 1);
-    let (begin, mut last, mut since) = (Instant::now(), KsmCounters::default(), Instant::now());
+    let (start, mut last, mut last_change) = (Instant::now(), KsmCounters::default(), Instant::now());
     // With nothing left to scan ksmd sleeps and counts no scan; therefore this waits until the counters no longer
     // change.
-    while since.elapsed() < Duration::from_millis(300) && begin.elapsed() < Duration::from_secs(20) {
+    while last_change.elapsed() < Duration::from_millis(300) && start.elapsed() < Duration::from_secs(20) {
         sleep_unless_signaled(SAMPLE_INTERVAL)?;
-        let now = KsmCounters::read(ksmd)?;
-        if now.saved_pages != last.saved_pages {
-            (last, since) = (now, Instant::now());
+        let counters = KsmCounters::read(ksmd)?;
+        if counters.saved_pages != last.saved_pages {
+            (last, last_change) = (counters, Instant::now());
         }
     }
     ksm.write_setting("run", 0);
@@ -241,8 +241,8 @@ struct SavingsProgress {
 }
 
 impl SavingsProgress {
-    fn new(truth: MergeablePages) -> Self {
-        Self { mergeable: truth, max_saved_pages: 0, scans_at_progress: 0 }
+    fn new(mergeable: MergeablePages) -> Self {
+        Self { mergeable, max_saved_pages: 0, scans_at_progress: 0 }
     }
 
     /// Whether all possible savings are reached, or [`MAX_SCANS_WITHOUT_PROGRESS`] full scans brought none.
@@ -269,24 +269,24 @@ struct TrialMeter<'a> {
 
 impl TrialMeter<'_> {
     fn take_sample(&self, pagefold: f64) -> Result<(KsmSample, KsmCounters)> {
-        // This may wait for ksmd: the savings it reads were reached at the noted time or before.
-        let fallen = match self.memory_baseline {
+        // This reading may wait for ksmd. Its savings were reached at the sample's time or before.
+        let freed_pages = match self.memory_baseline {
             None => None,
             Some((pids, before)) => {
                 Some((before - resident_anonymous(pids)?) / pagefold_sys::mapping::page_size() as i64)
             }
         };
-        let now = KsmCounters::read(self.ksmd)?;
+        let counters = KsmCounters::read(self.ksmd)?;
         let sample = KsmSample {
             seconds: self.started_at.elapsed().as_secs_f64(),
-            saved_pages: fallen.unwrap_or(now.saved_pages - self.counters_before.saved_pages),
-            ksmd_seconds: now.ksmd_seconds - self.counters_before.ksmd_seconds,
+            saved_pages: freed_pages.unwrap_or(counters.saved_pages - self.counters_before.saved_pages),
+            ksmd_seconds: counters.ksmd_seconds - self.counters_before.ksmd_seconds,
             pagefold_seconds: pagefold,
-            scanned_pages: now.scanned_pages - self.counters_before.scanned_pages,
-            full_scans: now.full_scans - self.counters_before.full_scans,
-            pages_to_scan: now.pages_to_scan,
+            scanned_pages: counters.scanned_pages - self.counters_before.scanned_pages,
+            full_scans: counters.full_scans - self.counters_before.full_scans,
+            pages_to_scan: counters.pages_to_scan,
         };
-        Ok((sample, now))
+        Ok((sample, counters))
     }
 
     fn sample_interval(&self) -> Duration {
@@ -321,22 +321,22 @@ impl TrialMeter<'_> {
         }
         self.ksm.write_setting("run", 1);
         let mut samples = Vec::new();
-        let mut paced = self.counters_before;
+        let mut last_paced = self.counters_before;
         loop {
             sleep_unless_signaled(self.sample_interval())?;
-            let (sample, now) = self.take_sample(0.0)?;
+            let (sample, counters) = self.take_sample(0.0)?;
             samples.push(sample);
             if progress.has_converged(&sample) {
                 return Ok(samples);
             }
             ensure!(self.started_at.elapsed() < TRIAL_TIMEOUT, "ksmd did not come to an end within {TRIAL_TIMEOUT:?}");
-            if cpu_share < 1.0 && now.scanned_pages - paced.scanned_pages >= 5 * BOUNDED_BATCH_PAGES as i64 {
-                let batches = (now.scanned_pages - paced.scanned_pages) as f64 / BOUNDED_BATCH_PAGES as f64;
+            if cpu_share < 1.0 && counters.scanned_pages - last_paced.scanned_pages >= 5 * BOUNDED_BATCH_PAGES as i64 {
+                let batches = (counters.scanned_pages - last_paced.scanned_pages) as f64 / BOUNDED_BATCH_PAGES as f64;
                 self.ksm.write_setting(
                     "sleep_millisecs",
-                    pause_millis((now.ksmd_seconds - paced.ksmd_seconds) / batches, cpu_share),
+                    pause_millis((counters.ksmd_seconds - last_paced.ksmd_seconds) / batches, cpu_share),
                 );
-                paced = now;
+                last_paced = counters;
             }
         }
     }
@@ -344,23 +344,23 @@ impl TrialMeter<'_> {
     /// Run pagefold until it exits, and return its report.
     fn watch_pagefold(&self, command: &mut Command) -> Result<(Vec<KsmSample>, MergeCommandReport)> {
         // A file never blocks the writer; an unread pipe would.
-        let mut said = tempfile::tempfile().context("cannot create a file for pagefold's report")?;
-        command.stdout(said.try_clone()?);
+        let mut output = tempfile::tempfile().context("cannot create a file for pagefold's report")?;
+        command.stdout(output.try_clone()?);
         let mut child: Child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         let mut samples = Vec::new();
         let pid = child.id();
         while !has_ended(pid)? {
             samples.push(self.take_sample(cpu_seconds(pid)?)?.0);
-            let in_time = if self.started_at.elapsed() > TRIAL_TIMEOUT {
+            let watch_result = if self.started_at.elapsed() > TRIAL_TIMEOUT {
                 Err(anyhow!("pagefold merge did not end within {TRIAL_TIMEOUT:?}"))
             } else {
                 sleep_unless_signaled(self.sample_interval())
             };
-            if in_time.is_err() {
+            if watch_result.is_err() {
                 // On SIGTERM pagefold undoes its changes.
                 let _ = rustix::process::kill_process(Pid::from_child(&child), rustix::process::Signal::TERM);
                 let _ = child.wait();
-                in_time?;
+                watch_result?;
             }
         }
         // Not waited for yet: its CPU times are still readable.
@@ -371,8 +371,8 @@ impl TrialMeter<'_> {
         let exit = status.code().filter(|code| matches!(code, 0 | 1 | 3));
         let exit = exit.with_context(|| format!("pagefold merge failed: {status}"))?;
         let mut text = String::new();
-        said.rewind()?;
-        said.read_to_string(&mut text)?;
+        output.rewind()?;
+        output.read_to_string(&mut text)?;
         Ok((samples, MergeCommandReport::parse(exit, &text)?))
     }
 }

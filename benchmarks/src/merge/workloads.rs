@@ -58,9 +58,9 @@ pub enum WorkloadSetup {
         /// Memory of each guest, in MiB.
         mib: u32,
         /// Data that is equal in all guests, in MiB.
-        same: u32,
+        shared_mib: u32,
         /// Data that is unique to each guest, in MiB.
-        own: u32,
+        unique_mib: u32,
         /// Whether the first 4,086 bytes of all data pages are equal.
         equal_start: bool,
     },
@@ -88,20 +88,20 @@ impl MergeWorkload {
     /// The workloads of the section `synthetic`.
     pub fn synthetic_workloads(quick: bool) -> Vec<Self> {
         let mib = if quick { 64 } else { 1024 };
-        let one = |name, what: &str, duplicate, stray, run, huge| Self {
+        let workload = |name, what: &str, duplicate, stray, run, huge| Self {
             name,
             title: format!("Memory of known content, 4 x {mib} MiB: {what}"),
             setup: WorkloadSetup::Mixture { processes: 4, mib, duplicate, stray, run, huge },
             all_policies: name == "tenth",
         };
         vec![
-            one("tenth", "10 % duplicates in runs of 256 KiB", 10, 0, 64, false),
-            one("third", "33 % duplicates in runs of 256 KiB", 33, 0, 64, false),
-            one("most", "95 % duplicates in runs of 256 KiB", 95, 0, 64, false),
-            one("scattered", "10 % duplicates, single pages", 10, 0, 1, false),
+            workload("tenth", "10 % duplicates in runs of 256 KiB", 10, 0, 64, false),
+            workload("third", "33 % duplicates in runs of 256 KiB", 33, 0, 64, false),
+            workload("most", "95 % duplicates in runs of 256 KiB", 95, 0, 64, false),
+            workload("scattered", "10 % duplicates, single pages", 10, 0, 1, false),
             // Whole-process KSM splits huge pages with any duplicate. One duplicate page in a huge page does not repay
             // the split.
-            one("huge", "huge pages, 6 % of them all duplicates, 45 % with one duplicate page", 6, 45, 512, true),
+            workload("huge", "huge pages, 6 % of them all duplicates, 45 % with one duplicate page", 6, 45, 512, true),
         ]
     }
 
@@ -109,24 +109,25 @@ impl MergeWorkload {
     pub fn fleet_workload(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
-        let setup = WorkloadSetup::Fleet { guests, mib: 128, same: 16, own: 16, equal_start: false };
+        let setup = WorkloadSetup::Fleet { guests, mib: 128, shared_mib: 16, unique_mib: 16, equal_start: false };
         vec![Self { name: "fleet", title, setup, all_policies: true }]
     }
 
     /// The workloads of the section `big-fleet`: guests with many duplicate pages.
     pub fn big_fleet(quick: bool) -> Vec<Self> {
-        let (guests, mib, same, own) = if quick { (2, 256, 64, 64) } else { (4, 1700, 700, 500) };
-        let one = |name, equal_start, pages: &str| Self {
+        let (guests, mib, shared_mib, unique_mib) = if quick { (2, 256, 64, 64) } else { (4, 1700, 700, 500) };
+        let workload = |name, equal_start, pages: &str| Self {
             name,
             title: format!(
-                "{guests} QEMU guests of {mib} MiB: {same} MiB of the same and {own} MiB of own data in each, {pages}"
+                "{guests} QEMU guests of {mib} MiB: {shared_mib} MiB of the same and {unique_mib} MiB of own data in \
+                 each, {pages}"
             ),
-            setup: WorkloadSetup::Fleet { guests, mib, same, own, equal_start },
+            setup: WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start },
             all_policies: false,
         };
         vec![
-            one("big-fleet", false, "pages that differ in their first bytes"),
-            one("big-fleet-equal-start", true, "pages whose first 4,086 bytes are equal"),
+            workload("big-fleet", false, "pages that differ in their first bytes"),
+            workload("big-fleet-equal-start", true, "pages whose first 4,086 bytes are equal"),
         ]
     }
 
@@ -154,20 +155,20 @@ impl MergeWorkload {
     /// Start the workload, and wait until its memory is filled.
     pub fn start(&self, enrolled: bool) -> Result<RunningWorkload> {
         let lab = pagefold_labs::client::lab_binary()?;
-        let (holders, pids, question, truth) = match self.setup {
+        let (programs, pids, question, mergeable) = match self.setup {
             WorkloadSetup::Mixture { processes, mib, duplicate, stray, run, huge } => {
-                let mut holders = Vec::new();
+                let mut programs = Vec::new();
                 for salt in 0..processes {
                     let mut command = command_through_hold(&lab, enrolled)?;
                     command.args(["mixture", "--mib", &mib.to_string(), "--run-pages", &run.to_string()]);
                     command.args(["--duplicate-share", &duplicate.to_string(), "--stray-share", &stray.to_string()]);
                     command.args(["--salt", &salt.to_string()]);
                     command.args(huge.then_some("--huge"));
-                    holders.push(RunningProgram::start(command)?);
+                    programs.push(RunningProgram::start(command)?);
                 }
                 let mut pages = 0;
-                for holder in &mut holders {
-                    let region = holder.wait_until_ready()?;
+                for program in &mut programs {
+                    let region = program.wait_until_ready()?;
                     pages = serde_json::from_str::<RegionLine>(region.first().context("no region")?)?.pages;
                 }
                 let share = |percent: u32| f64::from(percent) / 100.0;
@@ -178,46 +179,53 @@ impl MergeWorkload {
                     stray_share: share(stray),
                 };
                 let (each, processes) = (mixture.duplicate_pages(), u64::from(processes));
-                let truth =
+                let mergeable =
                     MergeablePages { redundant_pages: each * (processes - 1), mapped_to_shared: each * processes };
-                let pids = holders.iter().map(RunningProgram::pid).collect::<Vec<_>>();
-                (holders, pids, Some("checksum"), truth)
+                let pids = programs.iter().map(RunningProgram::pid).collect::<Vec<_>>();
+                (programs, pids, Some("checksum"), mergeable)
             }
-            WorkloadSetup::Fleet { guests, mib, same, own, equal_start } => {
+            WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start } => {
                 GuestAssets::find(&GuestAssets::default_directory())?;
                 // QEMU enrolls the guests' memory itself, as on any host.
                 let mut command = command_through_hold(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
-                command.args(["--shared-mib", &same.to_string(), "--unique-mib", &own.to_string(), "--timeout", "600"]);
+                command.args([
+                    "--shared-mib",
+                    &shared_mib.to_string(),
+                    "--unique-mib",
+                    &unique_mib.to_string(),
+                    "--timeout",
+                    "600",
+                ]);
                 command.args(equal_start.then_some("--equal-start"));
                 command.stderr(Stdio::null());
-                let mut holder = RunningProgram::start(command)?;
-                let guests = holder.wait_until_ready()?;
+                let mut program = RunningProgram::start(command)?;
+                let guests = program.wait_until_ready()?;
                 let pids = guests.iter().map(|line| Ok(serde_json::from_str::<GuestLine>(line)?.pid));
                 let pids = pids.collect::<Result<Vec<_>>>()?;
-                let truth = mergeable_pages::count_mergeable(&pids)?;
-                (vec![holder], pids, None, truth)
+                let mergeable = mergeable_pages::count_mergeable(&pids)?;
+                (vec![program], pids, None, mergeable)
             }
             WorkloadSetup::Databases { processes, rows } => {
                 let database = create_database(rows)?;
-                let mut holders = Vec::new();
+                let mut programs = Vec::new();
                 for _ in 0..processes {
                     let mut command = command_through_hold("sqlite3", enrolled)?;
                     command.args(["-batch", "-bail"]).stderr(Stdio::inherit());
-                    let mut holder = RunningProgram::start(command)?;
-                    holder.send_line(&format!(".open --deserialize \"{}\"", database.display()))?;
-                    holder.send_line(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
-                    holder
+                    let mut program = RunningProgram::start(command)?;
+                    program.send_line(&format!(".open --deserialize \"{}\"", database.display()))?;
+                    program.send_line(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
+                    program
                         .send_line(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
-                    holder.send_line(".print READY")?;
-                    holders.push(holder);
+                    program.send_line(".print READY")?;
+                    programs.push(program);
                 }
-                for holder in &mut holders {
-                    holder.wait_until_ready()?;
+                for program in &mut programs {
+                    program.wait_until_ready()?;
                 }
-                let pids = holders.iter().map(RunningProgram::pid).collect::<Vec<_>>();
-                let truth = mergeable_pages::count_mergeable(&pids)?;
-                (holders, pids, Some(DATABASE_CHECK_SQL), truth)
+                let pids = programs.iter().map(RunningProgram::pid).collect::<Vec<_>>();
+                let mergeable = mergeable_pages::count_mergeable(&pids)?;
+                (programs, pids, Some(DATABASE_CHECK_SQL), mergeable)
             }
         };
         if enrolled && !matches!(self.setup, WorkloadSetup::Fleet { .. }) {
@@ -225,7 +233,7 @@ impl MergeWorkload {
                 ensure!(is_enrolled(pid)?, "process {pid} is not enrolled as requested");
             }
         }
-        Ok(RunningWorkload { processes: holders, pids, checksum_query: question, mergeable: truth })
+        Ok(RunningWorkload { processes: programs, pids, checksum_query: question, mergeable })
     }
 }
 
@@ -260,10 +268,10 @@ fn create_database(rows: u64) -> Result<PathBuf> {
 }
 
 impl RunningWorkload {
-    /// What it says about its own memory: the same before and after, or merging broke something.
+    /// The checksums of the memory of each process, computed by the process. Merging must not change them.
     pub fn read_checksums(&mut self) -> Result<Vec<String>> {
         self.processes.iter_mut().try_for_each(RunningProgram::check_alive)?;
         let Some(question) = self.checksum_query else { return Ok(Vec::new()) };
-        self.processes.iter_mut().map(|holder| holder.query(question)).collect()
+        self.processes.iter_mut().map(|process| process.query(question)).collect()
     }
 }

@@ -127,7 +127,7 @@ impl TrustGroup {
     /// Whether a process belongs to the group. A property that cannot be read matches nothing.
     pub fn has(&self, process: &Process) -> bool {
         let Self { name: _, users, cgroups, vms, program_names: names, containers, labels, jobs } = self;
-        let fits = |patterns: &[GlobMatcher], text: Option<&str>| {
+        let matches_any = |patterns: &[GlobMatcher], text: Option<&str>| {
             patterns.is_empty() || text.is_some_and(|text| patterns.iter().any(|pattern| pattern.is_match(text)))
         };
         let identity = &process.identity;
@@ -136,35 +136,35 @@ impl TrustGroup {
             && (users.is_empty() || process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
             && (cgroups.is_empty()
                 || process.cgroup.as_ref().is_ok_and(|path| matches_cgroup_or_ancestor(cgroups, path)))
-            && fits(vms, vm)
-            && fits(names, Some(&process.comm))
-            && fits(containers, identity.container.as_deref())
-            && (labels.is_empty() || identity.labels.iter().any(|label| fits(labels, Some(label))))
-            && fits(jobs, identity.job.as_ref().map(|job| job.name.as_str()))
+            && matches_any(vms, vm)
+            && matches_any(names, Some(&process.comm))
+            && matches_any(containers, identity.container.as_deref())
+            && (labels.is_empty() || identity.labels.iter().any(|label| matches_any(labels, Some(label))))
+            && matches_any(jobs, identity.job.as_ref().map(|job| job.name.as_str()))
     }
 }
 
 /// Whether a cgroup or one of its ancestors matches.
 fn matches_cgroup_or_ancestor(patterns: &[GlobMatcher], path: &str) -> bool {
     let ends = path.match_indices('/').map(|(end, _)| end).filter(|&end| end > 0).chain([path.len()]);
-    ends.map(|end| &path[..end]).any(|above| patterns.iter().any(|pattern| pattern.is_match(above)))
+    ends.map(|end| &path[..end]).any(|path| patterns.iter().any(|pattern| pattern.is_match(path)))
 }
 
 impl DomainRule {
     /// The domain of a process. A process whose users or cgroup cannot be read is a separate domain.
     pub fn domain(self, process: &Process) -> TrustDomain {
         let pid = process.id.pid.0;
-        let alone = match &process.identity.vm {
+        let single = match &process.identity.vm {
             Some(vm) => TrustDomain::Vm(vm.name.clone(), pid),
             None => TrustDomain::Process(pid),
         };
         match self {
             Self::Host => TrustDomain::Host,
-            Self::Process => alone,
-            Self::Cgroup => process.cgroup.clone().map_or(alone, TrustDomain::Cgroup),
+            Self::Process => single,
+            Self::Cgroup => process.cgroup.clone().map_or(single, TrustDomain::Cgroup),
             Self::User => match process.uid {
                 Ok(uid) if process.identity.vm.is_none() && !process.setuid => TrustDomain::User(uid),
-                Ok(_) | Err(_) => alone,
+                Ok(_) | Err(_) => single,
             },
         }
     }

@@ -67,8 +67,8 @@ pub struct EngineTimeUse {
 impl EngineTimeUse {
     /// The slowdown of the program, as a share of its run time without the engine.
     pub fn slowdown(&self) -> f64 {
-        let own = self.elapsed.saturating_sub(self.spent).as_secs_f64();
-        if own > 0.0 { self.spent.as_secs_f64() / own } else { 0.0 }
+        let program_seconds = self.elapsed.saturating_sub(self.spent).as_secs_f64();
+        if program_seconds > 0.0 { self.spent.as_secs_f64() / program_seconds } else { 0.0 }
     }
 }
 
@@ -135,13 +135,13 @@ impl EngineDomain {
 
     /// Gross savings of member pages: their frames less their share of the store, plus freed zero pages.
     pub fn saved(&self, tally: &PageTally) -> NetBytes {
-        let (merged, all) = (i128::from(tally.merged.0), i128::from(self.tally().merged.0));
-        let page = i128::from(self.page_size.bytes());
-        let shared = match all {
+        let (merged, total) = (i128::from(tally.merged.0), i128::from(self.tally().merged.0));
+        let page_bytes = i128::from(self.page_size.bytes());
+        let merged_bytes = match total {
             0 => 0,
-            all => page * merged * (all - i128::from(self.stored.0)) / all,
+            total => page_bytes * merged * (total - i128::from(self.stored.0)) / total,
         };
-        NetBytes((shared + page * i128::from(tally.zeros.0)) as i64)
+        NetBytes((merged_bytes + page_bytes * i128::from(tally.zeros.0)) as i64)
     }
 
     /// Gross savings of all members. The cost of store pages that no member maps is subtracted.
@@ -218,9 +218,9 @@ mod tests {
 
     #[test]
     fn unmapped_store_pages_cost_memory() {
-        let nobody = domain(vec![member(1, tally(10, 0, 0))], 7);
-        assert_eq!((nobody.sharing(), nobody.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
-        assert_eq!(nobody.saved(&nobody.members[0].tally), NetBytes(0), "nobody's");
+        let unmapped = domain(vec![member(1, tally(10, 0, 0))], 7);
+        assert_eq!((unmapped.sharing(), unmapped.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
+        assert_eq!(unmapped.saved(&unmapped.members[0].tally), NetBytes(0), "the member maps no page of the store");
         assert_eq!(domain(Vec::new(), 0).sharing(), None);
     }
 

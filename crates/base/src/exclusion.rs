@@ -78,11 +78,11 @@ struct ProgramPattern {
 impl Default for Exclusions {
     /// [`KEY_HOLDING_PROGRAMS`], confidential virtual machines and those whose owner forbids merging.
     fn default() -> Self {
-        let known = KEY_HOLDING_PROGRAMS.iter().map(|(name, what)| ProgramPattern {
+        let programs = KEY_HOLDING_PROGRAMS.iter().map(|(name, what)| ProgramPattern {
             pattern: Glob::new(name).expect("the patterns above are well-formed").compile_matcher(),
             why: format!("it holds {what}"),
         });
-        Self { programs: known.collect(), confidential: true, opted_out: true, ..Self::none() }
+        Self { programs: programs.collect(), confidential: true, opted_out: true, ..Self::none() }
     }
 }
 
@@ -150,8 +150,10 @@ impl Exclusions {
 impl ProgramPattern {
     /// Matches the arguments or the kernel's name, which is cut at 15 bytes (`TASK_COMM_LEN`).
     fn fits(&self, comm: &str, program: Option<&str>) -> bool {
-        let cut = || comm.len() == 15 && self.pattern.glob().glob().starts_with(comm);
-        program.is_some_and(|program| self.pattern.is_match(program)) || self.pattern.is_match(comm) || cut()
+        let is_truncated_match = || comm.len() == 15 && self.pattern.glob().glob().starts_with(comm);
+        program.is_some_and(|program| self.pattern.is_match(program))
+            || self.pattern.is_match(comm)
+            || is_truncated_match()
     }
 }
 

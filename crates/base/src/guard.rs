@@ -73,7 +73,7 @@ pub enum LimitKind {
 }
 
 impl LimitKind {
-    /// The kernel's name of it.
+    /// The kernel's name of the limit.
     pub fn kernel_name(self) -> &'static str {
         match self {
             Self::Available => "MemAvailable",
@@ -131,11 +131,11 @@ impl FrameNeed {
     }
 
     /// The pages charged to a scope.
-    pub fn in_scope(&self, place: &LimitScope) -> Pages {
-        match place {
+    pub fn in_scope(&self, scope: &LimitScope) -> Pages {
+        match scope {
             LimitScope::Host => self.host,
             LimitScope::Cgroup(_) => {
-                self.cgroups.iter().filter(|(cgroup, _)| place.contains_cgroup(cgroup)).map(|(_, pages)| *pages).sum()
+                self.cgroups.iter().filter(|(cgroup, _)| scope.contains_cgroup(cgroup)).map(|(_, pages)| *pages).sum()
             }
         }
     }
@@ -175,20 +175,20 @@ pub struct MemoryCheck {
 }
 
 /// Compare a need with each limit. A need of zero always fits.
-pub fn check_memory(need: &FrameNeed, headroom: &MemoryHeadroom, page: PageSize) -> MemoryCheck {
+pub fn check_memory(need: &FrameNeed, headroom: &MemoryHeadroom, page_size: PageSize) -> MemoryCheck {
     let mut limits: Vec<(MemoryLimit, Bytes)> =
-        headroom.limits.iter().map(|limit| (limit.clone(), page.bytes_of(need.in_scope(&limit.scope)))).collect();
+        headroom.limits.iter().map(|limit| (limit.clone(), page_size.bytes_of(need.in_scope(&limit.scope)))).collect();
     limits.sort_by_key(|(limit, needed)| i128::from(limit.headroom.0) - i128::from(needed.0));
-    let passed = |swap: bool| {
+    let exceeds_limit = |swap: bool| {
         limits.iter().any(|(limit, needed)| {
             *needed > Bytes(limit.headroom.0.saturating_add(if swap { limit.swap_headroom.0 } else { 0 }))
                 && *needed > Bytes::ZERO
         })
     };
-    let nothing = need.host == Pages::ZERO && need.cgroups.values().all(|pages| *pages == Pages::ZERO);
-    let verdict = match (passed(true), passed(false)) {
+    let needs_nothing = need.host == Pages::ZERO && need.cgroups.values().all(|pages| *pages == Pages::ZERO);
+    let verdict = match (exceeds_limit(true), exceeds_limit(false)) {
         (true, _) => MemoryVerdict::OverLimit,
-        _ if !headroom.unreadable.is_empty() && !nothing => MemoryVerdict::Unknown,
+        _ if !headroom.unreadable.is_empty() && !needs_nothing => MemoryVerdict::Unknown,
         (_, true) => MemoryVerdict::FitsWithSwap,
         _ => MemoryVerdict::Fits,
     };
@@ -199,25 +199,25 @@ pub fn check_memory(need: &FrameNeed, headroom: &MemoryHeadroom, page: PageSize)
 pub fn count_needs_that_fit<'a>(
     needs: impl IntoIterator<Item = &'a FrameNeed>,
     headroom: &MemoryHeadroom,
-    page: PageSize,
+    page_size: PageSize,
 ) -> usize {
     let mut sum = FrameNeed::default();
     needs
         .into_iter()
         .take_while(|need| {
             sum += need;
-            check_memory(&sum, headroom, page).verdict == MemoryVerdict::Fits
+            check_memory(&sum, headroom, page_size).verdict == MemoryVerdict::Fits
         })
         .count()
 }
 
-/// Split a range into parts with at most `at_most` of its pages in each. Cuts are before a page, and the parts cover
+/// Split a range into parts with at most `max_pages` of its pages in each. Cuts are before a page, and the parts cover
 /// the whole range. `pages` are the addresses of pages within it, ascending. Returns each part with the number of its
 /// pages.
-pub fn split_by_page_count(range: AddressRange, pages: &[u64], at_most: usize) -> Vec<(AddressRange, usize)> {
+pub fn split_by_page_count(range: AddressRange, pages: &[u64], max_pages: usize) -> Vec<(AddressRange, usize)> {
     let mut parts = Vec::new();
     let mut start = range.start;
-    let mut chunks = pages.chunks(at_most.max(1)).peekable();
+    let mut chunks = pages.chunks(max_pages.max(1)).peekable();
     while let Some(chunk) = chunks.next() {
         let end = chunks.peek().map_or(range.end, |next| next[0]);
         parts.push((AddressRange { start, end }, chunk.len()));

@@ -66,26 +66,26 @@ pub struct Shortage {
 impl Shortage {
     /// For a host. `MemAvailable`, which is an estimate, is considered only if the pressure is unknown (`psi=0`).
     pub fn for_host(pressure_percent: Option<f64>, available: Option<Bytes>, total: Option<Bytes>) -> Self {
-        let left = available.zip(total).filter(|_| pressure_percent.is_none());
-        Self { pressure_percent, left_share: left.map(|(left, of)| share_left(left, of)) }
+        let known_memory = available.zip(total).filter(|_| pressure_percent.is_none());
+        Self { pressure_percent, left_share: known_memory.map(|(available, total)| share_left(available, total)) }
     }
 
     /// For a cgroup, with what is left of each limit that applies to it.
     pub fn for_cgroup(pressure_percent: Option<f64>, limits: impl IntoIterator<Item = (Bytes, Bytes)>) -> Self {
-        let left = limits.into_iter().map(|(left, limit)| share_left(left, limit));
-        Self { pressure_percent, left_share: left.min_by(f64::total_cmp) }
+        let shares = limits.into_iter().map(|(headroom, limit)| share_left(headroom, limit));
+        Self { pressure_percent, left_share: shares.min_by(f64::total_cmp) }
     }
 
     /// Whether memory is short, if this percentage of waiting is the limit.
     pub fn is_short(self, percent: f64) -> bool {
-        self.pressure_percent.is_some_and(|waited| waited >= percent)
-            || self.left_share.is_some_and(|left| left < LOW_MEMORY_SHARE)
+        self.pressure_percent.is_some_and(|pressure| pressure >= percent)
+            || self.left_share.is_some_and(|share| share < LOW_MEMORY_SHARE)
     }
 }
 
 /// The share of a whole that is left. For a whole of 0, the share is 0.
-fn share_left(left: Bytes, whole: Bytes) -> f64 {
-    left.0 as f64 / whole.0.max(1) as f64
+fn share_left(left: Bytes, total: Bytes) -> f64 {
+    left.0 as f64 / total.0.max(1) as f64
 }
 
 #[cfg(test)]

@@ -37,13 +37,17 @@ pub fn min_profitable_lifetime(page_bytes: u64) -> Duration {
 /// A content that exists for `a` seconds exists for another `x` with probability `a / (a + x)` (J. R. Gott, Nature 363,
 /// 1993). Over the assumed time of use `H` it is expected to last `a ln(1 + H / a)` more, which grows with `a`.
 pub fn stable_age(page_bytes: u64) -> Duration {
-    let lasts = |age: f64| age * (1.0 + MEMORY_USE_SECONDS / age).ln();
-    let (mut young, mut ripe) = (0.0, MEMORY_USE_SECONDS);
+    let expected_lifetime = |age: f64| age * (1.0 + MEMORY_USE_SECONDS / age).ln();
+    let (mut too_short, mut long_enough) = (0.0, MEMORY_USE_SECONDS);
     for _ in 0..40 {
-        let age = (young + ripe) / 2.0;
-        if lasts(age) < min_profitable_lifetime(page_bytes).as_secs_f64() { young = age } else { ripe = age }
+        let age = (too_short + long_enough) / 2.0;
+        if expected_lifetime(age) < min_profitable_lifetime(page_bytes).as_secs_f64() {
+            too_short = age
+        } else {
+            long_enough = age
+        }
     }
-    Duration::from_secs_f64(ripe)
+    Duration::from_secs_f64(long_enough)
 }
 
 /// If an operator granted ksmd CPU time for a program, merged pages only need to last this share of
@@ -77,7 +81,7 @@ impl LifetimeCriterion {
     pub fn is_met_by(self, stats: &LifetimeStats, page_bytes: u64) -> bool {
         match self {
             Self::MarketCost => stats.is_profitable(page_bytes) && !stats.is_thrashing(page_bytes),
-            Self::GrantedCpu(must_last) => stats.min_break_rate() * must_last.as_secs_f64() <= 1.0,
+            Self::GrantedCpu(min_lifetime) => stats.min_break_rate() * min_lifetime.as_secs_f64() <= 1.0,
         }
     }
 }
@@ -97,7 +101,7 @@ pub struct CowBreakRate {
     pub breaks_per_second: f64,
 }
 
-/// The criterion that keeps as many pages enrolled as `allowed` COW breaks per second permit, those with the longest
+/// The criterion that keeps as many pages enrolled as `max_breaks_per_second` permits, pages with the longest
 /// lifetime first. Pages that last for [`min_profitable_lifetime`] always stay; pages that last less than a fifth of it
 /// never stay.
 pub fn criterion_for_break_limit(
@@ -105,24 +109,25 @@ pub fn criterion_for_break_limit(
     max_breaks_per_second: f64,
     page_bytes: u64,
 ) -> LifetimeCriterion {
-    let dearest = min_profitable_lifetime(page_bytes).as_secs_f64();
-    let mut churn: Vec<&CowBreakRate> = rates.iter().filter(|churn| churn.lifetime_seconds < dearest).collect();
-    churn.sort_by(|left, right| right.lifetime_seconds.total_cmp(&left.lifetime_seconds));
-    // Ranges that are checked together often have equal lifetimes: they stay or go together.
-    let (mut breaks, mut must_last) = (0.0, dearest);
-    for same in churn.chunk_by(|left, right| left.lifetime_seconds == right.lifetime_seconds) {
-        breaks += same.iter().map(|part| part.breaks_per_second).sum::<f64>();
-        if breaks > max_breaks_per_second {
-            return granted_cpu(must_last);
+    let profitable_seconds = min_profitable_lifetime(page_bytes).as_secs_f64();
+    let mut unprofitable: Vec<&CowBreakRate> =
+        rates.iter().filter(|rate| rate.lifetime_seconds < profitable_seconds).collect();
+    unprofitable.sort_by(|left, right| right.lifetime_seconds.total_cmp(&left.lifetime_seconds));
+    // Ranges that are checked together often have equal lifetimes: they are kept or unenrolled together.
+    let (mut breaks_per_second, mut min_seconds) = (0.0, profitable_seconds);
+    for equal_rates in unprofitable.chunk_by(|left, right| left.lifetime_seconds == right.lifetime_seconds) {
+        breaks_per_second += equal_rates.iter().map(|rate| rate.breaks_per_second).sum::<f64>();
+        if breaks_per_second > max_breaks_per_second {
+            return granted_cpu(min_seconds);
         }
-        must_last = same[0].lifetime_seconds.max(dearest * MIN_GRANTED_LIFETIME_SHARE);
+        min_seconds = equal_rates[0].lifetime_seconds.max(profitable_seconds * MIN_GRANTED_LIFETIME_SHARE);
     }
-    granted_cpu(dearest * MIN_GRANTED_LIFETIME_SHARE)
+    granted_cpu(profitable_seconds * MIN_GRANTED_LIFETIME_SHARE)
 }
 
 /// The criterion with a lifetime in whole nanoseconds, rounded down: pages with exactly this lifetime meet it.
-fn granted_cpu(must_last_seconds: f64) -> LifetimeCriterion {
-    LifetimeCriterion::GrantedCpu(Duration::from_nanos((must_last_seconds * 1e9) as u64))
+fn granted_cpu(min_seconds: f64) -> LifetimeCriterion {
+    LifetimeCriterion::GrantedCpu(Duration::from_nanos((min_seconds * 1e9) as u64))
 }
 
 /// Observations of merged pages.
@@ -132,7 +137,7 @@ pub struct LifetimeStats {
     pub page_seconds: f64,
     /// Pages that were written in this time.
     pub cow_breaks: Pages,
-    /// The part of these that were merged again and written again.
+    /// The pages of these that were merged again and written again.
     pub repeated_cow_breaks: Pages,
     /// The largest number of pages that were merged at one time.
     pub max_merged_pages: Pages,
@@ -141,23 +146,23 @@ pub struct LifetimeStats {
 impl LifetimeStats {
     /// Add the interval between two scans: pages merged at the first scan, pages of these no longer merged at the
     /// second, and the part of the latter for which this was the second COW break.
-    pub fn add_interval(&mut self, merged: Pages, (broken, twice): (Pages, Pages), elapsed: Duration) {
+    pub fn add_interval(&mut self, merged: Pages, (breaks, repeated_breaks): (Pages, Pages), elapsed: Duration) {
         // Pages with a COW break were merged for half of the interval on average.
-        self.page_seconds += (merged.0 as f64 - broken.0 as f64 / 2.0) * elapsed.as_secs_f64();
-        self.cow_breaks += broken;
-        self.repeated_cow_breaks += twice;
+        self.page_seconds += (merged.0 as f64 - breaks.0 as f64 / 2.0) * elapsed.as_secs_f64();
+        self.cow_breaks += breaks;
+        self.repeated_cow_breaks += repeated_breaks;
         self.max_merged_pages = self.max_merged_pages.max(merged);
     }
 
     /// Writes per second and page: a lower limit with 95 % confidence. It is the lower limit of a Poisson rate, by the
     /// cube root approximation to the chi-squared distribution (E. B. Wilson, M. M. Hilferty, PNAS 17, 1931).
     pub fn min_break_rate(&self) -> f64 {
-        let broken = self.cow_breaks.0 as f64;
-        if broken < 1.0 || self.page_seconds <= 0.0 {
+        let breaks = self.cow_breaks.0 as f64;
+        if breaks < 1.0 || self.page_seconds <= 0.0 {
             return 0.0;
         }
-        let root = 1.0 - 1.0 / (9.0 * broken) - NORMAL_QUANTILE_95 / (3.0 * broken.sqrt());
-        broken * root.max(0.0).powi(3) / self.page_seconds
+        let root = 1.0 - 1.0 / (9.0 * breaks) - NORMAL_QUANTILE_95 / (3.0 * breaks.sqrt());
+        breaks * root.max(0.0).powi(3) / self.page_seconds
     }
 
     /// Whether merging such pages is profitable: unless their lifetime is certainly shorter than the cost of a merge
@@ -168,10 +173,10 @@ impl LifetimeStats {
 
     /// Whether at least half of such pages were merged and written twice, soon each time.
     pub fn is_thrashing(&self, page_bytes: u64) -> bool {
-        let soon = (min_profitable_lifetime(page_bytes) * THRASH_LIFETIME_FACTOR).as_secs_f64();
+        let thrash_seconds = (min_profitable_lifetime(page_bytes) * THRASH_LIFETIME_FACTOR).as_secs_f64();
         self.repeated_cow_breaks > Pages::ZERO
             && self.repeated_cow_breaks.0 * 2 >= self.max_merged_pages.0
-            && self.page_seconds < self.cow_breaks.0 as f64 * soon
+            && self.page_seconds < self.cow_breaks.0 as f64 * thrash_seconds
     }
 }
 

@@ -52,59 +52,59 @@ const UNREACHABLE_VALUE: i64 = i64::MIN / 2;
 pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: RangeCosts) -> Vec<Range<u32>> {
     // The best value of each state, and for each segment the previous state on the best path: two bits for each state.
     let mut values = [0, UNREACHABLE_VALUE, UNREACHABLE_VALUE, UNREACHABLE_VALUE];
-    let mut came: Vec<u8> = Vec::new();
+    let mut previous_states: Vec<u8> = Vec::new();
     let mut ends: Vec<u32> = Vec::new();
     let mut breaks: Vec<u32> = Vec::new();
-    let mut huge = None;
+    let mut last_huge_page = None;
     for segment in segments {
         if segment.hole_cost > costs.per_range {
             breaks.push(ends.len() as u32);
         }
         ends.push(ends.last().copied().unwrap_or(0) + segment.pages);
-        let same_huge_page = huge.is_some() && huge == segment.huge_page;
-        huge = segment.huge_page;
+        let same_huge_page = last_huge_page.is_some() && last_huge_page == segment.huge_page;
+        last_huge_page = segment.huge_page;
         // The best of the possible previous states, the first one if equal.
         let best = |candidates: [(usize, i64); 4]| {
             candidates.into_iter().fold((0, UNREACHABLE_VALUE), |best, next| if next.1 > best.1 { next } else { best })
         };
         let mut next = [UNREACHABLE_VALUE; 4];
-        let mut from = 0u8;
+        let mut previous = 0u8;
         for (state, value) in next.iter_mut().enumerate() {
             let inside = state & STATE_INSIDE != 0;
             let split = state & STATE_SPLIT_FLAG != 0;
             let Some(gain) = (if inside { segment.net_gain } else { Some(0) }) else { continue };
-            let arrive = |before: usize| {
-                let was_split = same_huge_page && before & STATE_SPLIT_FLAG != 0;
-                let cut = same_huge_page && (before & STATE_INSIDE != 0) != inside;
-                let splits = cut || inside && segment.merges && segment.huge_page.is_some();
+            let value_from = |previous_state: usize| {
+                let was_split = same_huge_page && previous_state & STATE_SPLIT_FLAG != 0;
+                let crosses_boundary = same_huge_page && (previous_state & STATE_INSIDE != 0) != inside;
+                let splits = crosses_boundary || inside && segment.merges && segment.huge_page.is_some();
                 if split != (was_split || splits) {
-                    return (before, UNREACHABLE_VALUE);
+                    return (previous_state, UNREACHABLE_VALUE);
                 }
-                let mut price = if splits && !was_split { costs.per_split_huge_page } else { 0 };
+                let mut cost = if splits && !was_split { costs.per_split_huge_page } else { 0 };
                 if inside {
-                    price += if before & STATE_INSIDE == 0 {
+                    cost += if previous_state & STATE_INSIDE == 0 {
                         costs.per_range
                     } else {
                         segment.hole_cost.min(costs.per_range)
                     };
                 }
-                (before, values[before] - price)
+                (previous_state, values[previous_state] - cost)
             };
-            let (before, arrived) =
-                best([STATE_OUTSIDE, STATE_INSIDE, STATE_SPLIT_FLAG, STATE_SPLIT_FLAG | STATE_INSIDE].map(arrive));
-            if arrived > UNREACHABLE_VALUE {
-                *value = arrived.saturating_add(gain * i64::from(segment.pages)).max(UNREACHABLE_VALUE);
-                from |= (before as u8) << (2 * state);
+            let (previous_state, best_value) =
+                best([STATE_OUTSIDE, STATE_INSIDE, STATE_SPLIT_FLAG, STATE_SPLIT_FLAG | STATE_INSIDE].map(value_from));
+            if best_value > UNREACHABLE_VALUE {
+                *value = best_value.saturating_add(gain * i64::from(segment.pages)).max(UNREACHABLE_VALUE);
+                previous |= (previous_state as u8) << (2 * state);
             }
         }
         values = next;
-        came.push(from);
+        previous_states.push(previous);
     }
     let mut state = (0..4).rev().max_by_key(|&state| values[state]).unwrap_or(STATE_OUTSIDE);
     let mut ranges: Vec<Range<u32>> = Vec::new();
-    for (i, from) in came.iter().enumerate().rev() {
+    for (i, previous) in previous_states.iter().enumerate().rev() {
         let start = if i == 0 { 0 } else { ends[i - 1] };
-        let after_break = breaks.last().is_some_and(|&at| at as usize == i + 1);
+        let after_break = breaks.last().is_some_and(|&position| position as usize == i + 1);
         if after_break {
             breaks.pop();
         }
@@ -114,13 +114,13 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
                 _ => ranges.push(start..ends[i]),
             }
         }
-        state = usize::from(from >> (2 * state) & 3);
+        state = usize::from(previous >> (2 * state) & 3);
     }
     ranges.reverse();
     ranges
 }
 
-/// The best ranges of several regions that are at most `at_most` in total. `segments` returns the segments of a
+/// The best ranges of several regions that are at most `max_ranges` in total. `segments` returns the segments of a
 /// region.
 ///
 /// If the best ranges are too many, the cost of a range is raised until they fit (`raise_range_cost_to_fit`). That may
@@ -130,24 +130,24 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
 ///
 /// If it has a cost, several ranges may have a gain only together, so that one range less gains no more than none of
 /// them. Then the result is at least as good as the best choice with as few ranges as are left at the raised cost. No
-/// choice of `at_most` ranges is better by more than the raise for each range that could still be added.
+/// choice of `max_ranges` ranges is better by more than the raise for each range that could still be added.
 pub fn best_ranges_within<I>(
     regions: usize,
     segments: impl Fn(usize) -> I,
     costs: RangeCosts,
-    at_most: usize,
+    max_ranges: usize,
 ) -> Vec<Vec<Range<u32>>>
 where
     I: IntoIterator<Item = PageSegment>,
 {
-    let RangeChoices { fitting: mut chosen, exceeding: many } =
-        raise_range_cost_to_fit(regions, &segments, costs, at_most);
-    let mut room = at_most - chosen.iter().map(Vec::len).sum::<usize>();
-    for (region, (few, many)) in chosen.iter_mut().zip(many).enumerate() {
-        let filled = splice_choices(few, &many, room);
-        if total_net_gain(segments(region), &filled, costs) >= total_net_gain(segments(region), few, costs) {
-            room -= filled.len() - few.len();
-            *few = filled;
+    let RangeChoices { fitting: mut chosen, exceeding } =
+        raise_range_cost_to_fit(regions, &segments, costs, max_ranges);
+    let mut remaining_ranges = max_ranges - chosen.iter().map(Vec::len).sum::<usize>();
+    for (region, (fitting, exceeding)) in chosen.iter_mut().zip(exceeding).enumerate() {
+        let spliced = splice_choices(fitting, &exceeding, remaining_ranges);
+        if total_net_gain(segments(region), &spliced, costs) >= total_net_gain(segments(region), fitting, costs) {
+            remaining_ranges -= spliced.len() - fitting.len();
+            *fitting = spliced;
         }
     }
     chosen
@@ -162,106 +162,112 @@ struct RangeChoices {
     exceeding: Vec<Vec<Range<u32>>>,
 }
 
-/// The best ranges at the lowest cost of a range, not below the given one, at which there are at most `at_most` of
-/// them.
+/// The best ranges at the lowest cost of a range, not below the given one, at which there are at most
+/// `max_ranges` of them.
 ///
-/// The cost is searched in fractions of a byte. They are so small that `at_most` ranges together have less than one
-/// byte of them. So the ranges that fit at a cost are also optimal one fraction below, where the other choice is made.
+/// The cost is searched in fractions of a byte. They are so small that one fraction for each of `max_ranges` ranges
+/// adds up to less than one byte. So the ranges that fit at a cost are also optimal one fraction below, where the other
+/// choice is made.
 fn raise_range_cost_to_fit<I>(
     regions: usize,
     segments: impl Fn(usize) -> I,
-    prices: RangeCosts,
-    at_most: usize,
+    costs: RangeCosts,
+    max_ranges: usize,
 ) -> RangeChoices
 where
     I: IntoIterator<Item = PageSegment>,
 {
-    let all = |region| {
+    let positive_gains = |region| {
         segments(region).into_iter().filter_map(|segment| Some(segment.net_gain?.max(0) * i64::from(segment.pages)))
     };
-    let total = (0..regions).flat_map(all).sum::<i64>().max(prices.per_range) + 1;
+    let total = (0..regions).flat_map(positive_gains).sum::<i64>().max(costs.per_range) + 1;
     let fractions =
-        (at_most as i64).saturating_add(1).min(i64::MAX / 8 / total.max(prices.per_split_huge_page + 1)).max(1);
-    let fine = |segment: PageSegment| PageSegment {
+        (max_ranges as i64).saturating_add(1).min(i64::MAX / 8 / total.max(costs.per_split_huge_page + 1)).max(1);
+    let scaled = |segment: PageSegment| PageSegment {
         net_gain: segment.net_gain.map(|gain| gain.saturating_mul(fractions)),
         hole_cost: segment.hole_cost.saturating_mul(fractions),
         ..segment
     };
-    let at = |range: i64| -> Vec<Vec<Range<u32>>> {
-        let prices = RangeCosts { per_range: range, per_split_huge_page: prices.per_split_huge_page * fractions };
-        (0..regions).map(|region| best_ranges(segments(region).into_iter().map(fine), prices)).collect()
+    let ranges_at = |range: i64| -> Vec<Vec<Range<u32>>> {
+        let costs = RangeCosts { per_range: range, per_split_huge_page: costs.per_split_huge_page * fractions };
+        (0..regions).map(|region| best_ranges(segments(region).into_iter().map(scaled), costs)).collect()
     };
-    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
-    let mut many = at(prices.per_range * fractions);
-    if fits(&many) {
-        return RangeChoices { fitting: many.clone(), exceeding: many };
+    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= max_ranges;
+    let mut exceeding = ranges_at(costs.per_range * fractions);
+    if fits(&exceeding) {
+        return RangeChoices { fitting: exceeding.clone(), exceeding };
     }
     // At a cost of the total gain, no range is chosen.
-    let (mut too_low, mut enough) = (prices.per_range * fractions, total * fractions);
-    let mut few = vec![Vec::new(); regions];
-    while enough - too_low > 1 {
-        let middle = too_low + (enough - too_low) / 2;
-        let candidate = at(middle);
+    let (mut too_low, mut high_enough) = (costs.per_range * fractions, total * fractions);
+    let mut fitting = vec![Vec::new(); regions];
+    while high_enough - too_low > 1 {
+        let middle = too_low + (high_enough - too_low) / 2;
+        let candidate = ranges_at(middle);
         if fits(&candidate) {
-            (enough, few) = (middle, candidate);
+            (high_enough, fitting) = (middle, candidate);
         } else {
-            (too_low, many) = (middle, candidate);
+            (too_low, exceeding) = (middle, candidate);
         }
     }
-    RangeChoices { fitting: few, exceeding: many }
+    RangeChoices { fitting, exceeding }
 }
 
-/// Combine `many` up to a position and `few` behind it. The position gives the most ranges, at most `room` more than
-/// `few` has. The page before it is in both choices or in neither, or no range continues over it.
-fn splice_choices(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<Range<u32>> {
-    let starts = |ranges: &[Range<u32>], place: u32| ranges.partition_point(|range| range.start < place);
+/// Combine `exceeding` up to a position and `fitting` behind it. The position gives the most ranges, at most
+/// `remaining_ranges` more than `fitting` has. The page before the position is in both choices or in neither, or no
+/// range continues over the position.
+fn splice_choices(fitting: &[Range<u32>], exceeding: &[Range<u32>], remaining_ranges: usize) -> Vec<Range<u32>> {
+    let starts = |ranges: &[Range<u32>], position: u32| ranges.partition_point(|range| range.start < position);
     // The end of the last range that starts before the position.
-    let end =
-        |ranges: &[Range<u32>], place: u32| starts(ranges, place).checked_sub(1).map_or(0, |last| ranges[last].end);
+    let end = |ranges: &[Range<u32>], position: u32| {
+        starts(ranges, position).checked_sub(1).map_or(0, |last| ranges[last].end)
+    };
     let mut best = (0, 0);
-    for place in few.iter().chain(many).flat_map(|range| [range.start + 1, range.end]) {
-        let (few_end, many_end) = (end(few, place), end(many, place));
-        let alike = (few_end >= place) == (many_end >= place) || few_end <= place && many_end <= place;
-        let more = starts(many, place).checked_sub(starts(few, place)).filter(|&more| alike && more <= room);
-        best = best.max((more.unwrap_or(0), place));
+    for position in fitting.iter().chain(exceeding).flat_map(|range| [range.start + 1, range.end]) {
+        let (fitting_end, exceeding_end) = (end(fitting, position), end(exceeding, position));
+        let is_seam = (fitting_end >= position) == (exceeding_end >= position)
+            || fitting_end <= position && exceeding_end <= position;
+        let added = starts(exceeding, position)
+            .checked_sub(starts(fitting, position))
+            .filter(|&added| is_seam && added <= remaining_ranges);
+        best = best.max((added.unwrap_or(0), position));
     }
-    let (more, place) = best;
-    if more == 0 {
-        return few.to_vec();
+    let (added, position) = best;
+    if added == 0 {
+        return fitting.to_vec();
     }
-    let mut ranges = many[..starts(many, place)].to_vec();
+    let mut ranges = exceeding[..starts(exceeding, position)].to_vec();
     if let Some(last) = ranges.last_mut() {
-        let goes_on = end(few, place) > place;
-        last.end = if goes_on { end(few, place) } else { last.end.min(place) };
+        let continues = end(fitting, position) > position;
+        last.end = if continues { end(fitting, position) } else { last.end.min(position) };
     }
-    ranges.extend_from_slice(&few[starts(few, place)..]);
+    ranges.extend_from_slice(&fitting[starts(fitting, position)..]);
     ranges
 }
 
 /// The value of ranges, with all costs.
-fn total_net_gain(segments: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], prices: RangeCosts) -> i64 {
-    let mut sum = -(ranges.len() as i64) * prices.per_range;
-    let (mut at, mut next, mut before, mut split) = (0, 0, None, None);
+fn total_net_gain(segments: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], costs: RangeCosts) -> i64 {
+    let mut sum = -(ranges.len() as i64) * costs.per_range;
+    let (mut start, mut next, mut last_huge_page, mut last_split) = (0, 0, None, None);
     for segment in segments {
-        let end = at + segment.pages;
-        while ranges.get(next).is_some_and(|range| range.end < at) {
+        let end = start + segment.pages;
+        while ranges.get(next).is_some_and(|range| range.end < start) {
             next += 1;
         }
-        let within = |place: u32| place > at && place < end || place == at && before == segment.huge_page;
+        let within = |page: u32| page > start && page < end || page == start && last_huge_page == segment.huge_page;
         for range in ranges[next..].iter().take_while(|range| range.start < end) {
-            let covered = range.end > at;
+            let covered = range.end > start;
             if covered {
-                let pages = range.end.min(end) - range.start.max(at);
+                let pages = range.end.min(end) - range.start.max(start);
                 sum += segment.net_gain.unwrap_or(0) * i64::from(pages);
-                sum -= if range.start < at { segment.hole_cost } else { 0 };
+                sum -= if range.start < start { segment.hole_cost } else { 0 };
             }
             let splits = covered && segment.merges || within(range.start) || within(range.end);
-            if splits && segment.huge_page.is_some() && split != segment.huge_page {
-                split = segment.huge_page;
-                sum -= prices.per_split_huge_page;
+            if splits && segment.huge_page.is_some() && last_split != segment.huge_page {
+                last_split = segment.huge_page;
+                sum -= costs.per_split_huge_page;
             }
         }
-        (at, before) = (end, segment.huge_page);
+        (start, last_huge_page) = (end, segment.huge_page);
     }
     sum
 }

@@ -37,8 +37,8 @@ impl SharingSettings {
     /// Frames freed when all `mappings` of `frames` equal pages are merged with `merged` pages that share KSM frames
     /// already. There are more mappings than frames where processes share pages since a fork.
     pub fn freed_frames(self, frames: u64, mappings: u64, merged: u64) -> Pages {
-        let kept = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
-        Pages(frames.saturating_sub(kept(merged + mappings) - kept(merged)))
+        let needed_frames = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
+        Pages(frames.saturating_sub(needed_frames(merged + mappings) - needed_frames(merged)))
     }
 
     /// Frames freed by `copies` zero pages.

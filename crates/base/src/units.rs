@@ -157,27 +157,27 @@ impl AddressRange {
 
     /// The intersection of both, if not empty.
     pub fn overlap(self, other: Self) -> Option<Self> {
-        let both = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
-        (both.start < both.end).then_some(both)
+        let overlap = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
+        (overlap.start < overlap.end).then_some(overlap)
     }
 
     /// The parts outside of the other ranges, which are ascending and disjoint.
-    pub fn subtract(self, others: &[Self]) -> Vec<Self> {
-        let mut parts = Vec::new();
+    pub fn subtract(self, excluded: &[Self]) -> Vec<Self> {
+        let mut remaining = Vec::new();
         let mut start = self.start;
-        for other in &others[others.partition_point(|other| other.end <= self.start)..] {
-            if other.start >= self.end {
+        for range in &excluded[excluded.partition_point(|range| range.end <= self.start)..] {
+            if range.start >= self.end {
                 break;
             }
-            if start < other.start {
-                parts.push(Self { start, end: other.start });
+            if start < range.start {
+                remaining.push(Self { start, end: range.start });
             }
-            start = other.end;
+            start = range.end;
         }
         if start < self.end {
-            parts.push(Self { start, end: self.end });
+            remaining.push(Self { start, end: self.end });
         }
-        parts
+        remaining
     }
 
     /// Its parts, cut at the multiples of this many bytes.

@@ -173,42 +173,42 @@ pub fn classify_pages(
     entries.retain(|entry| duplicate_filter::can_be_grouped(index, entry));
     // Only entries that may have a duplicate are sorted. The filter is queried in parallel because each query is a
     // cache miss.
-    let may_pair: Vec<bool> =
+    let is_candidate: Vec<bool> =
         entries.par_iter().map(|entry| duplicates.may_have_duplicate(entry.fingerprint())).collect();
-    let paired = move_wanted_first(&mut entries, &may_pair);
-    drop(may_pair);
-    entries[..paired].par_sort_unstable();
+    let candidate_count = move_wanted_first(&mut entries, &is_candidate);
+    drop(is_candidate);
+    entries[..candidate_count].par_sort_unstable();
     index.entries = entries;
-    index.candidate_count = paired;
+    index.candidate_count = candidate_count;
     let index = &*index;
-    let (domains, witnesses) = (scope.domain_numbers(), scope.foreign_flags());
+    let (domains, is_foreign) = (scope.domain_numbers(), scope.foreign_flags());
 
-    let taken = ForeignHoldings { is_foreign: &witnesses, contents: foreign_contents };
+    let foreign = ForeignHoldings { is_foreign: &is_foreign, contents: foreign_contents };
     let partials: Vec<PartialSummary> = fold_groups(index, &domains, |partial: &mut PartialSummary, start, members| {
-        partial.add_group(index, rule, taken, max_top_contents, start, members);
+        partial.add_group(index, rule, foreign, max_top_contents, start, members);
     });
     let mut groups = GroupSummary { merged_zero_pages: count_merged_zeros(index, &domains), ..GroupSummary::default() };
-    let mut best = Vec::new();
-    let (mut paired, mut unique) = (0, 0);
+    let mut top_contents = Vec::new();
+    let (mut grouped, mut unique) = (0, 0);
     for partial in partials {
         groups.freed_frames += partial.summary.freed_frames;
         groups.freed_frames_within_domains += partial.summary.freed_frames_within_domains;
         groups.distinct_contents += partial.summary.distinct_contents;
-        for (times, contents) in partial.summary.contents_by_page_count {
-            *groups.contents_by_page_count.entry(times).or_default() += contents;
+        for (page_count, contents) in partial.summary.contents_by_page_count {
+            *groups.contents_by_page_count.entry(page_count).or_default() += contents;
         }
-        paired += partial.grouped_pages;
+        grouped += partial.grouped_pages;
         unique += partial.unique_pages;
-        best.extend(partial.top_contents.into_iter().map(|Reverse(content)| content));
+        top_contents.extend(partial.top_contents.into_iter().map(|Reverse(content)| content));
     }
-    best.sort_unstable_by_key(|&content| Reverse(content));
-    best.truncate(max_top_contents);
-    groups.top_contents = best;
+    top_contents.sort_unstable_by_key(|&content| Reverse(content));
+    top_contents.truncate(max_top_contents);
+    groups.top_contents = top_contents;
     // Contents of a single page: unique ones, and merged ones whose other mappings are outside the scope.
-    let alone = index.entries.len() as u64 - paired;
-    groups.distinct_contents += alone;
-    let merged_alone = alone.saturating_sub(count_unique_pages(index) - unique);
-    *groups.contents_by_page_count.entry(1).or_default() += alone - merged_alone;
+    let single_pages = index.entries.len() as u64 - grouped;
+    groups.distinct_contents += single_pages;
+    let merged_single_pages = single_pages.saturating_sub(count_unique_pages(index) - unique);
+    *groups.contents_by_page_count.entry(1).or_default() += single_pages - merged_single_pages;
     groups.contents_by_page_count.retain(|_, contents| *contents > 0);
     // With `use_zero_pages` zero pages are mapped to the kernel's zero page, which all processes map anyway.
     if !rule.across_domains && !rule.sharing.use_zero_pages {
@@ -218,7 +218,7 @@ pub fn classify_pages(
             .copied()
             .chain(foreign_contents.find_domain(Fingerprint::ZERO_PAGE))
             .collect();
-        forbid_zeros(index, &domains, &witnesses, merged);
+        forbid_zeros(index, &domains, &is_foreign, merged);
     }
     if !rule.across_domains && !foreign_contents.is_empty() {
         forbid_ungrouped(index, &domains, foreign_contents);
@@ -227,11 +227,11 @@ pub fn classify_pages(
 }
 
 /// Moves the `wanted` items to the front. The others keep their order. Returns the number of wanted items.
-fn move_wanted_first<T>(all: &mut [T], wanted: &[bool]) -> usize {
-    let mut first = all.len();
-    for at in (0..all.len()).rev().filter(|&at| !wanted[at]) {
+fn move_wanted_first<T>(items: &mut [T], wanted: &[bool]) -> usize {
+    let mut first = items.len();
+    for i in (0..items.len()).rev().filter(|&i| !wanted[i]) {
         first -= 1;
-        all.swap(at, first);
+        items.swap(i, first);
     }
     first
 }
@@ -242,12 +242,12 @@ fn forbid_ungrouped(index: &PageIndex, domains: &[u32], foreign_contents: &Forei
     // Pages whose content is only cached are never covered.
     let is_single = |entry: &&IndexEntry| index.mark(entry.ordinal) == PageMark::from_class(PageClass::Unique);
     index.entries.par_iter().filter(is_single).for_each(|entry| {
-        let holder = foreign_contents.find_domain(entry.fingerprint());
-        if holder.is_some_and(|holder| holder != domains[index.subject_of_page(entry.ordinal)]) {
-            let counts = index.first_page_of_frame(entry.ordinal) == entry.ordinal;
+        let domain = foreign_contents.find_domain(entry.fingerprint());
+        if domain.is_some_and(|domain| domain != domains[index.subject_of_page(entry.ordinal)]) {
+            let is_redundant = index.first_page_of_frame(entry.ordinal) == entry.ordinal;
             index.set_mark(
                 entry.ordinal,
-                PageMark::duplicate(PageClass::DuplicateAcrossDomains, 1, counts).with_forbidden(),
+                PageMark::duplicate(PageClass::DuplicateAcrossDomains, 1, is_redundant).with_forbidden(),
             );
         }
     });
@@ -256,12 +256,12 @@ fn forbid_ungrouped(index: &PageIndex, domains: &[u32], foreign_contents: &Forei
 /// Counts the zero pages that KSM has merged with one another, by trust domain.
 fn count_merged_zeros(index: &PageIndex, domains: &[u32]) -> BTreeMap<u32, u64> {
     // Unmerged zero pages are not among the entries, and the zero page has the lowest fingerprint.
-    let paired =
+    let candidates =
         index.entries[..index.candidate_count].iter().take_while(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
-    let alone =
+    let singles =
         index.entries[index.candidate_count..].iter().filter(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
     let mut pages = BTreeMap::new();
-    for entry in paired.chain(alone) {
+    for entry in candidates.chain(singles) {
         *pages.entry(domains[index.subject_of_page(entry.ordinal)]).or_default() += 1;
     }
     pages
@@ -285,9 +285,10 @@ fn forbid_zeros(index: &PageIndex, domains: &[u32], is_foreign: &[bool], mut mer
             merging_domains.insert(domain);
         }
     }
-    let most = || pages.iter().max_by_key(|&(domain, pages)| (pages, Reverse(domain))).map(|(&domain, _)| domain);
+    let largest_domain =
+        || pages.iter().max_by_key(|&(domain, pages)| (pages, Reverse(domain))).map(|(&domain, _)| domain);
     let chosen = match merging_domains.len() {
-        0 => most(),
+        0 => largest_domain(),
         1 => merging_domains.first().copied(),
         _ => None,
     };
@@ -315,20 +316,20 @@ fn choose_merge_domain(
     pages: &[GroupPage],
 ) -> Option<u32> {
     let mut best: Option<(Pages, u32)> = None;
-    let mut takers: BTreeSet<u32> = foreign.contents.find_domain(content).into_iter().collect();
+    let mut merging_domains: BTreeSet<u32> = foreign.contents.find_domain(content).into_iter().collect();
     for domain in pages.chunk_by(|a, b| a.domain == b.domain) {
-        let number = domain[0].domain;
+        let domain_number = domain[0].domain;
         if domain.iter().any(|member| member.merged || foreign.is_foreign[member.subject]) {
-            takers.insert(number);
+            merging_domains.insert(domain_number);
         }
         let freed = freed_frames(index, sharing, domain, |_| true);
-        if best.is_none_or(|(most, _)| freed > most) {
-            best = Some((freed, number));
+        if best.is_none_or(|(max_freed, _)| freed > max_freed) {
+            best = Some((freed, domain_number));
         }
     }
-    match takers.len() {
-        0 => best.map(|(_, number)| number),
-        1 => takers.first().copied(),
+    match merging_domains.len() {
+        0 => best.map(|(_, domain_number)| domain_number),
+        1 => merging_domains.first().copied(),
         _ => None,
     }
 }
@@ -368,26 +369,26 @@ impl PartialSummary {
         }
         self.summary.freed_frames += freed_frames(index, sharing, pages, |_| true);
         // The number of pages that can merge with one another.
-        let joining = |members: &[GroupPage]| {
+        let count_copies = |members: &[GroupPage]| {
             let merged = members.iter().filter(|member| member.merged).count();
             count_frames(members.iter().filter(|member| !member.merged)) as usize + merged
         };
-        let several = pages.first().map(|first| first.domain) != pages.last().map(|last| last.domain)
+        let in_several_domains = pages.first().map(|first| first.domain) != pages.last().map(|last| last.domain)
             || foreign.contents.find_domain(fingerprint).is_some();
-        let chosen = if across_domains || !several {
+        let merge_domain = if across_domains || !in_several_domains {
             None
         } else {
             Some(choose_merge_domain(index, sharing, foreign, fingerprint, pages))
         };
-        let kept = if merged > 0 { None } else { pages.first().map(|member| member.first_page_of_frame) };
-        let shared = pages.iter().any(|member| member.first_page_of_frame != member.ordinal);
-        let mut counted = BTreeSet::new();
+        let kept_frame = if merged > 0 { None } else { pages.first().map(|member| member.first_page_of_frame) };
+        let has_shared_frames = pages.iter().any(|member| member.first_page_of_frame != member.ordinal);
+        let mut counted_frames = BTreeSet::new();
         let mut processes = 0;
         let mut domains = 0;
         for domain in pages.chunk_by(|a, b| a.domain == b.domain) {
             domains += 1;
-            let copies = joining(if across_domains { pages } else { domain });
-            let elsewhere = chosen.is_some_and(|chosen| chosen != Some(domain[0].domain));
+            let copies = count_copies(if across_domains { pages } else { domain });
+            let is_excluded = merge_domain.is_some_and(|merge_domain| merge_domain != Some(domain[0].domain));
             self.summary.freed_frames_within_domains += freed_frames(index, sharing, domain, |_| true);
             for process in domain.chunk_by(|a, b| a.subject == b.subject) {
                 processes += 1;
@@ -396,13 +397,13 @@ impl PartialSummary {
                     (_, 2..) => PageClass::DuplicateWithinDomain,
                     _ => PageClass::DuplicateAcrossDomains,
                 };
-                let forbidden = elsewhere || foreign.is_foreign[process[0].subject];
+                let is_forbidden = is_excluded || foreign.is_foreign[process[0].subject];
                 for member in process.iter().filter(|member| !member.merged) {
                     // A frame with several mappings is counted once, at its first mapping.
-                    let counts = Some(member.first_page_of_frame) != kept
-                        && (!shared || counted.insert(member.first_page_of_frame));
-                    let mark = PageMark::duplicate(class, copies, counts);
-                    index.set_mark(member.ordinal, if forbidden { mark.with_forbidden() } else { mark });
+                    let is_redundant = Some(member.first_page_of_frame) != kept_frame
+                        && (!has_shared_frames || counted_frames.insert(member.first_page_of_frame));
+                    let mark = PageMark::duplicate(class, copies, is_redundant);
+                    index.set_mark(member.ordinal, if is_forbidden { mark.with_forbidden() } else { mark });
                 }
             }
         }
@@ -422,12 +423,12 @@ mod tests {
     proptest! {
         #[test]
         fn unwanted_items_keep_their_order(wanted in prop::collection::vec(any::<bool>(), 0..200)) {
-            let mut all: Vec<usize> = (0..wanted.len()).collect();
-            let count = move_wanted_first(&mut all, &wanted);
-            let of = |is: bool| (0..wanted.len()).filter(|&at| wanted[at] == is).collect::<Vec<_>>();
-            all[..count].sort_unstable();
-            prop_assert_eq!(&all[..count], of(true));
-            prop_assert_eq!(&all[count..], of(false));
+            let mut items: Vec<usize> = (0..wanted.len()).collect();
+            let count = move_wanted_first(&mut items, &wanted);
+            let positions = |is: bool| (0..wanted.len()).filter(|&i| wanted[i] == is).collect::<Vec<_>>();
+            items[..count].sort_unstable();
+            prop_assert_eq!(&items[..count], positions(true));
+            prop_assert_eq!(&items[count..], positions(false));
         }
     }
 }

@@ -38,30 +38,30 @@ struct Bitmap {
 impl DuplicateFilter {
     /// A filter of the pages that were read in the first pass.
     pub fn build(index: &PageIndex) -> Self {
-        let mut pairs = Self { seen_twice: Vec::new() };
+        let mut filter = Self { seen_twice: Vec::new() };
         let mut contents = index.page_count();
-        for spread in HASH_MULTIPLIERS {
-            let bitmap = || Bitmap::new(contents * BITS_PER_PAGE, spread);
-            let (once, again) = (bitmap(), bitmap());
+        for multiplier in HASH_MULTIPLIERS {
+            let bitmap = || Bitmap::new(contents * BITS_PER_PAGE, multiplier);
+            let (once, twice) = (bitmap(), bitmap());
             index
                 .entries
                 .par_iter()
-                .filter(|entry| can_be_grouped(index, entry) && pairs.may_have_duplicate(entry.fingerprint()))
+                .filter(|entry| can_be_grouped(index, entry) && filter.may_have_duplicate(entry.fingerprint()))
                 .for_each(|entry| {
-                    if once.set(entry.fingerprint()) && !again.contains(entry.fingerprint()) {
-                        again.set(entry.fingerprint());
+                    if once.set(entry.fingerprint()) && !twice.contains(entry.fingerprint()) {
+                        twice.set(entry.fingerprint());
                     }
                 });
             // Each bit stands for two contents by chance, or for one content of several pages.
-            contents = again.count_ones() * 2;
-            pairs.seen_twice.push(again);
+            contents = twice.count_ones() * 2;
+            filter.seen_twice.push(twice);
         }
-        pairs
+        filter
     }
 
     /// Whether another page may have the same fingerprint.
     pub fn may_have_duplicate(&self, fingerprint: Fingerprint) -> bool {
-        self.seen_twice.iter().all(|again| again.contains(fingerprint))
+        self.seen_twice.iter().all(|bitmap| bitmap.contains(fingerprint))
     }
 
     /// Whether a page can be merged: it is a zero page or may have a duplicate. Call this before pages are grouped.

@@ -149,7 +149,7 @@ impl FingerprintCache {
         self.census_time = now;
         self.reused_pages.clear();
         // Drops the comparisons of a scan that was stopped.
-        self.processes.values_mut().for_each(|known| known.comparisons = OnceLock::new());
+        self.processes.values_mut().for_each(|process| process.comparisons = OnceLock::new());
     }
 
     /// How many pages of a process the last census did not read, except for a few.
@@ -171,20 +171,14 @@ impl FingerprintCache {
         ordinals: Range<u32>,
     ) -> Option<CachedPages<'_>> {
         let process = scope.subjects[subject].process.id;
-        let known = self.processes.get(&process)?;
-        let rests = self.is_inactive(known, scope.activity.get(&process));
-        let (first, mut places) = (ordinals.start, vec![0; ordinals.len()]);
-        let pages = known.pages_within(index, ordinals);
-        for (page, place) in pages.iter().zip(1..) {
-            places[(page.ordinal - first) as usize] = place;
+        let cached = self.processes.get(&process)?;
+        let is_inactive = self.is_inactive(cached, scope.activity.get(&process));
+        let (first_ordinal, mut positions) = (ordinals.start, vec![0; ordinals.len()]);
+        let pages = cached.pages_within(index, ordinals);
+        for (page, position) in pages.iter().zip(1..) {
+            positions[(page.ordinal - first_ordinal) as usize] = position;
         }
-        (!pages.is_empty()).then_some(CachedPages {
-            process: known,
-            is_inactive: rests,
-            pages,
-            first_ordinal: first,
-            positions: places,
-        })
+        (!pages.is_empty()).then_some(CachedPages { process: cached, is_inactive, pages, first_ordinal, positions })
     }
 
     /// Whether a process cannot have written anything since its last scan.
@@ -196,99 +190,104 @@ impl FingerprintCache {
     /// Caches what the census has read. The index must be classified; its unique entries are dropped. Subjects that
     /// could not be read in full are not cached.
     pub fn record_census(&mut self, scope: &ScanScope, index: &mut PageIndex, unread: &BTreeSet<usize>) {
-        let mut kept = CacheablePages::new(index.page_count());
-        let mut noted: Vec<Option<CachedProcess>> = Vec::new();
-        let is_recalled = |pages: &RegionPages| {
+        let mut cacheable = CacheablePages::new(index.page_count());
+        let mut new_processes: Vec<Option<CachedProcess>> = Vec::new();
+        let has_cacheable_pages = |pages: &RegionPages| {
             let subject = &scope.subjects[pages.subject];
             is_cacheable(subject, read_method(&subject.regions[pages.region].0))
         };
-        let regions: Vec<RegionPages> = index.regions().filter(is_recalled).collect();
+        let regions: Vec<RegionPages> = index.regions().filter(has_cacheable_pages).collect();
         for (position, subject) in scope.subjects.iter().enumerate() {
             let process = subject.process.id;
-            let before = if subject.is_foreign { None } else { self.processes.remove(&process) };
-            let standing = scope.activity.get(&process);
-            let rests = before.as_ref().is_some_and(|before| self.is_inactive(before, standing));
-            let is_noted = !subject.is_foreign && !unread.contains(&position);
-            noted.push(is_noted.then(|| {
+            let previous = if subject.is_foreign { None } else { self.processes.remove(&process) };
+            let activity = scope.activity.get(&process);
+            let is_inactive = previous.as_ref().is_some_and(|cached| self.is_inactive(cached, activity));
+            let is_recorded = !subject.is_foreign && !unread.contains(&position);
+            new_processes.push(is_recorded.then(|| {
                 let first = regions.partition_point(|pages| pages.subject < position);
-                let own = regions[first..].iter().take_while(|pages| pages.subject == position);
-                let before = before.as_ref().map(|known| (known, rests));
-                let (pieces, passed_by) = cacheable_blocks(index, own.map(|pages| &pages.ordinals), before, &mut kept);
-                self.reused_pages.insert(process, passed_by);
-                let (looks, seen) = before.map_or((0, self.census_time), |(known, _)| {
-                    (known.active_scans + u64::from(!rests), known.last_active_scan)
+                let subject_regions = regions[first..].iter().take_while(|pages| pages.subject == position);
+                let previous = previous.as_ref().map(|cached| (cached, is_inactive));
+                let (blocks, unread_pages) =
+                    cacheable_blocks(index, subject_regions.map(|pages| &pages.ordinals), previous, &mut cacheable);
+                self.reused_pages.insert(process, unread_pages);
+                let (active_scans, last_active_scan) = previous.map_or((0, self.census_time), |(cached, _)| {
+                    (cached.active_scans + u64::from(!is_inactive), cached.last_active_scan)
                 });
-                let seen = if rests { seen } else { self.census_time };
+                let last_active_scan = if is_inactive { last_active_scan } else { self.census_time };
                 CachedProcess {
-                    active_scans: looks,
-                    activity: standing.copied(),
-                    last_active_scan: seen,
-                    blocks: pieces,
+                    active_scans,
+                    activity: activity.copied(),
+                    last_active_scan,
+                    blocks,
                     half_fingerprints: Vec::new(),
                     comparisons: OnceLock::new(),
                 }
             }));
         }
-        kept.compute_counts();
-        let firsts: Vec<usize> =
-            (0..noted.len()).map(|subject| kept.count_before(index.subject_ordinals(subject).start)).collect();
-        for (subject, known) in noted.iter_mut().enumerate() {
-            if let Some(known) = known {
-                known.half_fingerprints =
-                    vec![NO_FINGERPRINT; kept.count_before(index.subject_ordinals(subject).end) - firsts[subject]];
+        cacheable.compute_counts();
+        let first_positions: Vec<usize> = (0..new_processes.len())
+            .map(|subject| cacheable.count_before(index.subject_ordinals(subject).start))
+            .collect();
+        for (subject, cached) in new_processes.iter_mut().enumerate() {
+            if let Some(cached) = cached {
+                cached.half_fingerprints = vec![
+                    NO_FINGERPRINT;
+                    cacheable.count_before(index.subject_ordinals(subject).end)
+                        - first_positions[subject]
+                ];
             }
         }
-        let mut put = |index: &PageIndex, ordinal: u32, half: u32| {
+        let mut store_half = |index: &PageIndex, ordinal: u32, half: u32| {
             let subject = index.subject_of_page(ordinal);
-            if let Some(known) = &mut noted[subject] {
-                known.half_fingerprints[kept.count_before(ordinal) - firsts[subject]] = half;
+            if let Some(cached) = &mut new_processes[subject] {
+                cached.half_fingerprints[cacheable.count_before(ordinal) - first_positions[subject]] = half;
             }
             if index.mark(ordinal) == PageMark::CACHED_UNIQUE {
                 self.reused_pages.entry(scope.subjects[subject].process.id).or_default().0 += 1;
             }
         };
-        let mut note = |index: &PageIndex, entry: IndexEntry| {
-            if kept.contains(entry.ordinal) {
-                put(index, entry.ordinal, entry.fingerprint().to_half());
+        let mut store_entry = |index: &PageIndex, entry: IndexEntry| {
+            if cacheable.contains(entry.ordinal) {
+                store_half(index, entry.ordinal, entry.fingerprint().to_half());
             }
         };
         // In page order, while the index drops its entries: only the filled part takes memory.
-        index.drain_unique_entries(&mut note);
-        index.entries.iter().for_each(|entry| note(index, *entry));
-        for &(ordinal, half) in &kept.assumed_volatile {
-            put(index, ordinal, half);
+        index.drain_unique_entries(&mut store_entry);
+        index.entries.iter().for_each(|entry| store_entry(index, *entry));
+        for &(ordinal, half) in &cacheable.assumed_volatile {
+            store_half(index, ordinal, half);
         }
-        for (known, subject) in noted.into_iter().zip(&scope.subjects) {
-            let some = known.filter(|known| !known.blocks.is_empty());
-            self.processes.extend(some.map(|known| (subject.process.id, known)));
+        for (cached, subject) in new_processes.into_iter().zip(&scope.subjects) {
+            let nonempty = cached.filter(|cached| !cached.blocks.is_empty());
+            self.processes.extend(nonempty.map(|cached| (subject.process.id, cached)));
         }
     }
 }
 
 /// The blocks of the given regions that have enough cacheable pages, and how many of their pages were not read. The
-/// pages are added to `cacheable`. `before` is the cached state of the process, and whether it was inactive.
+/// pages are added to `cacheable`. `previous` is the cached state of the process, and whether it was inactive.
 fn cacheable_blocks<'a>(
     index: &PageIndex,
     regions: impl Iterator<Item = &'a Range<u32>>,
-    before: Option<(&CachedProcess, bool)>,
+    previous: Option<(&CachedProcess, bool)>,
     cacheable: &mut CacheablePages,
 ) -> (Vec<PageBlock>, Pages) {
-    let (mut pieces, mut first, mut passed_by) = (Vec::new(), 0, Pages::ZERO);
-    let mut older = before.map_or(&[][..], |(known, _)| &known.blocks).iter().enumerate().peekable();
-    let page_of = |(_, ordinal, address): (_, u32, u64)| (ordinal, address / index.page_bytes());
-    let mut pages = regions.flat_map(|ordinals| each_page(index, ordinals)).map(page_of).peekable();
+    let (mut blocks, mut first_fingerprint, mut unread_pages) = (Vec::new(), 0, Pages::ZERO);
+    let mut previous_blocks = previous.map_or(&[][..], |(process, _)| &process.blocks).iter().enumerate().peekable();
+    let with_page_number = |(_, ordinal, address): (_, u32, u64)| (ordinal, address / index.page_bytes());
+    let mut pages = regions.flat_map(|ordinals| each_page(index, ordinals)).map(with_page_number).peekable();
     while let Some(&(_, page)) = pages.peek() {
-        let number = page / PAGES_PER_BLOCK;
-        while older.next_if(|(_, older)| older.block_number < number).is_some() {}
-        let old = older.next_if(|(_, older)| older.block_number == number).zip(before);
-        let (mut there, mut bits, mut unread, mut volatile) = (Vec::new(), 0_u64, 0_u64, 0);
-        while let Some((ordinal, page)) = pages.next_if(|(_, page)| page / PAGES_PER_BLOCK == number) {
+        let block_number = page / PAGES_PER_BLOCK;
+        while previous_blocks.next_if(|(_, block)| block.block_number < block_number).is_some() {}
+        let previous_block = previous_blocks.next_if(|(_, block)| block.block_number == block_number).zip(previous);
+        let (mut cached_pages, mut bits, mut unread, mut volatile) = (Vec::new(), 0_u64, 0_u64, 0);
+        while let Some((ordinal, page)) = pages.next_if(|(_, page)| page / PAGES_PER_BLOCK == block_number) {
             let bit = 1 << (page % PAGES_PER_BLOCK);
             let mark = index.mark(ordinal);
             match mark.class() {
                 Some(PageClass::Volatile) if mark != PageMark::ASSUMED_VOLATILE => volatile |= bit,
                 Some(PageClass::Volatile | PageClass::Unique) => {
-                    there.push((ordinal, bit));
+                    cached_pages.push((ordinal, bit));
                     bits |= bit;
                     unread |= if mark == PageMark::ASSUMED_VOLATILE { bit } else { 0 };
                 }
@@ -298,32 +297,32 @@ fn cacheable_blocks<'a>(
         if bits.count_ones() < MIN_CACHED_PAGES_PER_BLOCK {
             continue;
         }
-        let mut piece =
-            PageBlock { block_number: number, cached_pages: bits, first_fingerprint: first, ..PageBlock::default() };
-        first += bits.count_ones();
-        for &(ordinal, _) in &there {
+        let mut block = PageBlock { block_number, cached_pages: bits, first_fingerprint, ..PageBlock::default() };
+        first_fingerprint += bits.count_ones();
+        for &(ordinal, _) in &cached_pages {
             cacheable.insert(ordinal);
         }
-        if let Some(((position, old), (known, rests))) = old {
-            piece.update(old, &known.comparisons()[position], volatile, rests);
-            let unread = there.iter().filter(|(_, bit)| unread & old.cached_pages & bit != 0);
+        if let Some(((position, previous_block), (process, was_inactive))) = previous_block {
+            block.update(previous_block, &process.comparisons()[position], volatile, was_inactive);
+            let unread = cached_pages.iter().filter(|(_, bit)| unread & previous_block.cached_pages & bit != 0);
             cacheable
                 .assumed_volatile
-                .extend(unread.map(|&(ordinal, bit)| (ordinal, known.half_fingerprint(old, bit))));
+                .extend(unread.map(|&(ordinal, bit)| (ordinal, process.half_fingerprint(previous_block, bit))));
         }
-        passed_by.0 += u64::from(unread.count_ones());
-        pieces.push(piece);
+        unread_pages.0 += u64::from(unread.count_ones());
+        blocks.push(block);
     }
-    pieces.shrink_to_fit();
-    (pieces, passed_by)
+    blocks.shrink_to_fit();
+    (blocks, unread_pages)
 }
 
 impl PageBlock {
     /// The pages that are assumed to be volatile and are not read in this scan; none if the process is inactive.
     fn assumed_volatile_pages(&self, active_scans: u64, is_inactive: bool) -> u64 {
         let [low, high] = self.change_counts;
-        let unless_due =
-            |pages: u64, times: u8| if is_inactive || self.is_read_due(active_scans, times) { 0 } else { pages };
+        let unless_due = |pages: u64, interval_log2: u8| {
+            if is_inactive || self.is_read_due(active_scans, interval_log2) { 0 } else { pages }
+        };
         unless_due(high & !low, VOLATILE_READ_INTERVAL_LOG2[0]) | unless_due(high & low, VOLATILE_READ_INTERVAL_LOG2[1])
     }
 
@@ -341,16 +340,16 @@ impl PageBlock {
     /// Updates the counters from the previous state of the block, the comparison of this scan and the pages that
     /// changed within it (`volatile`). If no page was compared, the block counts as changed unless the process
     /// `is_inactive`.
-    fn update(&mut self, before: &Self, comparison: &BlockComparison, volatile: u64, is_inactive: bool) {
+    fn update(&mut self, previous: &Self, comparison: &BlockComparison, volatile: u64, is_inactive: bool) {
         let [changed, same] = [&comparison.changed, &comparison.same].map(|pages| pages.load(Ordering::Relaxed));
-        let [low, high] = before.change_counts;
+        let [low, high] = previous.change_counts;
         // Adds one, up to three, for changed pages.
-        let more = changed & !(low & high);
-        let counted = [low ^ more, high | low & more];
-        self.change_counts = counted.map(|bits| bits & !same & self.cached_pages);
-        self.unchanged_scans = match changed & before.stable_pages() | volatile {
-            0 if same & before.stable_pages() != 0 => (before.unchanged_scans + 1).min(MAX_FULL_READ_INTERVAL_LOG2),
-            0 if is_inactive => before.unchanged_scans,
+        let incremented = changed & !(low & high);
+        let counts = [low ^ incremented, high | low & incremented];
+        self.change_counts = counts.map(|bits| bits & !same & self.cached_pages);
+        self.unchanged_scans = match changed & previous.stable_pages() | volatile {
+            0 if same & previous.stable_pages() != 0 => (previous.unchanged_scans + 1).min(MAX_FULL_READ_INTERVAL_LOG2),
+            0 if is_inactive => previous.unchanged_scans,
             _ => 0,
         };
     }
@@ -369,29 +368,30 @@ impl CachedProcess {
 
     /// The cached pages among the given pages.
     fn pages_within(&self, index: &PageIndex, ordinals: Range<u32>) -> Vec<CachedPage> {
-        let mut within = Vec::new();
-        let mut at = 0;
+        let mut cached_pages = Vec::new();
+        let mut first_block = 0;
         for (run, first) in index.runs(ordinals) {
             let start = run.address / index.page_bytes();
             let end = start + u64::from(run.pages);
-            at += self.blocks[at..].partition_point(|piece| (piece.block_number + 1) * PAGES_PER_BLOCK <= start);
-            let pieces = self.blocks[at..].iter().zip(at as u32..);
-            for (piece, position) in pieces.take_while(|(piece, _)| piece.block_number * PAGES_PER_BLOCK < end) {
-                let base = piece.block_number * PAGES_PER_BLOCK;
-                within.extend((start.max(base)..end.min(base + PAGES_PER_BLOCK)).filter_map(|page| {
+            first_block +=
+                self.blocks[first_block..].partition_point(|block| (block.block_number + 1) * PAGES_PER_BLOCK <= start);
+            let blocks = self.blocks[first_block..].iter().zip(first_block as u32..);
+            for (block, position) in blocks.take_while(|(block, _)| block.block_number * PAGES_PER_BLOCK < end) {
+                let base = block.block_number * PAGES_PER_BLOCK;
+                cached_pages.extend((start.max(base)..end.min(base + PAGES_PER_BLOCK)).filter_map(|page| {
                     let (bit, ordinal) = (1 << (page - base), first + (page - start) as u32);
-                    let half =
-                        if piece.cached_pages & bit != 0 { self.half_fingerprint(piece, bit) } else { NO_FINGERPRINT };
-                    (half != NO_FINGERPRINT).then_some(CachedPage {
+                    let half_fingerprint =
+                        if block.cached_pages & bit != 0 { self.half_fingerprint(block, bit) } else { NO_FINGERPRINT };
+                    (half_fingerprint != NO_FINGERPRINT).then_some(CachedPage {
                         ordinal,
                         block: position,
                         bit,
-                        half_fingerprint: half,
+                        half_fingerprint,
                     })
                 }));
             }
         }
-        within
+        cached_pages
     }
 }
 
@@ -410,12 +410,12 @@ impl CachedPages<'_> {
     /// The pages to read first, one from each quarter of a block. They decide whether the other pages are assumed to be
     /// unchanged.
     pub fn pages_to_probe(&self) -> impl Iterator<Item = u32> + '_ {
-        let trusted = self.unchanged_blocks().filter(|_| !self.is_inactive);
-        trusted.flat_map(|(piece, _, pages)| {
-            let (draw, count) =
-                (splitmix64(piece.block_number ^ splitmix64(self.process.active_scans)), pages.len() as u64);
-            (0..PROBED_PAGES_PER_BLOCK.min(count)).map(move |turn| {
-                pages[((turn * count + draw % count) / PROBED_PAGES_PER_BLOCK.min(count)) as usize].ordinal
+        let blocks = self.unchanged_blocks().filter(|_| !self.is_inactive);
+        blocks.flat_map(|(block, _, pages)| {
+            let (random, count) =
+                (splitmix64(block.block_number ^ splitmix64(self.process.active_scans)), pages.len() as u64);
+            (0..PROBED_PAGES_PER_BLOCK.min(count)).map(move |i| {
+                pages[((i * count + random % count) / PROBED_PAGES_PER_BLOCK.min(count)) as usize].ordinal
             })
         })
     }
@@ -423,18 +423,22 @@ impl CachedPages<'_> {
     /// The pages that are assumed to be unchanged, with fingerprints made from the cached halves. Call this after the
     /// pages from [`Self::pages_to_probe`] were compared.
     pub fn reusable_fingerprints(&self) -> impl Iterator<Item = (u32, Fingerprint)> + '_ {
-        let holds = |found: &BlockComparison| self.is_inactive || found.same.load(Ordering::Relaxed) != 0;
-        let told = self.unchanged_blocks().filter(move |(_, found, _)| holds(found)).flat_map(|(.., pages)| pages);
-        told.map(|page| (page.ordinal, Fingerprint::from_half(page.half_fingerprint)))
+        let is_reusable =
+            |comparison: &BlockComparison| self.is_inactive || comparison.same.load(Ordering::Relaxed) != 0;
+        let pages = self
+            .unchanged_blocks()
+            .filter(move |(_, comparison, _)| is_reusable(comparison))
+            .flat_map(|(.., pages)| pages);
+        pages.map(|page| (page.ordinal, Fingerprint::from_half(page.half_fingerprint)))
     }
 
     /// Compares the content that was read from a page with the cached one, if there is one.
     pub fn compare(&self, ordinal: u32, content: Option<Fingerprint>) {
-        let place = self.positions[(ordinal - self.first_ordinal) as usize].checked_sub(1);
-        let Some(page) = place.map(|place| self.pages[place as usize]) else { return };
-        let found = &self.process.comparisons()[page.block as usize];
+        let position = self.positions[(ordinal - self.first_ordinal) as usize].checked_sub(1);
+        let Some(page) = position.map(|position| self.pages[position as usize]) else { return };
+        let comparison = &self.process.comparisons()[page.block as usize];
         let is_same = content.map(Fingerprint::to_half) == Some(page.half_fingerprint);
-        (if is_same { &found.same } else { &found.changed }).fetch_or(page.bit, Ordering::Relaxed);
+        (if is_same { &comparison.same } else { &comparison.changed }).fetch_or(page.bit, Ordering::Relaxed);
     }
 
     fn block_of_page(&self, page: &CachedPage) -> &PageBlock {
@@ -445,12 +449,15 @@ impl CachedPages<'_> {
     /// volatile.
     fn unchanged_blocks(&self) -> impl Iterator<Item = (&PageBlock, &BlockComparison, Vec<CachedPage>)> + '_ {
         self.pages.chunk_by(|a, b| a.block == b.block).filter_map(|pages| {
-            let (piece, found) = (self.block_of_page(&pages[0]), &self.process.comparisons()[pages[0].block as usize]);
-            let changed = found.changed.load(Ordering::Relaxed) & piece.stable_pages();
-            let holds = changed == 0 && !piece.is_read_due(self.process.active_scans, piece.unchanged_scans);
-            let still =
-                || pages.iter().filter(|page| piece.stable_pages() & page.bit != 0).copied().collect::<Vec<_>>();
-            (self.is_inactive || holds).then(|| (piece, found, still())).filter(|(.., pages)| !pages.is_empty())
+            let (block, comparison) =
+                (self.block_of_page(&pages[0]), &self.process.comparisons()[pages[0].block as usize]);
+            let changed = comparison.changed.load(Ordering::Relaxed) & block.stable_pages();
+            let is_unchanged = changed == 0 && !block.is_read_due(self.process.active_scans, block.unchanged_scans);
+            let stable_pages =
+                || pages.iter().filter(|page| block.stable_pages() & page.bit != 0).copied().collect::<Vec<_>>();
+            (self.is_inactive || is_unchanged)
+                .then(|| (block, comparison, stable_pages()))
+                .filter(|(.., pages)| !pages.is_empty())
         })
     }
 }

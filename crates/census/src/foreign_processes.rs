@@ -8,7 +8,7 @@
 //! because pages left memory or changed meanwhile.
 //!
 //! Swapped-out pages are not cached, and swapoff(8) brings them back unnoticed. A cached process does not count as a
-//! duplicate: a page whose only copy is in an inactive foreign process of its own domain is not enrolled for that.
+//! duplicate: if the only copy of a page is in an inactive foreign process of its own domain, the page is not enrolled.
 //!
 //! The cache takes 4 bytes for each enrolled content: half of its fingerprint. A content whose half collides with a
 //! cached one, with a probability of one in four billion for each, is needlessly not merged. While pages are grouped,
@@ -56,50 +56,50 @@ impl ForeignProcesses {
     pub(crate) fn begin_census(&mut self, now: Instant, enrolled_processes: &[ProcessId]) {
         let enrolled: BTreeSet<&ProcessId> = enrolled_processes.iter().collect();
         self.census_time = now;
-        self.processes.retain(|process, known| {
-            enrolled.contains(process) && now.saturating_duration_since(known.read_at) < MAX_CACHE_AGE
+        self.processes.retain(|process, cached| {
+            enrolled.contains(process) && now.saturating_duration_since(cached.read_at) < MAX_CACHE_AGE
         });
     }
 
     /// Whether the contents that a process has enrolled are cached and unchanged.
     pub(crate) fn is_inactive(&self, process: ProcessId, activity: ActivityCounters) -> bool {
-        self.processes.get(&process).is_some_and(|known| known.activity == activity)
+        self.processes.get(&process).is_some_and(|cached| cached.activity == activity)
     }
 
     /// Caches the foreign processes of a census that were read in full. The index must be classified.
     pub(crate) fn record_census(&mut self, scope: &ScanScope, index: &PageIndex, unread: &BTreeSet<usize>) {
-        let seen = self.census_time;
-        let known = |(position, subject): (usize, &Subject)| {
-            let is_known = subject.is_foreign && !unread.contains(&position);
-            let standing = scope.activity.get(&subject.process.id).filter(|_| is_known)?;
-            Some(ForeignProcess { activity: *standing, read_at: seen, half_fingerprints: Vec::new() })
+        let read_at = self.census_time;
+        let to_cached = |(position, subject): (usize, &Subject)| {
+            let is_cacheable = subject.is_foreign && !unread.contains(&position);
+            let activity = scope.activity.get(&subject.process.id).filter(|_| is_cacheable)?;
+            Some(ForeignProcess { activity: *activity, read_at, half_fingerprints: Vec::new() })
         };
-        let mut noted: Vec<Option<ForeignProcess>> = scope.subjects.iter().enumerate().map(known).collect();
-        if noted.iter().all(Option::is_none) {
+        let mut processes: Vec<Option<ForeignProcess>> = scope.subjects.iter().enumerate().map(to_cached).collect();
+        if processes.iter().all(Option::is_none) {
             return;
         }
         // The entries that may have duplicates are sorted, so nearly every repeated content is added only once.
         for entry in &index.entries {
-            if let Some(known) = &mut noted[index.subject_of_page(entry.ordinal)] {
+            if let Some(cached) = &mut processes[index.subject_of_page(entry.ordinal)] {
                 let content = entry.fingerprint().to_half();
-                if known.half_fingerprints.last() != Some(&content) {
-                    known.half_fingerprints.push(content);
+                if cached.half_fingerprints.last() != Some(&content) {
+                    cached.half_fingerprints.push(content);
                 }
             }
         }
-        let is_whole = |ordinal| index.mark(ordinal).class().is_some_and(|class| class != PageClass::Volatile);
+        let is_stable = |ordinal| index.mark(ordinal).class().is_some_and(|class| class != PageClass::Volatile);
         // Zero pages have no entries unless they are merged.
         let is_zero = |ordinal| index.mark(ordinal).class() == Some(PageClass::Zero);
-        for (position, (known, subject)) in noted.into_iter().zip(&scope.subjects).enumerate() {
+        for (position, (cached, subject)) in processes.into_iter().zip(&scope.subjects).enumerate() {
             let pages = || index.subject_ordinals(position).into_par_iter();
-            let Some(mut known) = known.filter(|_| pages().all(is_whole)) else { continue };
+            let Some(mut cached) = cached.filter(|_| pages().all(is_stable)) else { continue };
             if pages().any(is_zero) {
-                known.half_fingerprints.push(Fingerprint::ZERO_PAGE.to_half());
+                cached.half_fingerprints.push(Fingerprint::ZERO_PAGE.to_half());
             }
-            known.half_fingerprints.par_sort_unstable();
-            known.half_fingerprints.dedup();
-            known.half_fingerprints.shrink_to_fit();
-            self.processes.insert(subject.process.id, known);
+            cached.half_fingerprints.par_sort_unstable();
+            cached.half_fingerprints.dedup();
+            cached.half_fingerprints.shrink_to_fit();
+            self.processes.insert(subject.process.id, cached);
         }
     }
 }
@@ -119,17 +119,19 @@ impl ForeignContents {
     /// it get further numbers.
     pub(crate) fn from_inactive(scope: &ScanScope, foreign: &ForeignProcesses) -> Self {
         let numbers = scope.domain_numbers();
-        let mut others = numbers.last().map_or(0, |last| last + 1)..;
-        let mut unknown: BTreeMap<&TrustDomain, u32> = BTreeMap::new();
+        let mut further_numbers = numbers.last().map_or(0, |last| last + 1)..;
+        let mut unscanned_domains: BTreeMap<&TrustDomain, u32> = BTreeMap::new();
         let mut contents = Vec::new();
         for (domain, process) in &scope.inactive_foreign {
-            let known = scope.subjects.iter().position(|subject| subject.domain == *domain);
-            let number = match known {
+            let position = scope.subjects.iter().position(|subject| subject.domain == *domain);
+            let number = match position {
                 Some(position) => numbers[position],
-                None => *unknown.entry(domain).or_insert_with(|| others.next().unwrap_or(SEVERAL_DOMAINS)),
+                None => *unscanned_domains
+                    .entry(domain)
+                    .or_insert_with(|| further_numbers.next().unwrap_or(SEVERAL_DOMAINS)),
             };
-            let held = foreign.processes.get(process).map_or(&[][..], |known| &known.half_fingerprints);
-            contents.extend(held.iter().map(|&content| (content, number)));
+            let halves = foreign.processes.get(process).map_or(&[][..], |process| &process.half_fingerprints);
+            contents.extend(halves.iter().map(|&content| (content, number)));
         }
         Self::from_contents(contents)
     }
@@ -137,11 +139,11 @@ impl ForeignContents {
     fn from_contents(mut contents: Vec<(u32, u32)>) -> Self {
         contents.par_sort_unstable();
         contents.dedup_by(|next, kept| {
-            let same = next.0 == kept.0;
-            if same && next.1 != kept.1 {
+            let is_repeated = next.0 == kept.0;
+            if is_repeated && next.1 != kept.1 {
                 kept.1 = SEVERAL_DOMAINS;
             }
-            same
+            is_repeated
         });
         let bits = (contents.len() / CONTENTS_PER_BUCKET).next_power_of_two().trailing_zeros().clamp(1, 31);
         let shift = u32::BITS - bits;
@@ -168,7 +170,7 @@ impl ForeignContents {
         let half = content.to_half();
         let bucket = (half >> self.bucket_shift) as usize;
         let bucket = &self.contents[self.bucket_starts[bucket] as usize..self.bucket_starts[bucket + 1] as usize];
-        bucket.iter().find(|&&(held, _)| held == half).map(|&(_, holder)| holder)
+        bucket.iter().find(|&&(content, _)| content == half).map(|&(_, domain)| domain)
     }
 }
 
@@ -180,18 +182,20 @@ mod tests {
     proptest! {
         #[test]
         fn domain_lookup_finds_one_domain_or_several(
-            held in prop::collection::vec((0u64..300, 0u32..3), 0..500),
-            others in prop::collection::vec(any::<u64>(), 0..100),
+            contents in prop::collection::vec((0u64..300, 0u32..3), 0..500),
+            further_contents in prop::collection::vec(any::<u64>(), 0..100),
         ) {
-            let elsewhere = ForeignContents::from_contents(held.iter().map(|&(content, holder)| (Fingerprint(content).to_half(), holder)).collect());
-            for asked in (0..300).chain(others).map(Fingerprint) {
-                let holders: BTreeSet<u32> =
-                    held.iter().filter(|(content, _)| Fingerprint(*content).to_half() == asked.to_half()).map(|(_, holder)| *holder).collect();
-                let told = match holders.len() {
-                    0 | 1 => holders.first().copied(),
+            let to_half = |&(content, domain): &(u64, u32)| (Fingerprint(content).to_half(), domain);
+            let foreign = ForeignContents::from_contents(contents.iter().map(to_half).collect());
+            for content in (0..300).chain(further_contents).map(Fingerprint) {
+                let domains: BTreeSet<u32> =
+                    contents.iter().map(to_half).filter(|(half, _)| *half == content.to_half())
+                        .map(|(_, domain)| domain).collect();
+                let expected = match domains.len() {
+                    0 | 1 => domains.first().copied(),
                     _ => Some(SEVERAL_DOMAINS),
                 };
-                prop_assert_eq!(elsewhere.find_domain(asked), told);
+                prop_assert_eq!(foreign.find_domain(content), expected);
             }
         }
     }

@@ -130,7 +130,7 @@ impl PageMark {
         self.0 & Self::STATE_MASK >= Self::FORBIDDEN_BASE
     }
 
-    /// This mark, forbidden, for zero pages and duplicates. Other marks stay unchanged.
+    /// The mark with the forbidden state, for zero pages and duplicates. Other marks stay unchanged.
     pub fn with_forbidden(self) -> Self {
         let forbids = !self.is_forbidden() && self.class().is_some_and(PageClass::is_mergeable);
         Self(if forbids { self.0 + Self::FORBIDDEN_OFFSET } else { self.0 })
@@ -146,7 +146,7 @@ impl PageMark {
         self.0 & Self::COVERED_BIT != 0
     }
 
-    /// This mark, covered.
+    /// The mark with the covered bit set.
     pub fn with_covered(self) -> Self {
         Self(self.0 | Self::COVERED_BIT)
     }
@@ -258,8 +258,9 @@ impl PageIndex {
         let mut pages = 0;
         // Subjects are processed in small batches, so that only a batch of unpacked runs is in memory.
         for (chunk, subjects) in scope.subjects.chunks(64).enumerate() {
-            let listed: Vec<_> = subjects.par_iter().map(|subject| list_resident_runs(host, subject)).collect();
-            for (i, (subject, runs)) in subjects.iter().zip(listed).enumerate() {
+            let runs_by_subject: Vec<_> =
+                subjects.par_iter().map(|subject| list_resident_runs(host, subject)).collect();
+            for (i, (subject, runs)) in subjects.iter().zip(runs_by_subject).enumerate() {
                 let position = chunk * 64 + i;
                 match runs {
                     Ok(runs) => pages = index.add_runs(position, subject, &runs, pages),
@@ -364,8 +365,8 @@ impl PageIndex {
 
     /// Sets the NUMA node of a page.
     pub fn set_node(&self, ordinal: u32, node: u8) {
-        if let Some(noted) = self.nodes.get(ordinal as usize) {
-            noted.store(node, Ordering::Relaxed);
+        if let Some(stored) = self.nodes.get(ordinal as usize) {
+            stored.store(node, Ordering::Relaxed);
         }
     }
 
@@ -389,7 +390,8 @@ impl PageIndex {
         let mut shared = std::mem::take(&mut self.shared_mappings);
         shared.par_sort_unstable();
         let frames = shared.chunk_by(|a, b| a.0 == b.0);
-        self.repeated_frames = frames.flat_map(|same| same[1..].iter().map(|&(_, page)| (page, same[0].1))).collect();
+        self.repeated_frames =
+            frames.flat_map(|pages| pages[1..].iter().map(|&(_, page)| (page, pages[0].1))).collect();
         self.repeated_frames.shrink_to_fit();
         self.repeated_frames.par_sort_unstable();
     }
@@ -404,12 +406,12 @@ impl PageIndex {
     pub(crate) fn drain_unique_entries(&mut self, mut visit: impl FnMut(&Self, IndexEntry)) {
         loop {
             self.entries.shrink_to_fit();
-            let left = self.candidate_count.max(self.entries.len().saturating_sub(ENTRIES_PER_RELEASE));
-            if left == self.entries.len() {
+            let new_len = self.candidate_count.max(self.entries.len().saturating_sub(ENTRIES_PER_RELEASE));
+            if new_len == self.entries.len() {
                 return;
             }
-            self.entries[left..].iter().rev().for_each(|entry| visit(self, *entry));
-            self.entries.truncate(left);
+            self.entries[new_len..].iter().rev().for_each(|entry| visit(self, *entry));
+            self.entries.truncate(new_len);
         }
     }
 
@@ -420,8 +422,8 @@ impl PageIndex {
 
     /// The first page with the same frame: the page itself, unless processes share the frame since a fork.
     pub fn first_page_of_frame(&self, ordinal: u32) -> u32 {
-        let again = self.repeated_frames.binary_search_by_key(&ordinal, |&(page, _)| page);
-        again.map_or(ordinal, |position| self.repeated_frames[position].1)
+        let position = self.repeated_frames.binary_search_by_key(&ordinal, |&(page, _)| page);
+        position.map_or(ordinal, |position| self.repeated_frames[position].1)
     }
 
     /// The regions with pages, in the order of their ordinals.
@@ -454,8 +456,8 @@ impl PageIndex {
                 area += 1;
             }
             let packed = self.runs[position];
-            let after = self.runs.get(position + 1).map_or(self.page_count() as u32, |next| next.first_ordinal);
-            let (first, end) = (packed.first_ordinal.max(ordinals.start), after.min(ordinals.end));
+            let next_ordinal = self.runs.get(position + 1).map_or(self.page_count() as u32, |next| next.first_ordinal);
+            let (first, end) = (packed.first_ordinal.max(ordinals.start), next_ordinal.min(ordinals.end));
             let page = u64::from(packed.page_and_huge_bit & !HUGE_PAGE_BIT) + u64::from(first - packed.first_ordinal);
             let address = self.areas[area].base_address + page * self.page_bytes;
             let pages = end.checked_sub(first).filter(|&pages| pages > 0)?;
@@ -477,16 +479,16 @@ impl PageIndex {
     pub fn scan_units(&self, scope: &ScanScope) -> Vec<ScanUnit> {
         let mut units: Vec<ScanUnit> = Vec::new();
         for RegionPages { subject, region, mut ordinals } in self.regions() {
-            let way = read_method(&scope.subjects[subject].regions[region].0);
+            let method = read_method(&scope.subjects[subject].regions[region].0);
             while !ordinals.is_empty() {
                 let room = match units.last() {
-                    Some(unit) if unit.subject == subject && unit.method == way => {
+                    Some(unit) if unit.subject == subject && unit.method == method => {
                         PAGES_PER_UNIT - unit.ordinals.len() as u32
                     }
                     _ => 0,
                 };
                 if room == 0 {
-                    units.push(ScanUnit { subject, method: way, ordinals: ordinals.start..ordinals.start });
+                    units.push(ScanUnit { subject, method, ordinals: ordinals.start..ordinals.start });
                     continue;
                 }
                 let unit = units.last_mut().expect("a unit exists or was just pushed");
@@ -526,9 +528,9 @@ mod tests {
             index.candidate_count = paired as usize;
             index.entries.reserve(4 * ENTRIES_PER_RELEASE);
             index.entries.extend((0..paired + alone).map(entry));
-            let mut told = Vec::new();
-            index.drain_unique_entries(|_, entry| told.push(entry.ordinal));
-            assert!(told.iter().copied().eq((paired..paired + alone).rev()), "{paired} and {alone}");
+            let mut drained = Vec::new();
+            index.drain_unique_entries(|_, entry| drained.push(entry.ordinal));
+            assert!(drained.iter().copied().eq((paired..paired + alone).rev()), "{paired} and {alone}");
             assert!(index.entries.iter().copied().eq((0..paired).map(entry)));
             assert!(index.entries.capacity() < ENTRIES_PER_RELEASE, "{}", index.entries.capacity());
             index.drain_unique_entries(|_, _| panic!("all unique entries were drained before"));
@@ -553,8 +555,8 @@ mod tests {
         {
             assert_eq!((mark.class(), mark.is_redundant(), mark.is_forbidden()), (Some(class), false, false));
         }
-        let unsure =
+        let uncertain =
             [PageMark::CACHED_UNIQUE, PageMark::ASSUMED_VOLATILE].map(|mark| [mark, mark.with_covered()]).concat();
-        assert!(PageMark::all_values().all(|mark| mark.is_uncertain() == unsure.contains(&mark)));
+        assert!(PageMark::all_values().all(|mark| mark.is_uncertain() == uncertain.contains(&mark)));
     }
 }

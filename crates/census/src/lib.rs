@@ -221,9 +221,9 @@ fn run_census(
 ) -> Result<(Census, PageIndex), Error> {
     let started = host.now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
-    let known = cache.as_ref().map(|known| &known.foreign);
-    let mut survey = threads.install(|| {
-        scan_scope::determine_scope(host, &options.selection, &options.domains, &options.enrolled_processes, known)
+    let foreign = cache.as_ref().map(|cache| &cache.foreign);
+    let mut scope = threads.install(|| {
+        scan_scope::determine_scope(host, &options.selection, &options.domains, &options.enrolled_processes, foreign)
     })?;
     let mut sharing = observe::ksm(host).map(|ksm| SharingSettings::from_ksm(&ksm)).unwrap_or_default();
     sharing.use_zero_pages |= options.use_zero_pages;
@@ -231,31 +231,31 @@ fn run_census(
     let nodes = nodes.filter(|nodes| nodes.node_count() > 1);
     let nodes_unknown = nodes.is_some() && pagefold_host::check_frame_access(host).is_err();
 
-    let mut index = threads.install(|| PageIndex::build(host, &survey, nodes.is_some()))?;
+    let mut index = threads.install(|| PageIndex::build(host, &scope, nodes.is_some()))?;
     progress.set_expected_pages(index.page_count() as u64 * if options.pass_interval.is_zero() { 1 } else { 2 });
     let sample = options.sample_probability.map(|probability| scan::SampleRule::new(probability, options.sample_seed));
     let reuses_fingerprints = nodes.is_none() && sample.is_none();
-    let earlier = cache.as_deref().filter(|_| reuses_fingerprints);
-    let scan = scan::Scan { host, scope: &survey, hasher, nodes, progress, stop, sample, cache: earlier };
+    let reusable_cache = cache.as_deref().filter(|_| reuses_fingerprints);
+    let scan = scan::Scan { host, scope: &scope, hasher, nodes, progress, stop, sample, cache: reusable_cache };
     let PassResults { duplicates, failures, settled, reread } =
         threads.install(|| run_passes(&scan, &mut index, options));
     let partial = stop.load(Ordering::Relaxed);
 
     let unread: BTreeSet<usize> = failures.iter().map(|(subject, _)| *subject).collect();
-    tally::record_unread(&mut survey, failures);
+    tally::record_unread(&mut scope, failures);
     let rule = content_groups::MergeRule { sharing, across_domains: options.across_domains };
     let groups = threads.install(|| {
-        let foreign = cache.as_ref().map(|cache| cache.inactive_foreign_contents(&survey)).unwrap_or_default();
-        content_groups::classify_pages(&mut index, &survey, &duplicates, rule, &foreign, options.max_top_contents)
+        let foreign = cache.as_ref().map(|cache| cache.inactive_foreign_contents(&scope)).unwrap_or_default();
+        content_groups::classify_pages(&mut index, &scope, &duplicates, rule, &foreign, options.max_top_contents)
     });
     drop(duplicates);
     let index_bytes = index.memory_bytes();
     if let Some(cache) = &mut cache {
         let is_partial = partial || options.sample_probability.is_some();
-        threads.install(|| cache.record_census(&survey, &mut index, &unread, (is_partial, reuses_fingerprints)));
+        threads.install(|| cache.record_census(&scope, &mut index, &unread, (is_partial, reuses_fingerprints)));
     }
     let page_size = host.page_size();
-    let terms = range_selection::SelectionCriteria {
+    let criteria = range_selection::SelectionCriteria {
         sharing,
         costs: options.costs.unwrap_or_else(|| EnrollCostBytes::for_page_size(page_size)),
         page_size,
@@ -263,12 +263,12 @@ fn run_census(
         across_domains: options.across_domains,
         max_map_count: options.max_map_count,
     };
-    let plan = tally::TallyOptions {
-        criteria: terms,
+    let tally_options = tally::TallyOptions {
+        criteria,
         max_matrix_rows: options.max_matrix_rows,
         matrix_row_kind: options.matrix_row_kind,
     };
-    let mut census = threads.install(|| tally::tally_census(survey, &index, &groups, &plan));
+    let mut census = threads.install(|| tally::tally_census(scope, &index, &groups, &tally_options));
     census.contents = tally::identify_top_contents(host, &index, hasher, &groups, &census);
     census.wall_seconds = elapsed_since(host, started).as_secs_f64();
     census.bytes_read = progress.bytes_read();
@@ -303,8 +303,8 @@ fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOpti
     let activity_before = if only_candidates { read_activity(host, scan.scope) } else { Vec::new() };
     let mut failures = index.unlisted_subjects().to_vec();
     failures.extend(scan.first_pass(index));
-    let (duplicates, more) = scan.build_duplicate_filter(index);
-    failures.extend(more);
+    let (duplicates, further_failures) = scan.build_duplicate_filter(index);
+    failures.extend(further_failures);
     let mut results = PassResults { duplicates, failures, settled: false, reread: Pages::ZERO };
     if options.pass_interval.is_zero() {
         return results;
@@ -318,9 +318,9 @@ fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOpti
         let activity = (activity_before.get(subject), activity_now.get(subject));
         matches!(activity, (Some(Ok(before)), Some(Ok(now))) if before == now)
     };
-    let again = scan.second_pass(index, only_candidates.then_some(&results.duplicates), &is_inactive);
-    results.failures.extend(again.failures);
-    results.reread = again.pages_read;
+    let second_pass = scan.second_pass(index, only_candidates.then_some(&results.duplicates), &is_inactive);
+    results.failures.extend(second_pass.failures);
+    results.reread = second_pass.pages_read;
     results.settled = !stop.load(Ordering::Relaxed);
     results
 }
@@ -343,10 +343,10 @@ pub fn huge_page_size(host: &dyn Host) -> PageSize {
 /// Sleeps, and wakes up soon after `stop` is set.
 fn sleep_unless_stopped(host: &dyn Host, time: Duration, stop: &AtomicBool) {
     let end = host.now() + time;
-    while let Some(left) = end.checked_duration_since(host.now()).filter(|left| !left.is_zero()) {
+    while let Some(remaining) = end.checked_duration_since(host.now()).filter(|remaining| !remaining.is_zero()) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        host.sleep(left.min(Duration::from_millis(20)));
+        host.sleep(remaining.min(Duration::from_millis(20)));
     }
 }

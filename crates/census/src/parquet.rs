@@ -38,15 +38,15 @@ pub fn write_extents(census: &Census, page_size: PageSize, path: &Path) -> Resul
     let mut file = SerializedFileWriter::new(File::create(path)?, schema, properties)?;
     let extents = &census.extents;
     let integers = |value: &dyn Fn(usize) -> u64| (0..extents.len()).map(|i| value(i) as i64).collect::<Vec<_>>();
-    let of = |i: usize| &census.subjects[extents[i].subject];
+    let subject = |i: usize| &census.subjects[extents[i].subject];
     let mut rows = file.next_row_group()?;
-    column::<Int64Type>(&mut rows, &integers(&|i| u64::from(of(i).process.id.pid.0)))?;
-    column::<Int64Type>(&mut rows, &integers(&|i| of(i).process.id.start_time))?;
+    column::<Int64Type>(&mut rows, &integers(&|i| u64::from(subject(i).process.id.pid.0)))?;
+    column::<Int64Type>(&mut rows, &integers(&|i| subject(i).process.id.start_time))?;
     let texts = |value: &dyn Fn(usize) -> String| {
         (0..extents.len()).map(|i| ByteArray::from(value(i).into_bytes())).collect::<Vec<_>>()
     };
-    column::<ByteArrayType>(&mut rows, &texts(&|i| of(i).process.comm.clone()))?;
-    column::<ByteArrayType>(&mut rows, &texts(&|i| of(i).domain.to_string()))?;
+    column::<ByteArrayType>(&mut rows, &texts(&|i| subject(i).process.comm.clone()))?;
+    column::<ByteArrayType>(&mut rows, &texts(&|i| subject(i).domain.to_string()))?;
     column::<Int64Type>(&mut rows, &integers(&|i| extents[i].range.start))?;
     column::<Int64Type>(&mut rows, &integers(&|i| extents[i].range.end))?;
     column::<Int64Type>(&mut rows, &integers(&|i| page_size.pages_in(extents[i].range.bytes()).0))?;

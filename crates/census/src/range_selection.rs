@@ -56,16 +56,16 @@ pub struct SelectedRanges {
 /// Selects the ranges of all processes and marks the pages that they cover.
 pub fn select_ranges(scope: &ScanScope, index: &PageIndex, criteria: &SelectionCriteria) -> SelectedRanges {
     let regions: Vec<RegionPages> = index.regions().collect();
-    let chosen: Vec<SelectedRanges> = regions
+    let processes: Vec<SelectedRanges> = regions
         .par_chunk_by(|a, b| a.subject == b.subject)
         .map(|regions| select_process_ranges(scope, index, criteria, regions))
         .collect();
-    let mut all = SelectedRanges::default();
-    for chosen in chosen {
-        all.ranges.extend(chosen.ranges);
-        all.idle_ranges.extend(chosen.idle_ranges);
+    let mut selected = SelectedRanges::default();
+    for process in processes {
+        selected.ranges.extend(process.ranges);
+        selected.idle_ranges.extend(process.idle_ranges);
     }
-    all
+    selected
 }
 
 fn select_process_ranges(
@@ -79,31 +79,31 @@ fn select_process_ranges(
     if scope.subjects[subject].is_foreign {
         return SelectedRanges::default();
     }
-    let has = scope.subjects[subject].regions.len() as u64;
-    let room = (criteria.max_map_count.saturating_sub(has) / 4) as usize;
-    let prices =
+    let region_count = scope.subjects[subject].regions.len() as u64;
+    let max_ranges = (criteria.max_map_count.saturating_sub(region_count) / 4) as usize;
+    let costs =
         RangeCosts { per_range: criteria.costs.per_range, per_split_huge_page: criteria.costs.per_split_huge_page };
     let is_enrolled = |pages: &RegionPages| {
         let (region, _) = &scope.subjects[subject].regions[pages.region];
         region.flags.has(VmFlags::MERGEABLE)
     };
 
-    let mut chosen = SelectedRanges::default();
+    let mut selected = SelectedRanges::default();
     // The numbers of the huge pages that the selected ranges split, ascending.
-    let mut split: Vec<u64> = Vec::new();
+    let mut split_huge_pages: Vec<u64> = Vec::new();
     let best = best_ranges_within(
         regions.len(),
         |i| {
             let merges = |mark: PageMark| mark.class().is_some_and(PageClass::is_mergeable);
             page_segments(index, criteria, &regions[i].ordinals, move |mark| (criteria.net_gain(mark), merges(mark)))
         },
-        prices,
-        room,
+        costs,
+        max_ranges,
     );
     for (pages, ranges) in regions.iter().zip(best) {
         for ordinals in ranges.into_iter().map(|range| offset_ordinals(&pages.ordinals, &range)) {
             let Some(range) = address_range(index, &ordinals) else { continue };
-            let empty = GuidedRange {
+            let uncounted = GuidedRange {
                 subject,
                 range,
                 pages: Pages::ZERO,
@@ -113,34 +113,34 @@ fn select_process_ranges(
                 split_huge_pages: Pages::ZERO,
                 enrolled: is_enrolled(pages),
             };
-            chosen.ranges.push(mark_covered(index, criteria, empty, ordinals, &mut split));
+            selected.ranges.push(mark_covered(index, criteria, uncounted, ordinals, &mut split_huge_pages));
         }
     }
 
     let enrolled: Vec<&RegionPages> = regions.iter().filter(|pages| is_enrolled(pages)).collect();
-    let is_whole = |huge: &u64| split.binary_search(huge).is_err();
+    let is_unsplit = |huge: &u64| split_huge_pages.binary_search(huge).is_err();
     // A hole may hold a zero page that KSM merged, which unenrolling would unmerge. Huge pages that are split already
     // cost nothing more.
-    let unbridged = |stretch: PageSegment| PageSegment {
-        hole_cost: if stretch.hole_cost > 0 { i64::MAX } else { 0 },
-        huge_page: stretch.huge_page.filter(is_whole),
-        ..stretch
+    let without_bridging = |segment: PageSegment| PageSegment {
+        hole_cost: if segment.hole_cost > 0 { i64::MAX } else { 0 },
+        huge_page: segment.huge_page.filter(is_unsplit),
+        ..segment
     };
     let best = best_ranges_within(
         enrolled.len(),
         |i| {
             page_segments(index, criteria, &enrolled[i].ordinals, |mark| (criteria.unenroll_gain(mark), false))
-                .map(unbridged)
+                .map(without_bridging)
         },
-        prices,
-        room - chosen.ranges.len().min(room),
+        costs,
+        max_ranges - selected.ranges.len().min(max_ranges),
     );
     for (pages, ranges) in enrolled.iter().zip(best) {
         let ranges =
             ranges.into_iter().filter_map(|range| address_range(index, &offset_ordinals(&pages.ordinals, &range)));
-        chosen.idle_ranges.extend(ranges.map(|range| IdleRange { subject, range }));
+        selected.idle_ranges.extend(ranges.map(|range| IdleRange { subject, range }));
     }
-    chosen
+    selected
 }
 
 impl SelectionCriteria {
@@ -160,8 +160,8 @@ impl SelectionCriteria {
 
     /// The bytes that a page frees when its whole group is merged.
     fn gross_gain(&self, mark: PageMark) -> i64 {
-        let alone = mark.class() == Some(PageClass::DuplicateAcrossDomains) && !self.across_domains;
-        if alone || mark.is_forbidden() { 0 } else { mark.freed_64ths() * self.page_size.bytes() as i64 / 64 }
+        let cannot_merge = mark.class() == Some(PageClass::DuplicateAcrossDomains) && !self.across_domains;
+        if cannot_merge || mark.is_forbidden() { 0 } else { mark.freed_64ths() * self.page_size.bytes() as i64 / 64 }
     }
 
     /// The gain of unenrolling a page; `None` if it must stay enrolled because it is covered, merged or was not read.
@@ -180,28 +180,29 @@ fn page_segments<'a>(
 ) -> impl Iterator<Item = PageSegment> + 'a {
     let page_len = index.page_bytes();
     // By mark, because the walk visits every page of a host.
-    let known: Vec<(Option<i64>, bool)> = PageMark::all_values().map(evaluate).collect();
+    let values: Vec<(Option<i64>, bool)> = PageMark::all_values().map(evaluate).collect();
     let mut next_address = None;
     let mut pages = each_page(index, ordinals).map(move |(run, ordinal, address)| {
-        let hole = next_address.map_or(0, |next| ((address - next) / page_len) as i64 * criteria.costs.per_hole_page);
+        let hole_cost =
+            next_address.map_or(0, |next| ((address - next) / page_len) as i64 * criteria.costs.per_hole_page);
         next_address = Some(address + page_len);
-        let (worth, merges) = known[index.mark(ordinal).bits()];
-        let huge = run.huge.then(|| address / criteria.huge_page_size.bytes());
-        PageSegment { pages: 1, net_gain: worth, merges, huge_page: huge, hole_cost: hole }
+        let (net_gain, merges) = values[index.mark(ordinal).bits()];
+        let huge_page = run.huge.then(|| address / criteria.huge_page_size.bytes());
+        PageSegment { pages: 1, net_gain, merges, huge_page, hole_cost }
     });
-    let mut held = pages.next();
+    let mut next_page = pages.next();
     std::iter::from_fn(move || {
-        let mut stretch = held.take()?;
+        let mut segment = next_page.take()?;
         for page in pages.by_ref() {
-            let alike = (page.net_gain, page.merges, page.huge_page, 0)
-                == (stretch.net_gain, stretch.merges, stretch.huge_page, page.hole_cost);
-            if !alike {
-                held = Some(page);
+            let is_alike = (page.net_gain, page.merges, page.huge_page, 0)
+                == (segment.net_gain, segment.merges, segment.huge_page, page.hole_cost);
+            if !is_alike {
+                next_page = Some(page);
                 break;
             }
-            stretch.pages += 1;
+            segment.pages += 1;
         }
-        Some(stretch)
+        Some(segment)
     })
 }
 
@@ -226,9 +227,10 @@ fn mark_covered(
         range.freed_bytes.0 += gain as u64;
         range.merging.0 += u64::from(gain > 0);
         let (huge, end) = (address / criteria.huge_page_size.bytes(), address + index.page_bytes());
-        let is_boundary = |at: u64| !range.enrolled && !at.is_multiple_of(criteria.huge_page_size.bytes());
-        let cut = address == range.range.start && is_boundary(address) || end == range.range.end && is_boundary(end);
-        if run.huge && (gain > 0 || cut) && split_huge_pages.last() != Some(&huge) {
+        let is_boundary = |address: u64| !range.enrolled && !address.is_multiple_of(criteria.huge_page_size.bytes());
+        let splits_huge_page =
+            address == range.range.start && is_boundary(address) || end == range.range.end && is_boundary(end);
+        if run.huge && (gain > 0 || splits_huge_page) && split_huge_pages.last() != Some(&huge) {
             split_huge_pages.push(huge);
             range.split_huge_pages.0 += 1;
         }

@@ -135,26 +135,26 @@ struct UnitScan<'a> {
 impl UnitScan<'_> {
     /// Records a page in the index; `None` for a page that is no longer resident.
     fn record_page(&mut self, ordinal: u32, page: Option<ReadPage>) {
-        let Some(seen) = page else { return self.index.set_mark(ordinal, PageMark::NOT_RESIDENT) };
-        let class = match seen.fingerprint {
-            _ if seen.merged => PageClass::Merged,
+        let Some(page) = page else { return self.index.set_mark(ordinal, PageMark::NOT_RESIDENT) };
+        let class = match page.fingerprint {
+            _ if page.merged => PageClass::Merged,
             None => PageClass::Volatile,
             Some(Fingerprint::ZERO_PAGE) => PageClass::Zero,
             // Until the groups are known.
             Some(_) => PageClass::Unique,
         };
         self.entries[(ordinal - self.unit.ordinals.start) as usize] =
-            IndexEntry::new(seen.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
-        match (seen.frame, seen.fingerprint) {
-            _ if seen.exclusive => {}
-            (Some(frame), Some(content)) if seen.merged => {
+            IndexEntry::new(page.fingerprint.unwrap_or(Fingerprint::ZERO_PAGE), ordinal);
+        match (page.frame, page.fingerprint) {
+            _ if page.exclusive => {}
+            (Some(frame), Some(content)) if page.merged => {
                 self.merged_pages.push(MergedPage { ordinal, frame, content })
             }
-            _ if seen.merged => {}
+            _ if page.merged => {}
             (Some(frame), _) => self.shared_mappings.push((frame, ordinal)),
             (None, _) => self.unknown_shared_frames += 1,
         }
-        let node = self.nodes.zip(seen.frame).map_or(0, |(nodes, frame)| nodes.node_of_frame(frame) as u8);
+        let node = self.nodes.zip(page.frame).map_or(0, |(nodes, frame)| nodes.node_of_frame(frame) as u8);
         self.index.set_node(ordinal, node);
         self.index.set_mark(ordinal, PageMark::from_class(class));
     }
@@ -172,8 +172,8 @@ const MIN_SKIPPED_PAGES: usize = 8;
 fn merged_runs(index: &PageIndex, unit: &ScanUnit) -> Vec<Range<u32>> {
     let is_merged = |page: &u32| index.mark(*page).class() == Some(PageClass::Merged);
     let pages: Vec<u32> = unit.ordinals.clone().filter(is_merged).collect();
-    let stretches = pages.chunk_by(|a, b| a + 1 == *b).filter(|stretch| stretch.len() >= MIN_SKIPPED_PAGES);
-    stretches.map(|stretch| stretch[0]..stretch[0] + stretch.len() as u32).collect()
+    let runs = pages.chunk_by(|a, b| a + 1 == *b).filter(|run| run.len() >= MIN_SKIPPED_PAGES);
+    runs.map(|run| run[0]..run[0] + run.len() as u32).collect()
 }
 
 /// A page that was read while it was mapped to a merged frame.
@@ -195,13 +195,13 @@ struct MergedFrameContents {
 
 impl MergedFrameContents {
     fn new(host: &dyn Host) -> Self {
-        let works = host.read("sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim_ascii() == b"1");
-        Self { shards: Default::default(), has_any: AtomicBool::new(false), is_ksmd_running: works }
+        let is_ksmd_running = host.read("sys/kernel/mm/ksm/run").is_ok_and(|run| run.trim_ascii() == b"1");
+        Self { shards: Default::default(), has_any: AtomicBool::new(false), is_ksmd_running }
     }
 
     fn lock_shard(&self, frame: Pfn) -> MutexGuard<'_, HashMap<Pfn, Fingerprint>> {
-        let part = &self.shards[frame.0 as usize % self.shards.len()];
-        part.lock().unwrap_or_else(PoisonError::into_inner)
+        let shard = &self.shards[frame.0 as usize % self.shards.len()];
+        shard.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn insert(&self, frame: Pfn, content: Fingerprint) {
@@ -218,23 +218,23 @@ impl Scan<'_> {
     /// Fills the index with fingerprints. Returns the subjects that could not be read, with the reason.
     pub fn first_pass(&self, index: &mut PageIndex) -> Vec<(usize, Absent)> {
         let merged = MergedFrameContents::new(self.host);
-        self.scan_units(index, |portion| {
-            self.skip_unsampled(portion.index, &portion.unit);
+        self.scan_units(index, |unit_scan| {
+            self.skip_unsampled(unit_scan.index, &unit_scan.unit);
             // Pages without a known content are read below. Pages with a known content need no confirmation.
-            let told = self.reuse_merged_contents(portion, &merged).unwrap_or(0);
-            portion.merged_pages.clear();
-            let recalled = self.cached_pages(portion);
-            if let Some(recalled) = &recalled {
-                let _ = self.reuse_cached_fingerprints(portion, recalled);
+            let reused = self.reuse_merged_contents(unit_scan, &merged).unwrap_or(0);
+            unit_scan.merged_pages.clear();
+            let cached = self.cached_pages(unit_scan);
+            if let Some(cached) = &cached {
+                let _ = self.reuse_cached_fingerprints(unit_scan, cached);
             }
-            let outcome = if told == 0 && recalled.is_none() && self.sample.is_none() {
-                self.read_filtered(portion, None, None)
+            let outcome = if reused == 0 && cached.is_none() && self.sample.is_none() {
+                self.read_filtered(unit_scan, None, None)
             } else {
-                self.read_unread(portion, recalled.as_ref())
+                self.read_unread(unit_scan, cached.as_ref())
             };
-            self.progress.add_scanned(portion.unit.ordinals.len() as u64, 0);
+            self.progress.add_scanned(unit_scan.unit.ordinals.len() as u64, 0);
             // Contents that cannot be confirmed are not kept.
-            let _ = self.confirm_merged_frames(portion, &merged);
+            let _ = self.confirm_merged_frames(unit_scan, &merged);
             outcome
         })
     }
@@ -242,57 +242,57 @@ impl Scan<'_> {
     /// Finds the pages that may have a duplicate, and reads those of them whose content is only cached. Call this once,
     /// after the first pass.
     pub fn build_duplicate_filter(&self, index: &mut PageIndex) -> (DuplicateFilter, Vec<(usize, Absent)>) {
-        let pairs = DuplicateFilter::build(index);
-        let again = |portion: &mut UnitScan<'_>| self.verify_cached_duplicates(portion, &pairs);
-        let failures = if self.cache.is_some() { self.scan_units(index, again) } else { Vec::new() };
+        let duplicates = DuplicateFilter::build(index);
+        let verify = |unit_scan: &mut UnitScan<'_>| self.verify_cached_duplicates(unit_scan, &duplicates);
+        let failures = if self.cache.is_some() { self.scan_units(index, verify) } else { Vec::new() };
         index.resolve_repeated_frames();
-        (pairs, failures)
+        (duplicates, failures)
     }
 
     /// Scans all units in parallel. Returns the subjects that could not be read, with the reason.
     fn scan_units(
         &self,
         index: &mut PageIndex,
-        scan_unit: impl Fn(&mut UnitScan<'_>) -> Reading<()> + Sync,
+        scan: impl Fn(&mut UnitScan<'_>) -> Reading<()> + Sync,
     ) -> Vec<(usize, Absent)> {
         let mut entries = std::mem::take(&mut index.entries);
         let mut work = Vec::new();
         let mut rest = entries.as_mut_slice();
         for unit in index.scan_units(self.scope) {
-            let (own, after) = rest.split_at_mut(unit.ordinals.len());
-            work.push((unit, own));
+            let (unit_entries, after) = rest.split_at_mut(unit.ordinals.len());
+            work.push((unit, unit_entries));
             rest = after;
         }
-        let (filled, nodes) = (&*index, self.nodes.as_ref());
+        let (shared_index, nodes) = (&*index, self.nodes.as_ref());
         let results: Vec<_> = work
             .into_par_iter()
             // One unit at a time: an idle thread cannot steal part of a batch that another thread has begun.
             .with_max_len(1)
             .map(|(unit, entries)| {
-                let (shared, merged) = Default::default();
-                let mut portion = UnitScan {
-                    index: filled,
+                let (shared_mappings, merged_pages) = Default::default();
+                let mut unit_scan = UnitScan {
+                    index: shared_index,
                     unit,
                     entries,
                     nodes,
-                    shared_mappings: shared,
+                    shared_mappings,
                     unknown_shared_frames: 0,
-                    merged_pages: merged,
+                    merged_pages,
                 };
-                let outcome = scan_unit(&mut portion);
+                let outcome = scan(&mut unit_scan);
                 if outcome == Err(Absent::Vanished) {
-                    portion.unit.ordinals.clone().filter(|&page| portion.is_unread(page)).for_each(|page| {
-                        filled.set_mark(page, PageMark::NOT_RESIDENT);
+                    unit_scan.unit.ordinals.clone().filter(|&page| unit_scan.is_unread(page)).for_each(|page| {
+                        shared_index.set_mark(page, PageMark::NOT_RESIDENT);
                     });
                 }
-                (portion.unit.subject, outcome, portion.shared_mappings, portion.unknown_shared_frames)
+                (unit_scan.unit.subject, outcome, unit_scan.shared_mappings, unit_scan.unknown_shared_frames)
             })
             .collect();
         index.entries = entries;
         let mut failures = Vec::new();
-        for (subject, outcome, shared, indistinct) in results {
-            index.unknown_shared_frames += indistinct;
-            index.add_shared_mappings(shared);
+        for (subject, outcome, shared_mappings, unknown_shared_frames) in results {
+            index.unknown_shared_frames += unknown_shared_frames;
+            index.add_shared_mappings(shared_mappings);
             failures.extend(outcome.err().map(|why| (subject, why)));
         }
         failures
@@ -313,23 +313,23 @@ impl Scan<'_> {
             .with_max_len(1)
             .map(|unit| {
                 let merged = if duplicates.is_none() { merged_runs(index, &unit) } else { Vec::new() };
-                let again = |ordinal| match duplicates {
-                    Some(pairs) => pairs.is_candidate(index, ordinal),
+                let is_reread = |ordinal| match duplicates {
+                    Some(duplicates) => duplicates.is_candidate(index, ordinal),
                     None => {
-                        let passed_by = merged.partition_point(|stretch| stretch.end <= ordinal);
-                        let is_merged = merged.get(passed_by).is_some_and(|stretch| stretch.contains(&ordinal));
+                        let position = merged.partition_point(|run| run.end <= ordinal);
+                        let is_merged = merged.get(position).is_some_and(|run| run.contains(&ordinal));
                         !is_merged
                             && index.mark(ordinal) != PageMark::NOT_SAMPLED
                             && !index.mark(ordinal).is_uncertain()
                     }
                 };
-                let all = duplicates.is_none() && self.sample.is_none() && merged.is_empty();
-                let takes: Option<PageFilter<'_>> = (!all).then_some(&again);
+                let reads_all = duplicates.is_none() && self.sample.is_none() && merged.is_empty();
+                let filter: Option<PageFilter<'_>> = (!reads_all).then_some(&is_reread);
                 let mut pages = 0;
-                let outcome = self.read_pages(index, &unit, takes, &mut |ordinal, seen| {
+                let outcome = self.read_pages(index, &unit, filter, &mut |ordinal, page| {
                     pages += 1;
                     let mark = index.mark(ordinal);
-                    match (mark.class(), seen) {
+                    match (mark.class(), page) {
                         // Pages that were not read in the first pass stay so; volatile and merged pages are known
                         // already.
                         (None | Some(PageClass::Volatile | PageClass::Merged), _) => {}
@@ -371,18 +371,18 @@ impl Scan<'_> {
         pagefold_host::hold(self.host, self.scope.subjects[unit.subject].process.id)
     }
 
-    /// Visits the current mappings of a unit's pages, for the runs with any `wanted` page.
+    /// Visits the current mappings of a unit's pages, for the runs with a page that `is_wanted` selects.
     fn for_each_mapping(
         &self,
         index: &PageIndex,
         unit: &ScanUnit,
-        wanted: &dyn Fn(u32) -> bool,
+        is_wanted: &dyn Fn(u32) -> bool,
         visit: &mut dyn FnMut(u32, &PagemapEntry),
     ) -> Reading<()> {
         let handle = self.open(unit)?;
         let page_len = self.host.page_size().bytes();
         for (run, first) in index.runs(unit.ordinals.clone()) {
-            if (first..first + run.pages).any(wanted) {
+            if (first..first + run.pages).any(is_wanted) {
                 let range = AddressRange { start: run.address, end: run.address + u64::from(run.pages) * page_len };
                 handle.mappings(range)?.iter().zip(first..).for_each(|(mapping, ordinal)| visit(ordinal, mapping));
             }
@@ -392,108 +392,112 @@ impl Scan<'_> {
 
     /// Records the merged pages of a unit that are mapped to frames with known contents, where that is cheaper than
     /// reading them. Returns the number of these pages.
-    fn reuse_merged_contents(&self, portion: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<usize> {
-        let any = portion.unit.method == (ReadMethod::ProcMem { detect_merged: true })
+    fn reuse_merged_contents(&self, unit_scan: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<usize> {
+        let is_usable = unit_scan.unit.method == (ReadMethod::ProcMem { detect_merged: true })
             && merged.has_any.load(Ordering::Relaxed);
-        if !any || self.stop.load(Ordering::Relaxed) {
+        if !is_usable || self.stop.load(Ordering::Relaxed) {
             return Ok(0);
         }
-        let mut known: Vec<(u32, Pfn, Fingerprint)> = Vec::new();
-        let wanted = |ordinal| portion.is_unread(ordinal);
-        self.for_each_mapping(portion.index, &portion.unit, &wanted, &mut |ordinal, mapping| {
-            let frame = EntryState::from_entry(mapping, FrameLookup::Shared).frame().filter(|_| wanted(ordinal));
-            known.extend(frame.and_then(|frame| Some((ordinal, frame, merged.content(frame)?))));
+        let mut known_pages: Vec<(u32, Pfn, Fingerprint)> = Vec::new();
+        let is_unread = |ordinal| unit_scan.is_unread(ordinal);
+        self.for_each_mapping(unit_scan.index, &unit_scan.unit, &is_unread, &mut |ordinal, mapping| {
+            let frame = EntryState::from_entry(mapping, FrameLookup::Shared).frame().filter(|_| is_unread(ordinal));
+            known_pages.extend(frame.and_then(|frame| Some((ordinal, frame, merged.content(frame)?))));
         })?;
-        let stretches = known.chunk_by(|a, b| a.0 + 1 == b.0).filter(|stretch| stretch.len() >= MIN_SKIPPED_PAGES);
+        let runs = known_pages.chunk_by(|a, b| a.0 + 1 == b.0).filter(|run| run.len() >= MIN_SKIPPED_PAGES);
         let mut states = PageStates::default();
-        stretches.flatten().for_each(|&(ordinal, frame, content)| states.push(frame, (ordinal, content)));
+        runs.flatten().for_each(|&(ordinal, frame, content)| states.push(frame, (ordinal, content)));
         let mut reused = 0;
         states.resolve(self.host, |(ordinal, content), state| {
             if let PageState::Ksm(frame) = state {
                 reused += 1;
                 let (fingerprint, frame) = (Some(content), Some(frame));
-                portion.record_page(ordinal, Some(ReadPage { fingerprint, merged: true, exclusive: false, frame }));
+                unit_scan.record_page(ordinal, Some(ReadPage { fingerprint, merged: true, exclusive: false, frame }));
             }
         })?;
         Ok(reused)
     }
 
     /// The cached pages of a unit.
-    fn cached_pages(&self, portion: &UnitScan<'_>) -> Option<CachedPages<'_>> {
-        let ScanUnit { subject, method: way, ordinals } = &portion.unit;
-        let remembered = self.cache.filter(|_| is_cacheable(&self.scope.subjects[*subject], *way))?;
-        remembered.fingerprints.lookup(self.scope, portion.index, *subject, ordinals.clone())
+    fn cached_pages(&self, unit_scan: &UnitScan<'_>) -> Option<CachedPages<'_>> {
+        let ScanUnit { subject, method, ordinals } = &unit_scan.unit;
+        let cache = self.cache.filter(|_| is_cacheable(&self.scope.subjects[*subject], *method))?;
+        cache.fingerprints.lookup(self.scope, unit_scan.index, *subject, ordinals.clone())
     }
 
     /// Reads a few pages to probe the cache, then records the pages that are assumed to be unchanged or volatile.
-    fn reuse_cached_fingerprints(&self, portion: &mut UnitScan<'_>, cached: &CachedPages<'_>) -> Reading<()> {
-        let first = portion.unit.ordinals.start;
-        let (mut tried, mut any) = (vec![false; portion.unit.ordinals.len()], false);
+    fn reuse_cached_fingerprints(&self, unit_scan: &mut UnitScan<'_>, cached: &CachedPages<'_>) -> Reading<()> {
+        let first = unit_scan.unit.ordinals.start;
+        let (mut probed, mut has_probes) = (vec![false; unit_scan.unit.ordinals.len()], false);
         for page in cached.pages_to_probe() {
-            (tried[(page - first) as usize], any) = (true, true);
+            (probed[(page - first) as usize], has_probes) = (true, true);
         }
-        if any {
-            self.read_filtered(portion, Some(&|page| tried[(page - first) as usize]), Some(cached))?;
+        if has_probes {
+            self.read_filtered(unit_scan, Some(&|page| probed[(page - first) as usize]), Some(cached))?;
         }
-        let told = cached
+        let unchanged = cached
             .reusable_fingerprints()
             .map(|(page, content)| (page, IndexEntry::new(content, page), PageMark::CACHED_UNIQUE));
-        let changes = |page| (page, IndexEntry::new(Fingerprint::ZERO_PAGE, page), PageMark::ASSUMED_VOLATILE);
-        for (page, entry, mark) in told.chain(cached.assumed_volatile().map(changes)) {
-            if portion.is_unread(page) && !self.stop.load(Ordering::Relaxed) {
-                portion.entries[(page - first) as usize] = entry;
-                portion.index.set_mark(page, mark);
+        let to_volatile = |page| (page, IndexEntry::new(Fingerprint::ZERO_PAGE, page), PageMark::ASSUMED_VOLATILE);
+        for (page, entry, mark) in unchanged.chain(cached.assumed_volatile().map(to_volatile)) {
+            if unit_scan.is_unread(page) && !self.stop.load(Ordering::Relaxed) {
+                unit_scan.entries[(page - first) as usize] = entry;
+                unit_scan.index.set_mark(page, mark);
             }
         }
         Ok(())
     }
 
     /// Reads the pages of a unit that are not recorded yet.
-    fn read_unread(&self, portion: &mut UnitScan<'_>, cached: Option<&CachedPages<'_>>) -> Reading<()> {
-        let first = portion.unit.ordinals.start;
-        let unread: Vec<bool> = portion.unit.ordinals.clone().map(|page| portion.is_unread(page)).collect();
-        self.read_filtered(portion, Some(&|page| unread[(page - first) as usize]), cached)
+    fn read_unread(&self, unit_scan: &mut UnitScan<'_>, cached: Option<&CachedPages<'_>>) -> Reading<()> {
+        let first = unit_scan.unit.ordinals.start;
+        let unread: Vec<bool> = unit_scan.unit.ordinals.clone().map(|page| unit_scan.is_unread(page)).collect();
+        self.read_filtered(unit_scan, Some(&|page| unread[(page - first) as usize]), cached)
     }
 
     /// Reads pages of a unit whose content is only cached: those that may have a duplicate, and those in a block with
     /// other mergeable pages, because a range may cover them too. If the content has changed, the page was not compared
     /// with all others and stays uncertain, unless the new content may have a duplicate.
-    fn verify_cached_duplicates(&self, portion: &mut UnitScan<'_>, duplicates: &DuplicateFilter) -> Reading<()> {
-        let (index, ordinals) = (portion.index, portion.unit.ordinals.clone());
-        let is_recalled = |page: u32| index.mark(page) == PageMark::CACHED_UNIQUE;
-        if !ordinals.clone().any(is_recalled) {
+    fn verify_cached_duplicates(&self, unit_scan: &mut UnitScan<'_>, duplicates: &DuplicateFilter) -> Reading<()> {
+        let (index, ordinals) = (unit_scan.index, unit_scan.unit.ordinals.clone());
+        let is_cached_unique = |page: u32| index.mark(page) == PageMark::CACHED_UNIQUE;
+        if !ordinals.clone().any(is_cached_unique) {
             return Ok(());
         }
-        let at = |page: u32| (page - ordinals.start) as usize;
-        let content = |portion: &UnitScan<'_>, page: u32| portion.entries[at(page)].fingerprint();
-        let gains = |page: u32| match index.mark(page).class() {
+        let position = |page: u32| (page - ordinals.start) as usize;
+        let content = |unit_scan: &UnitScan<'_>, page: u32| unit_scan.entries[position(page)].fingerprint();
+        let is_mergeable = |page: u32| match index.mark(page).class() {
             Some(PageClass::Zero) => true,
-            Some(PageClass::Unique) => duplicates.may_have_duplicate(content(portion, page)),
+            Some(PageClass::Unique) => duplicates.may_have_duplicate(content(unit_scan, page)),
             _ => false,
         };
         let pages: Vec<(u32, u64)> =
             each_page(index, &ordinals).map(|(_, page, address)| (page, block_number_at(index, address))).collect();
-        let mut again = vec![false; ordinals.len()];
-        for piece in pages.chunk_by(|a, b| a.1 == b.1).filter(|piece| piece.iter().any(|&(page, _)| gains(page))) {
-            piece.iter().filter(|(page, _)| is_recalled(*page)).for_each(|&(page, _)| again[at(page)] = true);
+        let mut is_reread = vec![false; ordinals.len()];
+        for block in pages.chunk_by(|a, b| a.1 == b.1).filter(|block| block.iter().any(|&(page, _)| is_mergeable(page)))
+        {
+            block
+                .iter()
+                .filter(|(page, _)| is_cached_unique(*page))
+                .for_each(|&(page, _)| is_reread[position(page)] = true);
         }
-        let held: Vec<(u32, u32)> = ordinals
+        let cached_halves: Vec<(u32, u32)> = ordinals
             .clone()
-            .filter(|&page| again[at(page)])
-            .map(|page| (page, content(portion, page).to_half()))
+            .filter(|&page| is_reread[position(page)])
+            .map(|page| (page, content(unit_scan, page).to_half()))
             .collect();
-        if held.is_empty() {
+        if cached_halves.is_empty() {
             return Ok(());
         }
         // A page that cannot be read keeps this mark.
-        held.iter().for_each(|&(page, _)| index.set_mark(page, PageMark::ASSUMED_VOLATILE));
-        let recalled = self.cached_pages(portion);
-        let outcome = self.read_filtered(portion, Some(&|page| again[at(page)]), recalled.as_ref());
-        for (page, half) in held {
-            let now = content(portion, page);
+        cached_halves.iter().for_each(|&(page, _)| index.set_mark(page, PageMark::ASSUMED_VOLATILE));
+        let cached = self.cached_pages(unit_scan);
+        let outcome = self.read_filtered(unit_scan, Some(&|page| is_reread[position(page)]), cached.as_ref());
+        for (page, half) in cached_halves {
+            let current = content(unit_scan, page);
             if index.mark(page).class() == Some(PageClass::Unique)
-                && now.to_half() != half
-                && !duplicates.may_have_duplicate(now)
+                && current.to_half() != half
+                && !duplicates.may_have_duplicate(current)
             {
                 index.set_mark(page, PageMark::CACHED_UNIQUE);
             }
@@ -504,30 +508,30 @@ impl Scan<'_> {
     /// Reads and records some of a unit's pages, and compares them with the cache.
     fn read_filtered(
         &self,
-        portion: &mut UnitScan<'_>,
+        unit_scan: &mut UnitScan<'_>,
         filter: Option<PageFilter<'_>>,
         cached: Option<&CachedPages<'_>>,
     ) -> Reading<()> {
-        let (index, unit) = (portion.index, portion.unit.clone());
-        self.read_pages(index, &unit, filter, &mut |page, seen| {
-            if let (Some(recalled), Some(ReadPage { merged: false, fingerprint, .. })) = (cached, &seen) {
-                recalled.compare(page, *fingerprint);
+        let (index, unit) = (unit_scan.index, unit_scan.unit.clone());
+        self.read_pages(index, &unit, filter, &mut |page, read_page| {
+            if let (Some(cached), Some(ReadPage { merged: false, fingerprint, .. })) = (cached, &read_page) {
+                cached.compare(page, *fingerprint);
             }
-            portion.record_page(page, seen);
+            unit_scan.record_page(page, read_page);
         })
     }
 
     /// Keeps the contents of merged frames whose pages are still mapped to them after reading. This ensures that the
     /// content came from the frame and not from a copy that was written meanwhile.
-    fn confirm_merged_frames(&self, portion: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<()> {
-        let UnitScan { index, unit, merged_pages: read, .. } = portion;
-        if read.is_empty() || merged.is_ksmd_running {
+    fn confirm_merged_frames(&self, unit_scan: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<()> {
+        let UnitScan { index, unit, merged_pages: pages, .. } = unit_scan;
+        if pages.is_empty() || merged.is_ksmd_running {
             return Ok(());
         }
-        read.sort_unstable_by_key(|page| page.ordinal);
-        let position = |ordinal| read.binary_search_by_key(&ordinal, |page: &MergedPage| page.ordinal).ok();
+        pages.sort_unstable_by_key(|page| page.ordinal);
+        let position = |ordinal| pages.binary_search_by_key(&ordinal, |page: &MergedPage| page.ordinal).ok();
         self.for_each_mapping(index, unit, &|ordinal| position(ordinal).is_some(), &mut |ordinal, mapping| {
-            let page = position(ordinal).map(|position| &read[position]);
+            let page = position(ordinal).map(|position| &pages[position]);
             if let Some(page) = page.filter(|page| mapping.present && mapping.frame == Some(page.frame)) {
                 merged.insert(page.frame, page.content);
             }
@@ -551,7 +555,7 @@ impl Scan<'_> {
             return Ok(());
         }
         let mut bytes = 0;
-        let mut see = |position: usize, page: PageView<'_>| {
+        let mut record = |position: usize, page: PageView<'_>| {
             let ordinal = ordinals.as_ref().map_or(unit.ordinals.start + position as u32, |list| list[position]);
             let fingerprint = match page.content {
                 PageContent::Bytes(content) => {
@@ -565,7 +569,7 @@ impl Scan<'_> {
             let PageView { merged, exclusive, frame, .. } = page;
             visit(ordinal, Some(ReadPage { fingerprint, merged, exclusive, frame }));
         };
-        let outcome = self.open(unit).and_then(|handle| handle.contents(unit.method, &runs, &mut see));
+        let outcome = self.open(unit).and_then(|handle| handle.contents(unit.method, &runs, &mut record));
         self.progress.add_scanned(0, bytes);
         outcome
     }
@@ -577,16 +581,16 @@ impl Scan<'_> {
         unit: &ScanUnit,
         filter: Option<PageFilter<'_>>,
     ) -> (Vec<PageRun>, Option<Vec<u32>>) {
-        let all = index.runs(unit.ordinals.clone());
-        let Some(takes) = filter else {
-            return (all.map(|(run, _)| run).collect(), None);
+        let unit_runs = index.runs(unit.ordinals.clone());
+        let Some(filter) = filter else {
+            return (unit_runs.map(|(run, _)| run).collect(), None);
         };
         let page_len = self.host.page_size().bytes();
         let mut ordinals = Vec::new();
         let mut runs: Vec<PageRun> = Vec::new();
-        for (run, first) in all {
+        for (run, first) in unit_runs {
             let mut end = None;
-            for page in (0..run.pages).filter(|page| takes(first + page)) {
+            for page in (0..run.pages).filter(|page| filter(first + page)) {
                 ordinals.push(first + page);
                 match runs.last_mut() {
                     Some(last) if end == Some(page) => last.pages += 1,

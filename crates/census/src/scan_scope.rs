@@ -45,14 +45,17 @@ impl SelectionMatcher<'_> {
         // A name that contains pattern characters also matches literally.
         let is_vm =
             |name: &String| vms.contains(name) || self.vm_name_globs.iter().any(|pattern| pattern.is_match(name));
-        let any = |empty: bool, fits: bool| empty || fits;
-        any(self.comm_globs.is_empty(), self.comm_globs.iter().any(|name| name.is_match(&process.comm)))
-            && any(
+        let passes = |is_unset: bool, fits: bool| is_unset || fits;
+        passes(self.comm_globs.is_empty(), self.comm_globs.iter().any(|name| name.is_match(&process.comm)))
+            && passes(
                 cgroups.is_empty(),
                 process.cgroup.as_ref().is_ok_and(|path| cgroups.iter().any(|c| is_in_cgroup(path, c))),
             )
-            && any(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
-            && any(vms.is_empty(), process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(is_vm)))
+            && passes(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
+            && passes(
+                vms.is_empty(),
+                process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(is_vm)),
+            )
     }
 }
 
@@ -90,7 +93,7 @@ pub struct ScanScope {
 
 impl ScanScope {
     fn add_subject(&mut self, subject: Subject, activity: Option<ActivityCounters>) {
-        self.activity.extend(activity.map(|standing| (subject.process.id, standing)));
+        self.activity.extend(activity.map(|activity| (subject.process.id, activity)));
         self.subjects.push(subject);
     }
 
@@ -129,50 +132,52 @@ pub fn determine_scope(
     let domain_of = |handle: &dyn Handle, process: &Process| {
         domains.domain(process).with_nodes(observe::bound_nodes(handle, &nodes))
     };
-    let standing = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read_exact(host, handle).ok());
+    let read_activity = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read_exact(host, handle).ok());
     // The activity is read before the regions, so that later activity is noticed.
-    let look = |handle: &dyn Handle, process: Process, standing: Option<ActivityCounters>| {
+    let inspect = |handle: &dyn Handle, process: Process, activity: Option<ActivityCounters>| {
         let regions = find_ineligible_regions(handle, &process, observe::regions(handle)?);
-        Ok((Subject { domain: domain_of(handle, &process), process, regions, is_foreign: false }, standing))
+        Ok((Subject { domain: domain_of(handle, &process), process, regions, is_foreign: false }, activity))
     };
-    let (looked, unseen) =
-        inspect_selected(host, selection, |handle, process| look(handle, process, standing(handle)))?;
-    let mut survey = ScanScope { unscanned: unseen, ..ScanScope::default() };
-    for (subject, standing) in looked {
-        survey.add_subject(subject, standing);
+    let (inspected, unscanned) =
+        inspect_selected(host, selection, |handle, process| inspect(handle, process, read_activity(handle)))?;
+    let mut scope = ScanScope { unscanned, ..ScanScope::default() };
+    for (subject, activity) in inspected {
+        scope.add_subject(subject, activity);
     }
-    let subjects = &survey.subjects;
-    let chosen: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
-    let chosen_domains: BTreeSet<TrustDomain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
-    let pids: Vec<Pid> = enrolled_processes.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
+    let subjects = &scope.subjects;
+    let selected: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
+    let selected_domains: BTreeSet<TrustDomain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
+    let pids: Vec<Pid> = enrolled_processes.iter().filter(|id| !selected.contains(id)).map(|id| id.pid).collect();
     if !pids.is_empty() {
-        let beside = |handle: &dyn Handle, process: Process| {
+        let inspect_foreign = |handle: &dyn Handle, process: Process| {
             let domain = domain_of(handle, &process);
-            if !chosen_domains.iter().any(|chosen| *chosen != domain) {
+            if !selected_domains.iter().any(|selected| *selected != domain) {
                 return Ok(ForeignScan::SameDomain);
             }
-            let standing = standing(handle);
-            let rests = foreign.zip(standing).is_some_and(|(known, standing)| known.is_inactive(process.id, standing));
-            if rests {
+            let activity = read_activity(handle);
+            let is_inactive =
+                foreign.zip(activity).is_some_and(|(foreign, activity)| foreign.is_inactive(process.id, activity));
+            if is_inactive {
                 return Ok(ForeignScan::Inactive(domain, process.id));
             }
-            let (mut subject, standing) = look(handle, process, standing)?;
+            let (mut subject, activity) = inspect(handle, process, activity)?;
             subject.regions.retain(|(region, _)| region.may_have_merged_pages());
             subject.is_foreign = true;
-            Ok(ForeignScan::Scanned(Box::new(subject), standing))
+            Ok(ForeignScan::Scanned(Box::new(subject), activity))
         };
         // Foreign processes that exited or cannot be read are skipped.
-        let (others, _) = inspect_selected(host, &ProcessSelection { pids, ..ProcessSelection::default() }, beside)?;
-        for other in others {
-            match other {
+        let (foreign_scans, _) =
+            inspect_selected(host, &ProcessSelection { pids, ..ProcessSelection::default() }, inspect_foreign)?;
+        for scan in foreign_scans {
+            match scan {
                 ForeignScan::SameDomain => {}
-                ForeignScan::Inactive(domain, process) => survey.inactive_foreign.push((domain, process)),
-                ForeignScan::Scanned(subject, standing) => survey.add_subject(*subject, standing),
+                ForeignScan::Inactive(domain, process) => scope.inactive_foreign.push((domain, process)),
+                ForeignScan::Scanned(subject, activity) => scope.add_subject(*subject, activity),
             }
         }
     }
-    survey.subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
-    Ok(survey)
+    scope.subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
+    Ok(scope)
 }
 
 /// Opens and inspects each selected process that has memory of its own, which excludes kernel threads and zombies.
@@ -184,7 +189,7 @@ pub fn inspect_selected<T: Send>(
     selection: &ProcessSelection,
     inspect: impl Fn(&dyn Handle, Process) -> Reading<T> + Sync,
 ) -> Result<(Vec<T>, Vec<UnscannedProcess>), Error> {
-    let chooser = SelectionMatcher {
+    let matcher = SelectionMatcher {
         selection,
         comm_globs: compile_patterns(&selection.comm_patterns)?,
         vm_name_globs: compile_patterns(&selection.vm_name_patterns)?,
@@ -196,17 +201,17 @@ pub fn inspect_selected<T: Send>(
     }
     pids.sort_unstable();
     pids.dedup();
-    let looked_at: Vec<Result<Option<T>, UnscannedProcess>> =
-        pids.par_iter().map(|&pid| inspect_process(host, pid, &chooser, &inspect)).collect();
-    let asked_for = |unseen: &UnscannedProcess| unseen.why != Absent::Vanished || !selection.pids.is_empty();
-    let (mut seen, mut unseen) = (Vec::new(), Vec::new());
-    for result in looked_at {
+    let results: Vec<Result<Option<T>, UnscannedProcess>> =
+        pids.par_iter().map(|&pid| inspect_process(host, pid, &matcher, &inspect)).collect();
+    let is_reported = |process: &UnscannedProcess| process.why != Absent::Vanished || !selection.pids.is_empty();
+    let (mut inspected, mut unscanned) = (Vec::new(), Vec::new());
+    for result in results {
         match result {
-            Ok(found) => seen.extend(found),
-            Err(missed) => unseen.extend(Some(missed).filter(asked_for)),
+            Ok(result) => inspected.extend(result),
+            Err(process) => unscanned.extend(Some(process).filter(is_reported)),
         }
     }
-    Ok((seen, unseen))
+    Ok((inspected, unscanned))
 }
 
 fn compile_patterns(patterns: &[String]) -> Result<Vec<GlobMatcher>, Error> {
@@ -247,11 +252,11 @@ fn find_ineligible_regions(
         .into_iter()
         .enumerate()
         .map(|(i, region)| {
-            let file = region.anonymous.0 == 0 && region.rss.0 > 0;
+            let is_file = region.anonymous.0 == 0 && region.rss.0 > 0;
             let reason = region
                 .ineligible()
                 .or(pinned.contains(&i).then_some(Ineligible::Vfio))
-                .or(file.then_some(Ineligible::File));
+                .or(is_file.then_some(Ineligible::File));
             (region, reason)
         })
         .collect()

@@ -12,20 +12,20 @@ use std::collections::BTreeMap;
 /// because cached pages have no more.
 pub(crate) fn sketch_processes(scope: &ScanScope, index: &PageIndex) -> BTreeMap<ProcessId, ContentSketches> {
     let pages = |subject: usize| Pages(index.subject_ordinals(subject).len() as u64);
-    let is_seen = |subject: &usize| {
+    let is_sketched = |subject: &usize| {
         let unlisted = index.unlisted_subjects().iter().any(|(unlisted, _)| unlisted == subject);
         !unlisted && !scope.subjects[*subject].is_foreign
     };
-    let subjects: Vec<usize> = (0..scope.subjects.len()).filter(is_seen).collect();
+    let subjects: Vec<usize> = (0..scope.subjects.len()).filter(is_sketched).collect();
     // Finding the process of a page takes a search and its class a cache miss, so the rank is checked first.
-    let least = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
-    let least = least.map(|subject| Sketch::min_rank_for(pages(*subject))).min().unwrap_or(0);
-    let mut kept: Vec<(usize, Fingerprint, bool)> = index
+    let nonempty = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
+    let min_rank = nonempty.map(|subject| Sketch::min_rank_for(pages(*subject))).min().unwrap_or(0);
+    let mut sketched: Vec<(usize, Fingerprint, bool)> = index
         .entries
         .par_iter()
         .filter(|entry| entry.fingerprint() != Fingerprint::ZERO_PAGE)
         .map(|entry| (Fingerprint::from_half(entry.fingerprint().to_half()), entry.ordinal))
-        .filter(|&(content, _)| rank(content) >= least)
+        .filter(|&(content, _)| rank(content) >= min_rank)
         .map(|(content, ordinal)| (index.subject_of_page(ordinal), content, ordinal))
         .filter(|&(subject, content, _)| rank(content) >= Sketch::min_rank_for(pages(subject)))
         // A frame shared since a fork counts for its first process only, because its mappings cannot merge with each
@@ -33,14 +33,14 @@ pub(crate) fn sketch_processes(scope: &ScanScope, index: &PageIndex) -> BTreeMap
         .filter(|&(.., ordinal)| index.first_page_of_frame(ordinal) == ordinal)
         .map(|(subject, content, ordinal)| (subject, content, index.mark(ordinal).class() == Some(PageClass::Merged)))
         .collect();
-    kept.par_sort_unstable();
-    let of = |subject: usize| {
-        let first = kept.partition_point(|&(whose, ..)| whose < subject);
-        let own = kept[first..].iter().take_while(move |&&(whose, ..)| whose == subject);
-        let contents = own.map(|&(_, fingerprint, merged)| (fingerprint, merged));
+    sketched.par_sort_unstable();
+    let sketch = |subject: usize| {
+        let first = sketched.partition_point(|&(owner, ..)| owner < subject);
+        let entries = sketched[first..].iter().take_while(move |&&(owner, ..)| owner == subject);
+        let contents = entries.map(|&(_, fingerprint, merged)| (fingerprint, merged));
         let all = Sketch::from_contents(pages(subject), contents.clone().map(|(content, _)| content));
         let unmerged = contents.filter(|&(_, merged)| !merged).map(|(content, _)| content);
         ContentSketches { all, unmerged: Sketch::from_contents(pages(subject), unmerged) }
     };
-    subjects.into_iter().map(|subject| (scope.subjects[subject].process.id, of(subject))).collect()
+    subjects.into_iter().map(|subject| (scope.subjects[subject].process.id, sketch(subject))).collect()
 }

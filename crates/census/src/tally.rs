@@ -307,14 +307,14 @@ fn sharing_matrix(scope: &ScanScope, index: &PageIndex, counts: &[PageCounts], o
     shares.retain(|_, pages| pages.0 > 0);
     let mut order: Vec<(&str, Pages)> = shares.into_iter().collect();
     order.sort_by_key(|&(name, pages)| (std::cmp::Reverse(pages), name));
-    let rest = order.len() > options.max_matrix_rows;
+    let is_truncated = order.len() > options.max_matrix_rows;
     let mut parties: Vec<String> =
         order.iter().take(options.max_matrix_rows).map(|&(name, _)| name.to_owned()).collect();
     let rows: BTreeMap<&str, usize> =
         order.iter().enumerate().map(|(i, &(name, _))| (name, i.min(parties.len()))).collect();
     let row: Vec<Option<usize>> =
         names.iter().map(|name| name.as_deref().and_then(|name| rows.get(name).copied())).collect();
-    if rest {
+    if is_truncated {
         parties.push("others".to_owned());
     }
     let size = parties.len();
@@ -322,19 +322,19 @@ fn sharing_matrix(scope: &ScanScope, index: &PageIndex, counts: &[PageCounts], o
         index,
         &scope.domain_numbers(),
         |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
-            let alone =
+            let is_unique =
                 |member: &content_groups::GroupPage| index.mark(member.ordinal).class() == Some(PageClass::Unique);
-            if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
+            if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(is_unique) {
                 return;
             }
-            let (shared, have) = sum;
+            let (shared, pages_by_party) = sum;
             shared.resize(size * size, 0);
-            have.clear();
-            have.resize(size, 0);
-            members.iter().filter_map(|member| row[member.subject]).for_each(|party| have[party] += 1);
-            for a in (0..size).filter(|&a| have[a] > 0) {
-                for b in (0..size).filter(|&b| have[b] > u64::from(a == b)) {
-                    shared[a * size + b] += have[a];
+            pages_by_party.clear();
+            pages_by_party.resize(size, 0);
+            members.iter().filter_map(|member| row[member.subject]).for_each(|party| pages_by_party[party] += 1);
+            for a in (0..size).filter(|&a| pages_by_party[a] > 0) {
+                for b in (0..size).filter(|&b| pages_by_party[b] > u64::from(a == b)) {
+                    shared[a * size + b] += pages_by_party[a];
                 }
             }
         },
@@ -379,7 +379,7 @@ pub fn identify_top_contents(
             |entry| {
                 let (subject, _, address) = index.locate(entry.ordinal)?;
                 let SubjectCensus { process, regions, .. } = &census.subjects[subject];
-                let region = regions.iter().find(|known| known.region.range.contains(address))?;
+                let region = regions.iter().find(|region| region.region.range.contains(address))?;
                 let handle = pagefold_host::hold(host, process.id).ok()?;
                 let mut kind = None;
                 let run = PageRun { address, pages: 1, huge: false };
@@ -387,8 +387,8 @@ pub fn identify_top_contents(
                     handle.contents(crate::scan_scope::read_method(&region.region), &[run], &mut |_, page| {
                         kind = match page.content {
                             PageContent::Bytes(bytes) => {
-                                let same = Fingerprint(hasher.fingerprint(bytes)) == content.fingerprint;
-                                same.then(|| ContentKind::classify(bytes))
+                                let is_unchanged = Fingerprint(hasher.fingerprint(bytes)) == content.fingerprint;
+                                is_unchanged.then(|| ContentKind::classify(bytes))
                             }
                             PageContent::Fingerprint(_, kind) => kind,
                             PageContent::Volatile | PageContent::NotResident => None,
@@ -416,10 +416,10 @@ pub fn identify_top_contents(
 pub fn record_unread(scope: &mut ScanScope, failures: Vec<(usize, Absent)>) {
     for (subject, why) in failures {
         let process = &scope.subjects[subject].process;
-        let unseen = UnscannedProcess { pid: process.id.pid, comm: Some(process.comm.clone()), why };
-        if unseen.why != Absent::Vanished && !scope.unscanned.contains(&unseen) {
-            scope.unscanned.push(unseen);
+        let process = UnscannedProcess { pid: process.id.pid, comm: Some(process.comm.clone()), why };
+        if process.why != Absent::Vanished && !scope.unscanned.contains(&process) {
+            scope.unscanned.push(process);
         }
     }
-    scope.unscanned.sort_by_key(|unseen| unseen.pid);
+    scope.unscanned.sort_by_key(|process| process.pid);
 }

@@ -130,14 +130,14 @@ fn render_savings(report: &CensusReport, style: TextStyle) -> String {
         ("  within trust domains only", &savings.within_domains),
         (&guided, &savings.guided),
     ];
-    for (name, reach) in rows {
+    for (name, effect) in rows {
         table.add_row(vec![
             name.to_owned(),
-            format_bytes(reach.gross),
-            format_net(reach.net),
-            format_bytes(reach.metadata),
-            if reach.pages_scanned == 0 { "·".to_owned() } else { format_number(reach.pages_scanned) },
-            if reach.huge_pages_split == 0 { "·".to_owned() } else { format_number(reach.huge_pages_split) },
+            format_bytes(effect.gross),
+            format_net(effect.net),
+            format_bytes(effect.metadata),
+            if effect.pages_scanned == 0 { "·".to_owned() } else { format_number(effect.pages_scanned) },
+            if effect.huge_pages_split == 0 { "·".to_owned() } else { format_number(effect.huge_pages_split) },
         ]);
     }
     format!("\n{}", style.render_table(&table))

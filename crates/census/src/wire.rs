@@ -321,7 +321,7 @@ impl CensusReport {
     /// Makes the report of a census.
     pub fn from_census(census: &Census, context: &CensusContext) -> Self {
         let page_size = context.page_size;
-        let reach = |reach: &MergeEffect| MergeEffectReport::from_effect(reach, page_size);
+        let effect = |effect: &MergeEffect| MergeEffectReport::from_effect(effect, page_size);
         let upper = census.savings.upper_bound;
         let estimate = census.sample_probability.map(|_| EstimateReport::from_census(census));
         Self {
@@ -338,10 +338,10 @@ impl CensusReport {
                 |estimate| estimate.reclaimable(page_size),
             ),
             savings: SavingsReport {
-                upper_bound: MergeEffectReport { metadata: 0, ..reach(&upper) },
-                whole_processes: reach(&census.savings.whole_processes),
-                within_domains: reach(&census.savings.within_domains),
-                guided: reach(&census.savings.guided),
+                upper_bound: MergeEffectReport { metadata: 0, ..effect(&upper) },
+                whole_processes: effect(&census.savings.whole_processes),
+                within_domains: effect(&census.savings.within_domains),
+                guided: effect(&census.savings.guided),
                 guided_ranges: census.savings.guided_ranges,
             },
             seconds: census.wall_seconds,
@@ -371,7 +371,7 @@ impl CensusReport {
                 unscanned_processes: census
                     .unscanned
                     .iter()
-                    .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                    .map(|process| UnscannedProcessReport::new(process.pid.0, process.comm.clone(), &process.why))
                     .collect(),
             },
             processes: census.subjects.iter().map(|subject| ProcessReport::from_subject(subject, page_size)).collect(),
@@ -441,13 +441,13 @@ impl EstimateReport {
 }
 
 impl MergeEffectReport {
-    fn from_effect(reach: &MergeEffect, page_size: PageSize) -> Self {
+    fn from_effect(effect: &MergeEffect, page_size: PageSize) -> Self {
         Self {
-            gross: reach.gross(page_size).0,
-            net: reach.net(page_size).0,
-            metadata: reach.metadata().0,
-            pages_scanned: reach.scanned_pages.0,
-            huge_pages_split: reach.split_huge_pages.0,
+            gross: effect.gross(page_size).0,
+            net: effect.net(page_size).0,
+            metadata: effect.metadata().0,
+            pages_scanned: effect.scanned_pages.0,
+            huge_pages_split: effect.split_huge_pages.0,
         }
     }
 }
@@ -461,15 +461,15 @@ impl ProcessReport {
             regions: subject
                 .regions
                 .iter()
-                .map(|known| CensusRegionReport {
-                    start: format!("{:x}", known.region.range.start),
-                    end: format!("{:x}", known.region.range.end),
-                    name: known.region.name.clone(),
-                    rss: known.region.rss.0,
-                    ineligible: known.ineligible.map(|reason| reason.phrase()),
-                    mergeable: known.region.flags.has(pagefold_base::region::VmFlags::MERGEABLE),
-                    pages: PageClasses::from_counts_in_pages(&known.counts),
-                    bytes: PageClasses::from_counts_in_bytes(&known.counts, page_size),
+                .map(|region| CensusRegionReport {
+                    start: format!("{:x}", region.region.range.start),
+                    end: format!("{:x}", region.region.range.end),
+                    name: region.region.name.clone(),
+                    rss: region.region.rss.0,
+                    ineligible: region.ineligible.map(|reason| reason.phrase()),
+                    mergeable: region.region.flags.has(pagefold_base::region::VmFlags::MERGEABLE),
+                    pages: PageClasses::from_counts_in_pages(&region.counts),
+                    bytes: PageClasses::from_counts_in_bytes(&region.counts, page_size),
                 })
                 .collect(),
         }
@@ -537,7 +537,7 @@ fn content_reports(census: &Census) -> Vec<ContentReport> {
         processes: None,
         domains: None,
     });
-    let others = census.contents.iter().map(|content| {
+    let contents = census.contents.iter().map(|content| {
         let (kind, pattern) = match content.kind {
             None => ("changed", None),
             Some(ContentKind::Zero) => ("zero", None),
@@ -555,5 +555,5 @@ fn content_reports(census: &Census) -> Vec<ContentReport> {
             domains: Some(content.domains),
         }
     });
-    zero.into_iter().chain(others).collect()
+    zero.into_iter().chain(contents).collect()
 }

@@ -190,15 +190,15 @@ impl<T: Clone + PartialEq + fmt::Display> Exchange<T> {
         Self { from: self.to.clone(), to: self.from.clone() }
     }
 
-    /// Whether the new value must be written if the present value is `now`.
+    /// Whether the new value must be written if the present value is `current`.
     ///
     /// # Errors
-    /// [`ActionError::ChangedByOthers`] if `now` is neither the expected nor the new value. `what` names the value.
-    pub fn must_write(&self, now: &T, what: impl fmt::Display) -> Result<bool, ActionError> {
-        match now {
-            now if *now == self.to => Ok(false),
-            now if *now == self.from => Ok(true),
-            _ => Err(ActionError::ChangedByOthers(format!("{what} is {now}, not {}", self.from))),
+    /// [`ActionError::ChangedByOthers`] if `current` is neither the expected nor the new value. `what` names the value.
+    pub fn must_write(&self, current: &T, what: impl fmt::Display) -> Result<bool, ActionError> {
+        match current {
+            current if *current == self.to => Ok(false),
+            current if *current == self.from => Ok(true),
+            _ => Err(ActionError::ChangedByOthers(format!("{what} is {current}, not {}", self.from))),
         }
     }
 }
@@ -338,29 +338,29 @@ impl From<Absent> for ActionError {
 pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {
     Ok(match action {
         Action::Write { knob, value } => {
-            let now = knob.read(host)?;
-            if now == *value { Vec::new() } else { vec![Action::Write { knob: *knob, value: now }] }
+            let current = knob.read(host)?;
+            if current == *value { Vec::new() } else { vec![Action::Write { knob: *knob, value: current }] }
         }
         Action::Advise { process, advice, ranges } => {
             let handle = hold(host, *process)?;
             let enrolled = *advice == MergeAdvice::Unmergeable;
-            let mut changing = Vec::new();
+            let mut changed_ranges = Vec::new();
             for region in observe::regions(&*handle)? {
                 if region.flags.has(VmFlags::MERGEABLE) == enrolled {
-                    changing.extend(ranges.iter().filter_map(|range| range.overlap(region.range)));
+                    changed_ranges.extend(ranges.iter().filter_map(|range| range.overlap(region.range)));
                 }
             }
-            changing.sort_unstable_by_key(|range| range.start);
-            let undo = Action::Advise { process: *process, advice: advice.inverse(), ranges: changing.clone() };
-            if changing.is_empty() { Vec::new() } else { vec![undo] }
+            changed_ranges.sort_unstable_by_key(|range| range.start);
+            let undo = Action::Advise { process: *process, advice: advice.inverse(), ranges: changed_ranges.clone() };
+            if changed_ranges.is_empty() { Vec::new() } else { vec![undo] }
         }
         Action::MergeAny { process, enable: on } => {
             let handle = hold(host, *process)?;
-            let now = query_merge_any(&*handle)?;
-            if now == *on {
+            let current = query_merge_any(&*handle)?;
+            if current == *on {
                 return Ok(Vec::new());
             }
-            let mut undo = vec![Action::MergeAny { process: *process, enable: now }];
+            let mut undo = vec![Action::MergeAny { process: *process, enable: current }];
             if *on {
                 // Unenrolling the process whole removes its own marks too (mm/ksm.c, `ksm_del_vmas`). The undo restores
                 // them.
@@ -391,8 +391,8 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
             vec![Action::WriteCpuset { cgroup: cgroup.clone(), file: *file, ids: ids.inverse() }]
         }
         Action::MovePages { process, ranges, node } => {
-            let elsewhere = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);
-            elsewhere.map(|(node, ranges)| Action::MovePages { process: *process, ranges, node }).collect()
+            let moved_ranges = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);
+            moved_ranges.map(|(node, ranges)| Action::MovePages { process: *process, ranges, node }).collect()
         }
         Action::Collapse { .. } => Vec::new(),
     })
@@ -406,26 +406,26 @@ fn ranges_by_node(
 ) -> Reading<BTreeMap<u32, Vec<AddressRange>>> {
     let handle = hold(host, process)?;
     let page_bytes = host.page_size().bytes();
-    let mut parts: BTreeMap<u32, Vec<AddressRange>> = BTreeMap::new();
+    let mut by_node: BTreeMap<u32, Vec<AddressRange>> = BTreeMap::new();
     for range in ranges {
         let starts = (range.start..range.end).step_by(page_bytes as usize);
         for (start, node) in starts.zip(handle.page_nodes(*range)?) {
-            let Some(parts) = node.map(|node| parts.entry(node).or_default()) else { continue };
-            match parts.last_mut() {
+            let Some(ranges) = node.map(|node| by_node.entry(node).or_default()) else { continue };
+            match ranges.last_mut() {
                 Some(last) if last.end == start => last.end += page_bytes,
-                _ => parts.push(AddressRange { start, end: start + page_bytes }),
+                _ => ranges.push(AddressRange { start, end: start + page_bytes }),
             }
         }
     }
-    Ok(parts)
+    Ok(by_node)
 }
 
-/// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from the process itself, one thread
-/// of which is stopped for that.
+/// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from a system call in
+/// the process, for which one of its threads is stopped.
 pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> {
     match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any {
         Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),
-        told => Ok(told?),
+        reading => Ok(reading?),
     }
 }
 

@@ -196,8 +196,8 @@ impl FakeHost {
 
     /// Removes the files of a process.
     pub fn remove_process(&self, pid: u32) {
-        let own = format!("proc/{pid}/");
-        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&own));
+        let prefix = format!("proc/{pid}/");
+        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&prefix));
         self.memory.lock().unwrap().remove(&Pid(pid));
     }
 
@@ -229,8 +229,8 @@ impl FakeHost {
     }
 
     /// Sets or clears a failure of advice.
-    pub fn set_advice_fault(&self, trouble: Option<AdviceFault>) {
-        *self.advice_fault.lock().unwrap() = trouble;
+    pub fn set_advice_fault(&self, fault: Option<AdviceFault>) {
+        *self.advice_fault.lock().unwrap() = fault;
     }
 
     /// The state that actions can change.
@@ -265,14 +265,14 @@ impl FakeHost {
         advice: MergeAdvice,
         ranges: &[AddressRange],
     ) -> Result<ActionOutcome, ActionError> {
-        let (mut memory, trouble) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
+        let (mut memory, fault) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
         let pages = memory.get_mut(&pid).ok_or(ActionError::Vanished)?;
         let mut effect = ActionOutcome { stop_durations: vec![Duration::from_micros(100)], ..ActionOutcome::default() };
-        let all = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
-        for (number, start) in all.enumerate() {
+        let starts = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
+        for (i, start) in starts.enumerate() {
             let page = AddressRange { start, end: start + PAGE_BYTES };
-            match (pages.get_mut(&start), &*trouble) {
-                (_, Some(AdviceFault::BusyAfterPages(most))) if number >= *most => {
+            match (pages.get_mut(&start), &*fault) {
+                (_, Some(AdviceFault::BusyAfterPages(max_pages))) if i >= *max_pages => {
                     return Err(ActionError::Busy("it does not stop".to_owned()));
                 }
                 (_, Some(AdviceFault::MissesRange(range))) if range.contains(start) => {
@@ -310,12 +310,12 @@ impl FakeHost {
     fn end_virtual_wait(&self, deadline: Duration) -> bool {
         let mut clock = self.virtual_clock.lock().unwrap();
         let clock = clock.as_mut().unwrap();
-        let ends = clock.waits.iter().all(|other| *other >= deadline);
-        if ends {
+        let is_earliest = clock.waits.iter().all(|other| *other >= deadline);
+        if is_earliest {
             clock.elapsed = clock.elapsed.max(deadline);
             clock.remove_wait(deadline);
         }
-        ends
+        is_earliest
     }
 
     fn cancel_virtual_wait(&self, deadline: Duration) {
@@ -368,8 +368,8 @@ impl Host for FakeHost {
 
     fn pids(&self) -> Reading<Vec<Pid>> {
         let files = self.files.lock().unwrap();
-        let number = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
-        let mut pids: Vec<Pid> = files.keys().filter_map(number).collect();
+        let pid = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
+        let mut pids: Vec<Pid> = files.keys().filter_map(pid).collect();
         pids.sort();
         Ok(pids)
     }
@@ -415,9 +415,9 @@ impl Host for FakeHost {
             }
             Action::SetQomProperty { process, object, property, value, .. } => {
                 let file = format!("proc/{}/qom{object}/{property}", process.pid);
-                if let Ok(now) = self.read(&file) {
-                    let now = serde_json::from_slice(&now).unwrap();
-                    if !value.must_write(&now, &file)? {
+                if let Ok(current) = self.read(&file) {
+                    let current = serde_json::from_slice(&current).unwrap();
+                    if !value.must_write(&current, &file)? {
                         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
                     }
                     self.put_file(&file, &value.to.to_string());
@@ -559,7 +559,7 @@ impl ProcessHandle for FakeHostProcess<'_> {
     }
 
     fn ask_merge_any(&self) -> Result<bool, ActionError> {
-        let told = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
-        Ok(told.is_ok_and(|told| told == b"ksm_merge_any: yes\n"))
+        let ksm_stat = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
+        Ok(ksm_stat.is_ok_and(|ksm_stat| ksm_stat == b"ksm_merge_any: yes\n"))
     }
 }

@@ -137,8 +137,8 @@ struct FaultyProcess<'a, F> {
 }
 
 impl<F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyProcess<'_, F> {
-    fn path(&self, rest: &str) -> String {
-        format!("{}{rest}", self.directory)
+    fn path(&self, file: &str) -> String {
+        format!("{}{file}", self.directory)
     }
 }
 
@@ -176,14 +176,14 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
         self.process.page_nodes(range)
     }
 
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+    fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         match (self.host.faults)(&self.path("#contents")) {
             Some(InjectedFault::Absent(why)) => Err(why),
-            Some(InjectedFault::HalfNotResident) => self.process.contents(way, runs, &mut |position, page| {
+            Some(InjectedFault::HalfNotResident) => self.process.contents(method, runs, &mut |position, page| {
                 let content = if position % 2 == 0 { crate::PageContent::NotResident } else { page.content };
                 sink(position, PageView { content, ..page });
             }),
-            _ => self.process.contents(way, runs, sink),
+            _ => self.process.contents(method, runs, sink),
         }
     }
 

@@ -23,7 +23,7 @@ struct KnobRow {
     restored_as: Option<(&'static str, &'static str)>,
     /// The path of a setting that the kernel resets when this one changes, and the value it gets.
     resets: Option<(&'static str, &'static str)>,
-    /// The path of another setting, and the value of it with which the kernel itself changes this one.
+    /// The path of another setting, and its value with which the kernel itself changes this one.
     changed_by_kernel_while: Option<(&'static str, &'static str)>,
     /// The kernel that has it, for the message that it is missing.
     requirement: &'static str,
@@ -65,8 +65,8 @@ static KNOBS: &[KnobRow] = &[
     plain("sys/kernel/mm/ksm/max_page_sharing", KSM),
     plain("sys/kernel/mm/ksm/merge_across_nodes", "a kernel with CONFIG_KSM and CONFIG_NUMA is needed"),
     KnobRow {
-        // It reads back as 2 after everything was unmerged, and ksmd is stopped then as it is with 0. Writing 2 would
-        // unmerge everything again (`run_store`).
+        // After all pages were unmerged, `run` reads as 2, and ksmd is stopped as with 0. Writing 2 would unmerge all
+        // pages again (`run_store`).
         restored_as: Some(("2", "0")),
         ..plain("sys/kernel/mm/ksm/run", KSM)
     },
@@ -126,7 +126,7 @@ impl Knob {
         self.row().resets.and_then(Self::resolve)
     }
 
-    /// Another setting, and the value of it with which the kernel itself changes this one.
+    /// Another setting, and its value with which the kernel itself changes this one.
     pub fn changed_by_kernel_while(self) -> Option<(Self, &'static str)> {
         self.row().changed_by_kernel_while.and_then(Self::resolve)
     }
@@ -134,7 +134,7 @@ impl Knob {
     /// Reads its value: the bracketed word of a choice, otherwise the whole text.
     ///
     /// # Errors
-    /// Those of reading the file.
+    /// If the file cannot be read.
     pub fn read(self, host: &dyn Host) -> Reading<String> {
         let bytes = host.read(self.path())?;
         Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))

@@ -126,8 +126,8 @@ pub trait Host: Sync {
 
 /// The real CPU time of this process, see [`Host::own_cpu_time`].
 fn own_cpu_time() -> Duration {
-    let own: Duration = clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default();
-    own + pagefold_sys::inject::tracer_cpu_time()
+    let process_time: Duration = clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default();
+    process_time + pagefold_sys::inject::tracer_cpu_time()
 }
 
 /// The real CPU time of the calling thread.
@@ -143,7 +143,7 @@ pub fn elapsed_since(host: &dyn Host, start: Instant) -> Duration {
 /// Receives a message, and waits for it at most `timeout` by the clock of `host`.
 ///
 /// # Errors
-/// Those of [`Receiver::recv_timeout`].
+/// The errors of [`Receiver::recv_timeout`].
 pub fn receive_timeout<T>(host: &dyn Host, messages: &Receiver<T>, timeout: Duration) -> Result<T, RecvTimeoutError> {
     let mut received = Err(RecvTimeoutError::Timeout);
     host.wait(timeout, &mut |real_timeout| {
@@ -240,7 +240,7 @@ pub trait ProcessHandle: Send + Sync {
     /// Reads pages in the order of `runs`, each at most once. `sink` gets the position of each page in that order and
     /// the result. Pages that are no longer resident are [`PageContent::NotResident`] and are never faulted in. After
     /// an error, the pages for which `sink` was not called were not read.
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+    fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
 
     /// Lets the process itself read whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). This stops one of its
     /// threads, so use it only right before changing the process: see [`action::query_merge_any`].

@@ -20,40 +20,38 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The headroom of the host and of these cgroups, each given as in `/proc/PID/cgroup`.
 pub fn measure_headroom(host: &dyn Host, cgroups: &BTreeSet<String>) -> MemoryHeadroom {
-    let mut room = MemoryHeadroom::default();
+    let mut measured = MemoryHeadroom::default();
     let memory = observe::memory(host);
-    let swap = memory.as_ref().ok().and_then(|memory| memory.swap_free.clone().ok()).unwrap_or(Bytes::ZERO);
+    let swap_headroom = memory.as_ref().ok().and_then(|memory| memory.swap_free.clone().ok()).unwrap_or(Bytes::ZERO);
     let limit = memory.and_then(|memory| {
         let min_free: u64 = parse::number(&host.read("proc/sys/vm/min_free_kbytes")?)?;
-        let (available, kept) = (memory.available?, reserve(memory.total?, Bytes::from_kib(min_free)));
-        let room = available.saturating_sub(kept);
+        let (available, reserved) = (memory.available?, reserve(memory.total?, Bytes::from_kib(min_free)));
+        let headroom = available.saturating_sub(reserved);
         Ok(MemoryLimit {
             scope: LimitScope::Host,
             kind: LimitKind::Available,
             limit: available,
-            headroom: room,
-            swap_headroom: swap,
+            headroom,
+            swap_headroom,
         })
     });
     match limit {
-        Ok(limit) => room.limits.push(limit),
-        Err(why) => room.unreadable.push((LimitScope::Host, why)),
+        Ok(limit) => measured.limits.push(limit),
+        Err(why) => measured.unreadable.push((LimitScope::Host, why)),
     }
-    let Some(hierarchy) = (!cgroups.is_empty()).then(|| MemoryHierarchy::find(host, swap)) else { return room };
+    let Some(hierarchy) = (!cgroups.is_empty()).then(|| MemoryHierarchy::find(host, swap_headroom)) else {
+        return measured;
+    };
     for path in cgroups.iter().flat_map(|path| with_ancestors(path)).collect::<BTreeSet<&str>>() {
-        let place = LimitScope::Cgroup(path.to_owned());
+        let scope = LimitScope::Cgroup(path.to_owned());
         match hierarchy.as_ref().map_err(Absent::clone).and_then(|hierarchy| hierarchy.read_limits(path)) {
-            Ok(limits) => room.limits.extend(limits.into_iter().map(|(rule, limit, room, swap)| MemoryLimit {
-                scope: place.clone(),
-                kind: rule,
-                limit,
-                headroom: room,
-                swap_headroom: swap,
+            Ok(limits) => measured.limits.extend(limits.into_iter().map(|(kind, limit, headroom, swap_headroom)| {
+                MemoryLimit { scope: scope.clone(), kind, limit, headroom, swap_headroom }
             })),
-            Err(why) => room.unreadable.push((place, why)),
+            Err(why) => measured.unreadable.push((scope, why)),
         }
     }
-    room
+    measured
 }
 
 /// How short memory is in these cgroups. Unreadable figures do not count as short; the guard decides about changes that
@@ -62,14 +60,16 @@ pub fn measure_headroom(host: &dyn Host, cgroups: &BTreeSet<String>) -> MemoryHe
 /// A task that waits because of an ancestor's limit also counts in the cgroup's own pressure, so only that is read. v1
 /// has no pressure file.
 pub fn cgroup_shortages(host: &dyn Host, cgroups: &BTreeSet<String>) -> BTreeMap<String, Shortage> {
-    let room = measure_headroom(host, cgroups);
+    let headroom = measure_headroom(host, cgroups);
     let hierarchy = MemoryHierarchy::find(host, Bytes::ZERO).ok().filter(|hierarchy| !hierarchy.is_v1);
     let shortage = |cgroup: &String| {
         let pressure = hierarchy.as_ref().and_then(|hierarchy| hierarchy.read(cgroup, "memory.pressure").ok());
-        let waited = pressure.and_then(|bytes| parse::pressure_some(&bytes).ok()).map(|some| some.avg10);
-        let limits =
-            room.limits.iter().filter(|limit| limit.scope != LimitScope::Host && limit.scope.contains_cgroup(cgroup));
-        (cgroup.clone(), Shortage::for_cgroup(waited, limits.map(|limit| (limit.headroom, limit.limit))))
+        let pressure_percent = pressure.and_then(|bytes| parse::pressure_some(&bytes).ok()).map(|some| some.avg10);
+        let limits = headroom
+            .limits
+            .iter()
+            .filter(|limit| limit.scope != LimitScope::Host && limit.scope.contains_cgroup(cgroup));
+        (cgroup.clone(), Shortage::for_cgroup(pressure_percent, limits.map(|limit| (limit.headroom, limit.limit))))
     };
     cgroups.iter().map(shortage).collect()
 }
@@ -77,19 +77,19 @@ pub fn cgroup_shortages(host: &dyn Host, cgroups: &BTreeSet<String>) -> BTreeMap
 /// Whether memory is short on the host or in this cgroup. Memory is short if tasks wait at least this percentage of
 /// time.
 pub fn is_memory_short(host: &dyn Host, cgroup: Option<&str>, pressure_threshold_percent: f64) -> bool {
-    let squeezed = |cgroup: &str| {
+    let is_cgroup_short = |cgroup: &str| {
         cgroup_shortages(host, &BTreeSet::from([cgroup.to_owned()]))
             .values()
             .any(|s| s.is_short(pressure_threshold_percent))
     };
-    observe::shortage(host).is_short(pressure_threshold_percent) || cgroup.is_some_and(squeezed)
+    observe::shortage(host).is_short(pressure_threshold_percent) || cgroup.is_some_and(is_cgroup_short)
 }
 
 /// A path and all its ancestors, including the root.
 fn with_ancestors(path: &str) -> impl Iterator<Item = &str> {
     let path = path.trim_end_matches('/');
-    let parts = path.match_indices('/').skip(1).map(|(end, _)| &path[..end]);
-    ["/"].into_iter().chain(parts).chain((!path.is_empty()).then_some(path))
+    let ancestors = path.match_indices('/').skip(1).map(|(end, _)| &path[..end]);
+    ["/"].into_iter().chain(ancestors).chain((!path.is_empty()).then_some(path))
 }
 
 /// Why the limits of a cgroup like `/../other` are unknown.
@@ -119,26 +119,26 @@ type LimitReading = (LimitKind, Bytes, Bytes, Bytes);
 
 impl<'h> MemoryHierarchy<'h> {
     fn find(host: &'h dyn Host, swap: Bytes) -> Reading<Self> {
-        let found = Self::find_mounted(host, swap)?;
+        let hierarchy = Self::find_mounted(host, swap)?;
         let mounts = host.read("proc/self/mountinfo").unwrap_or_default();
-        match parse::mount_root(&String::from_utf8_lossy(&mounts), &format!("/{}", found.mount_path)) {
-            None | Some("/") => Ok(found),
+        match parse::mount_root(&String::from_utf8_lossy(&mounts), &format!("/{}", hierarchy.mount_path)) {
+            None | Some("/") => Ok(hierarchy),
             Some(root) => Err(Absent::Malformed(format!(
                 "/{} shows only the cgroups below {root} and not the host's: mount the host's /sys/fs/cgroup there, \
                  and run pagefold with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE",
-                found.mount_path
+                hierarchy.mount_path
             ))),
         }
     }
 
     fn find_mounted(host: &'h dyn Host, swap: Bytes) -> Reading<Self> {
-        let found = |top, v1| Self { host, mount_path: top, is_v1: v1, free_swap: swap };
+        let hierarchy = |top, is_v1| Self { host, mount_path: top, is_v1, free_swap: swap };
         if host.read("sys/fs/cgroup/memory/memory.limit_in_bytes").is_ok() {
-            return Ok(found("sys/fs/cgroup/memory", true));
+            return Ok(hierarchy("sys/fs/cgroup/memory", true));
         }
         for top in ["sys/fs/cgroup", "sys/fs/cgroup/unified"] {
             if host.read(&format!("{top}/cgroup.controllers")).is_ok() {
-                return Ok(found(top, false));
+                return Ok(hierarchy(top, false));
             }
         }
         Err(Absent::Malformed("no hierarchy of the memory controller below /sys/fs/cgroup".to_owned()))
@@ -146,8 +146,8 @@ impl<'h> MemoryHierarchy<'h> {
 
     fn read(&self, path: &str, file: &str) -> Reading<Vec<u8>> {
         let path = path.trim_matches('/');
-        let middle = if path.is_empty() { String::new() } else { format!("{path}/") };
-        self.host.read(&format!("{}/{middle}{file}", self.mount_path))
+        let directory = if path.is_empty() { String::new() } else { format!("{path}/") };
+        self.host.read(&format!("{}/{directory}{file}", self.mount_path))
     }
 
     fn read_bytes(&self, path: &str, file: &str) -> Reading<Bytes> {
@@ -172,9 +172,9 @@ impl<'h> MemoryHierarchy<'h> {
             (&[(LimitKind::Max, "memory.max"), (LimitKind::High, "memory.high")], "memory.current")
         };
         let mut limits = BTreeMap::new();
-        for &(rule, file) in files {
+        for &(kind, file) in files {
             if let Some(limit) = self.read_limit(path, file)? {
-                limits.insert(rule.kernel_name(), (rule, limit, usage));
+                limits.insert(kind.kernel_name(), (kind, limit, usage));
             }
         }
         if self.is_v1
@@ -187,12 +187,12 @@ impl<'h> MemoryHierarchy<'h> {
         }
         let free = parse::cgroup_reclaimable(&self.read(path, "memory.stat")?, self.is_v1)?;
         let swap = self.swap_headroom(path)?;
-        let found = |(rule, limit, usage): (LimitKind, Bytes, &str)| {
+        let to_reading = |(kind, limit, usage): (LimitKind, Bytes, &str)| {
             let used = self.read_bytes(path, usage)?.saturating_sub(free);
-            let swap = if rule == LimitKind::MemoryAndSwap { Bytes::ZERO } else { swap };
-            Ok((rule, limit, limit.saturating_sub(used), swap))
+            let swap = if kind == LimitKind::MemoryAndSwap { Bytes::ZERO } else { swap };
+            Ok((kind, limit, limit.saturating_sub(used), swap))
         };
-        limits.into_values().map(found).collect()
+        limits.into_values().map(to_reading).collect()
     }
 
     /// How much a cgroup may still swap out. Under v1 a separate limit applies, see [`LimitKind::MemoryAndSwap`].

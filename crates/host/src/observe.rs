@@ -29,10 +29,10 @@ pub fn pressure(host: &dyn Host) -> Reading<Pressure> {
 
 /// How short memory is on the host.
 pub fn shortage(host: &dyn Host) -> Shortage {
-    let waited = pressure(host).ok().map(|pressure| pressure.some.avg10);
-    let memory = waited.is_none().then(|| memory(host).ok()).flatten();
+    let pressure_percent = pressure(host).ok().map(|pressure| pressure.some.avg10);
+    let memory = pressure_percent.is_none().then(|| memory(host).ok()).flatten();
     let (available, total) = memory.map_or((None, None), |memory| (memory.available.ok(), memory.total.ok()));
-    Shortage::for_host(waited, available, total)
+    Shortage::for_host(pressure_percent, available, total)
 }
 
 /// CPU pressure: tasks that wait for a CPU.

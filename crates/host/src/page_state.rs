@@ -130,7 +130,7 @@ impl<K: Ord + Copy> PageStates<K> {
         let flags = if frames.is_empty() { Ok(Vec::new()) } else { host.frame_flags(&frames) };
         let mut pending = self.pending.drain(..).peekable();
         for (&frame, flags) in frames.iter().zip(flags?) {
-            while let Some((_, key)) = pending.next_if(|&(other, _)| other == frame) {
+            while let Some((_, key)) = pending.next_if(|&(pending_frame, _)| pending_frame == frame) {
                 visit(key, PageState::of_frame(frame, flags));
             }
         }

@@ -55,12 +55,12 @@ fn write_setting(path: &str, value: &str) -> Result<(), ActionError> {
     let written = write();
     fault::point("after writing a setting");
     written.map_err(|error| {
-        let said = format!("writing {value} to {path}: {error}");
+        let message = format!("writing {value} to {path}: {error}");
         match error.kind() {
             io::ErrorKind::NotFound => ActionError::Unsupported(format!("this kernel has no {path}")),
-            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => ActionError::Denied(said),
-            io::ErrorKind::ResourceBusy => ActionError::Busy(said),
-            _ => ActionError::Failed(said),
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => ActionError::Denied(message),
+            io::ErrorKind::ResourceBusy => ActionError::Busy(message),
+            _ => ActionError::Failed(message),
         }
     })
 }

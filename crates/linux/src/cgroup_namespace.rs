@@ -23,11 +23,11 @@ pub fn enter_initial_cgroup_namespace() -> io::Result<()> {
     if is_initial_namespace("/proc/self/ns/cgroup".as_ref()) {
         return Ok(());
     }
-    let of = |entry: fs::DirEntry| -> Option<PathBuf> {
+    let namespace_link = |entry: fs::DirEntry| -> Option<PathBuf> {
         entry.file_name().to_str()?.parse::<u32>().ok()?;
         Some(entry.path().join("ns/cgroup")).filter(|link| is_initial_namespace(link))
     };
-    let link = fs::read_dir("/proc")?.flatten().find_map(of).ok_or(io::ErrorKind::NotFound)?;
+    let link = fs::read_dir("/proc")?.flatten().find_map(namespace_link).ok_or(io::ErrorKind::NotFound)?;
     let namespace = File::open(&link)?;
     // The process may have ended, and another one may have its PID.
     if !is_initial_namespace(&link) {

@@ -39,7 +39,7 @@ impl FrameFiles {
 
 /// The words of ascending frames. A frame beyond the end of memory has no word and reads as 0.
 fn read_words(file: &File, frames: &[Pfn]) -> Reading<Vec<u64>> {
-    let mut found = Vec::with_capacity(frames.len());
+    let mut frame_words = Vec::with_capacity(frames.len());
     let mut buffer = Vec::new();
     for cluster in nearby_frames(frames) {
         let first = cluster[0].0;
@@ -55,9 +55,9 @@ fn read_words(file: &File, frames: &[Pfn]) -> Reading<Vec<u64>> {
             }
         }
         let words = buffer.as_chunks::<8>().0;
-        found.extend(cluster.iter().map(|frame| u64::from_ne_bytes(words[(frame.0 - first) as usize])));
+        frame_words.extend(cluster.iter().map(|frame| u64::from_ne_bytes(words[(frame.0 - first) as usize])));
     }
-    Ok(found)
+    Ok(frame_words)
 }
 
 /// Group ascending frames into clusters, each for one read.
@@ -69,9 +69,9 @@ fn nearby_frames(frames: &[Pfn]) -> impl Iterator<Item = &[Pfn]> {
         let end = rest
             .iter()
             .position(|frame| {
-                let far = frame.0 > last + MAX_SKIPPED_WORDS || frame.0 - first >= MAX_WORDS_PER_READ as u64;
+                let is_far = frame.0 > last + MAX_SKIPPED_WORDS || frame.0 - first >= MAX_WORDS_PER_READ as u64;
                 last = frame.0;
-                far
+                is_far
             })
             .unwrap_or(rest.len());
         let (cluster, after) = rest.split_at(end);
@@ -88,9 +88,9 @@ mod tests {
     fn clusters_bound_reads_and_keep_every_frame() {
         let check = |frames: &[u64], sizes: &[usize]| {
             let frames: Vec<Pfn> = frames.iter().copied().map(Pfn).collect();
-            let found: Vec<&[Pfn]> = nearby_frames(&frames).collect();
-            assert_eq!(found.concat(), frames);
-            assert_eq!(found.iter().map(|cluster| cluster.len()).collect::<Vec<_>>(), sizes);
+            let clusters: Vec<&[Pfn]> = nearby_frames(&frames).collect();
+            assert_eq!(clusters.concat(), frames);
+            assert_eq!(clusters.iter().map(|cluster| cluster.len()).collect::<Vec<_>>(), sizes);
         };
         check(&[], &[]);
         check(&[5], &[1]);

@@ -38,19 +38,19 @@ pub fn acquire_host_lock(class: ResourceClass) -> Result<HostLock, LockHolder> {
 /// The Pagefold process that has the lock of a class, if visible, found by the locks of its open files
 /// (`/proc/PID/fdinfo`).
 fn find_lock_holder(file: &File, class: ResourceClass) -> LockHolder {
-    let Ok(about) = file.metadata() else { return LockHolder::default() };
-    let device = about.dev();
+    let Ok(metadata) = file.metadata() else { return LockHolder::default() };
+    let device = metadata.dev();
     let (major, minor, byte) = (rustix::fs::major(device), rustix::fs::minor(device), class as u64);
     // The file and the range, as in /proc/locks (fs/locks.c, `lock_get_status`).
-    let key = format!("{major:02x}:{minor:02x}:{} {byte} {byte}", about.ino());
+    let key = format!("{major:02x}:{minor:02x}:{} {byte} {byte}", metadata.ino());
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
         .filter(|pid| fs::read(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.starts_with(b"pagefold")))
         .find_map(|pid| {
             let locks = locked_files(pid);
-            let ours = |(_, lock): &&(PathBuf, String)| lock.contains("OFDLCK") && lock.ends_with(&key);
-            locks.iter().find(ours)?;
+            let is_this_lock = |(_, lock): &&(PathBuf, String)| lock.contains("OFDLCK") && lock.ends_with(&key);
+            locks.iter().find(is_this_lock)?;
             Some(LockHolder { pid: Some(pid), state_directory: state_directory(&locks, class) })
         })
         .unwrap_or_default()
@@ -70,8 +70,8 @@ fn locked_files(pid: u32) -> Vec<(PathBuf, String)> {
     let files = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
     files
         .filter_map(|entry| {
-            let told = fs::read_to_string(entry.path()).ok()?;
-            let lock = told.lines().find_map(|line| line.strip_prefix("lock:"))?.to_owned();
+            let info = fs::read_to_string(entry.path()).ok()?;
+            let lock = info.lines().find_map(|line| line.strip_prefix("lock:"))?.to_owned();
             let path = fs::read_link(format!("/proc/{pid}/fd/{}", entry.file_name().to_str()?)).ok()?;
             Some((path, lock))
         })

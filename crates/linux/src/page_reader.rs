@@ -15,7 +15,8 @@
 use crate::process::LiveProcess;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid as NixPid;
-use pagefold_base::{Absent, Pfn, Reading};
+use pagefold_base::{Absent, Reading};
+use pagefold_host::page_state::{PageState, PageStates};
 use pagefold_host::{Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::io::IoSliceMut;
 use std::ops::Range;
@@ -56,12 +57,12 @@ pub fn read_pages(
     let mut batch = ReadBatch::new(process, method, page_len);
     let mut position = 0;
     for run in runs {
-        let mut rest = *run;
-        while rest.pages > 0 {
-            let pages = rest.pages.min(batch.remaining_pages());
-            batch.runs.push(PageRun { pages, ..rest });
-            rest.address += u64::from(pages) * page_len as u64;
-            rest.pages -= pages;
+        let mut remaining = *run;
+        while remaining.pages > 0 {
+            let pages = remaining.pages.min(batch.remaining_pages());
+            batch.runs.push(PageRun { pages, ..remaining });
+            remaining.address += u64::from(pages) * page_len as u64;
+            remaining.pages -= pages;
             if batch.remaining_pages() == 0 {
                 position += batch.read_and_report(position, sink)?;
             }
@@ -75,11 +76,12 @@ struct ReadBatch<'a> {
     process: &'a LiveProcess<'a>,
     method: ReadMethod,
     page_len: usize,
-    /// The addresses of its pages.
+    /// The runs of pages to read.
     runs: Vec<PageRun>,
     pages: Vec<BatchPage>,
     mappings: Vec<PagemapEntry>,
-    /// Space for the pages. A page boundary lies `offset` bytes into it, so that hashing does not cross cache lines.
+    /// Space for the pages. A page boundary lies `aligned_offset` bytes into it, so that hashing does not cross cache
+    /// lines.
     buffer: Vec<u8>,
     aligned_offset: usize,
 }
@@ -100,10 +102,10 @@ impl<'a> ReadBatch<'a> {
         }
     }
 
-    /// How many more pages it takes.
+    /// How many more pages fit in the batch.
     fn remaining_pages(&self) -> u32 {
-        let taken: u32 = self.runs.iter().map(|part| part.pages).sum();
-        (BATCH_BYTES / self.page_len).max(1) as u32 - taken
+        let collected: u32 = self.runs.iter().map(|run| run.pages).sum();
+        (BATCH_BYTES / self.page_len).max(1) as u32 - collected
     }
 
     /// Read the mappings of all parts from pagemap now, if possible at a time when no page is migrating.
@@ -111,28 +113,28 @@ impl<'a> ReadBatch<'a> {
         let process = self.process;
         process.retry_while_migrating(|| {
             self.pages.clear();
-            let mut moving = false;
-            for part in &self.runs {
+            let mut is_migrating = false;
+            for run in &self.runs {
                 self.mappings.clear();
-                moving |= process.read_pagemap_entries(part.address, part.pages as usize, &mut self.mappings)?;
+                is_migrating |= process.read_pagemap_entries(run.address, run.pages as usize, &mut self.mappings)?;
                 for (i, &mapping) in self.mappings.iter().enumerate() {
-                    let outcome = match self.method {
+                    let read_state = match self.method {
                         _ if !mapping.present || mapping.file => ReadState::NotResident,
                         ReadMethod::ProcessVmReadv if mapping.exclusive => ReadState::ByProcessVmReadv,
                         ReadMethod::ProcessVmReadv | ReadMethod::ProcMem { .. } => ReadState::ByProcMem,
                     };
                     self.pages.push(BatchPage {
-                        address: part.address + (i * self.page_len) as u64,
+                        address: run.address + (i * self.page_len) as u64,
                         mapping,
-                        read_state: outcome,
+                        read_state,
                     });
                 }
             }
-            Ok(((), moving))
+            Ok(((), is_migrating))
         })
     }
 
-    /// Read the collected pages and pass them on. Returns how many pages there were.
+    /// Read the collected pages and pass them on. Returns the number of pages.
     fn read_and_report(&mut self, position: usize, sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<usize> {
         if self.runs.is_empty() {
             return Ok(0);
@@ -164,58 +166,58 @@ impl<'a> ReadBatch<'a> {
 
     /// Ranges of adjacent pages with the same state.
     fn contiguous_pages(&self, read_state: ReadState) -> Vec<Range<usize>> {
-        let mut stretches: Vec<Range<usize>> = Vec::new();
+        let mut ranges: Vec<Range<usize>> = Vec::new();
         for (i, page) in self.pages.iter().enumerate() {
             if page.read_state != read_state {
                 continue;
             }
-            match stretches.last_mut() {
+            match ranges.last_mut() {
                 Some(last) if last.end == i && self.pages[i - 1].address + self.page_len as u64 == page.address => {
                     last.end += 1;
                 }
-                _ => stretches.push(i..i + 1),
+                _ => ranges.push(i..i + 1),
             }
         }
-        stretches
+        ranges
     }
 
-    /// Read the pages that allow it with `process_vm_readv`. The rest remains for `/proc/PID/mem`.
+    /// Read the pages that allow it with `process_vm_readv`. The others are left to `/proc/PID/mem`.
     fn read_remote(&mut self) -> Reading<()> {
         if self.process.main_thread_ended() {
             // After the main thread's exit its PID leads to no memory, and the TIDs of its threads may be reused.
-            let remote = self.pages.iter_mut().filter(|page| page.read_state == ReadState::ByProcessVmReadv);
-            remote.for_each(|page| page.read_state = ReadState::ByProcMem);
+            let pages = self.pages.iter_mut().filter(|page| page.read_state == ReadState::ByProcessVmReadv);
+            pages.for_each(|page| page.read_state = ReadState::ByProcMem);
             return Ok(());
         }
         let pid = NixPid::from_raw(self.process.id().pid.0 as i32);
-        for stretches in self.contiguous_pages(ReadState::ByProcessVmReadv).chunks(MAX_IOVECS) {
-            let remote: Vec<RemoteIoVec> = stretches
+        for ranges in self.contiguous_pages(ReadState::ByProcessVmReadv).chunks(MAX_IOVECS) {
+            let remote: Vec<RemoteIoVec> = ranges
                 .iter()
-                .map(|part| RemoteIoVec {
-                    base: self.pages[part.start].address as usize,
-                    len: part.len() * self.page_len,
+                .map(|range| RemoteIoVec {
+                    base: self.pages[range.start].address as usize,
+                    len: range.len() * self.page_len,
                 })
                 .collect();
             // Slots of other pages lie between the ranges, so each range has its own local iovec.
-            let mut local = Vec::with_capacity(stretches.len());
-            let mut rest = &mut self.buffer[self.aligned_offset..];
-            let mut at = 0;
-            for part in stretches {
-                let (_, after) = rest.split_at_mut((part.start - at) * self.page_len);
-                let (piece, after) = after.split_at_mut(part.len() * self.page_len);
-                local.push(IoSliceMut::new(piece));
-                rest = after;
-                at = part.end;
+            let mut local = Vec::with_capacity(ranges.len());
+            let mut remaining = &mut self.buffer[self.aligned_offset..];
+            let mut next = 0;
+            for range in ranges {
+                let (_, after) = remaining.split_at_mut((range.start - next) * self.page_len);
+                let (slots, after) = after.split_at_mut(range.len() * self.page_len);
+                local.push(IoSliceMut::new(slots));
+                remaining = after;
+                next = range.end;
             }
             let bytes = match process_vm_readv(pid, &mut local, &remote) {
                 Ok(bytes) => bytes,
                 Err(nix::errno::Errno::EFAULT) => 0,
                 Err(errno) => return Err(crate::absence_reason(&errno.into())),
             };
-            let mut whole = bytes / self.page_len;
-            for i in stretches.iter().cloned().flatten() {
-                let read = whole > 0;
-                whole = whole.saturating_sub(1);
+            let mut pages_read = bytes / self.page_len;
+            for i in ranges.iter().cloned().flatten() {
+                let read = pages_read > 0;
+                pages_read = pages_read.saturating_sub(1);
                 self.pages[i].read_state = if read { ReadState::Read } else { ReadState::ByProcMem };
             }
         }
@@ -224,13 +226,13 @@ impl<'a> ReadBatch<'a> {
         self.process.read_pagemap_entries(address, 1, &mut self.mappings).map(drop)
     }
 
-    /// Read the rest through `/proc/PID/mem`. Pages that it cannot read are gone.
+    /// Read the remaining pages through `/proc/PID/mem`. Pages that cannot be read are no longer resident.
     fn read_memory(&mut self) -> Reading<()> {
         let memory = self.process.memory()?;
-        for stretch in self.contiguous_pages(ReadState::ByProcMem) {
-            let mut i = stretch.start;
-            while i < stretch.end {
-                let slots = self.buffer_range(i).start..self.buffer_range(stretch.end - 1).end;
+        for range in self.contiguous_pages(ReadState::ByProcMem) {
+            let mut i = range.start;
+            while i < range.end {
+                let slots = self.buffer_range(i).start..self.buffer_range(range.end - 1).end;
                 let read = match memory.read_at(&mut self.buffer[slots], self.pages[i].address) {
                     // The address space is gone, so all data read from it is discarded.
                     Ok(0) => return Err(Absent::Vanished),
@@ -241,7 +243,7 @@ impl<'a> ReadBatch<'a> {
                     page.read_state = ReadState::Read;
                 }
                 i += read;
-                if i < stretch.end {
+                if i < range.end {
                     self.pages[i].read_state = ReadState::NotResident;
                     i += 1;
                 }
@@ -250,22 +252,22 @@ impl<'a> ReadBatch<'a> {
         Ok(())
     }
 
-    /// Which pages are KSM pages, by the flags of their frames. If these cannot be read: pages that are also mapped
-    /// elsewhere. In a region with KSM pages there is rarely another reason for that.
+    /// Which pages are KSM pages, by the flags of their frames. If flags cannot be read: the pages with several
+    /// mappings. In a region with KSM pages there is rarely another reason for several mappings.
     fn merged_flags(&self) -> Vec<bool> {
         if self.method != (ReadMethod::ProcMem { detect_merged: true }) {
             return vec![false; self.pages.len()];
         }
-        let mut frames: Vec<Pfn> = self.pages.iter().filter_map(|page| page.mapping.frame).collect();
-        frames.sort_unstable();
-        frames.dedup();
-        let flags = if frames.is_empty() { Err(Absent::Denied) } else { self.process.host.frame_flags(&frames) };
-        self.pages
-            .iter()
-            .map(|page| match (&flags, page.mapping.frame) {
-                (Ok(flags), Some(frame)) => frames.binary_search(&frame).is_ok_and(|position| flags[position].is_ksm()),
-                _ => page.mapping.present && !page.mapping.exclusive,
-            })
-            .collect()
+        let mut merged: Vec<bool> =
+            self.pages.iter().map(|page| page.mapping.present && !page.mapping.exclusive).collect();
+        let mut states = PageStates::default();
+        for (i, page) in self.pages.iter().enumerate() {
+            if let Some(frame) = page.mapping.frame {
+                states.push(frame, i);
+            }
+        }
+        // If no flags can be read, no page is visited.
+        let _ = states.resolve(self.process.host, |i, state| merged[i] = matches!(state, PageState::Ksm(_)));
+        merged
     }
 }

@@ -40,23 +40,24 @@ impl ProcConnector {
     /// Start to listen. `Denied` without the privilege, `NotOnThisKernel` if the kernel does not send events to this
     /// process.
     pub fn open() -> Reading<Self> {
-        let why = |errno: Errno| match errno {
+        let to_absent = |errno: Errno| match errno {
             Errno::PROTONOSUPPORT | Errno::NOENT => Absent::NotOnThisKernel,
             Errno::PERM | Errno::ACCESS => Absent::Denied,
             errno => absence_reason(&errno.into()),
         };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, Some(CONNECTOR)).map_err(why)?;
-        bind(&socket, &SocketAddrNetlink::new(0, PROC_MULTICAST_GROUP)).map_err(why)?;
+        let socket =
+            socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, Some(CONNECTOR)).map_err(to_absent)?;
+        bind(&socket, &SocketAddrNetlink::new(0, PROC_MULTICAST_GROUP)).map_err(to_absent)?;
         // With the default buffer more events are lost, and reported as lost.
         let _ = sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER_BYTES);
         let connector = Self { socket };
         // The kernel does not answer a request for selected events. If it does not answer the general one, no event
         // will arrive.
-        let number = std::process::id();
-        connector.send_request(ProcRequest::Listen, number).map_err(why)?;
-        connector.wait_for_answer(number)?;
-        connector.send_request(ProcRequest::ListenFor(parse::PROC_EVENT_EXEC), number).map_err(why)?;
+        let request_number = std::process::id();
+        connector.send_request(ProcRequest::Listen, request_number).map_err(to_absent)?;
+        connector.wait_for_answer(request_number)?;
+        connector.send_request(ProcRequest::ListenFor(parse::PROC_EVENT_EXEC), request_number).map_err(to_absent)?;
         Ok(connector)
     }
 
@@ -65,18 +66,18 @@ impl ProcConnector {
     }
 
     fn wait_for_answer(&self, request_number: u32) -> Reading<()> {
-        let until = Instant::now() + ANSWER_TIMEOUT;
-        while Instant::now() < until {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        while Instant::now() < deadline {
             match self.receive_event() {
                 Ok(Some(ProcEvent::Ack { request, error: 0 })) if request == request_number => return Ok(()),
                 Ok(Some(ProcEvent::Ack { request, .. })) if request == request_number => return Err(Absent::Denied),
                 // Events lost here are from programs that started before anything is reported.
                 Ok(Some(_)) | Err(Errno::NOBUFS) => {}
                 Ok(None) => {
-                    let left = until.saturating_duration_since(Instant::now());
-                    let left = left.try_into().map_err(|_| Absent::NotOnThisKernel)?;
+                    let timeout = deadline.saturating_duration_since(Instant::now());
+                    let timeout = timeout.try_into().map_err(|_| Absent::NotOnThisKernel)?;
                     // The result does not matter: the answer has arrived or not.
-                    let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left));
+                    let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&timeout));
                 }
                 Err(errno) => return Err(absence_reason(&errno.into())),
             }

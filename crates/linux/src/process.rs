@@ -84,19 +84,19 @@ impl<'a> LiveProcess<'a> {
     fn open_file(&self, file: &str) -> Reading<File> {
         let open = |path: &str| openat(&self.directory, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
         if self.main_thread_ended && ADDRESS_SPACE_FILES.contains(&file) {
-            let found = self.find_live_thread().and_then(|thread| open(&format!("{thread}/{file}")).ok());
-            if let Some(found) = found {
-                return Ok(found.into());
+            let opened = self.find_live_thread().and_then(|thread| open(&format!("{thread}/{file}")).ok());
+            if let Some(opened) = opened {
+                return Ok(opened.into());
             }
         }
-        let found = match open(file) {
-            // Its main thread has ended and shows no memory any more. The other threads do, if there are any.
+        let opened = match open(file) {
+            // The main thread has ended and shows no memory any more. Other threads still do.
             Err(Errno::SRCH) => {
                 self.thread_directories().find_map(|thread| open(&format!("{thread}/{file}")).ok()).ok_or(Errno::SRCH)
             }
-            found => found,
+            opened => opened,
         };
-        found.map(File::from).map_err(|errno| self.absence_reason(&errno.into()))
+        opened.map(File::from).map_err(|errno| self.absence_reason(&errno.into()))
     }
 
     /// The directories of its threads below its own. They may disappear at once.
@@ -109,11 +109,11 @@ impl<'a> LiveProcess<'a> {
 
     /// The directory of a thread that is not exiting.
     fn find_live_thread(&self) -> Option<String> {
-        let lives = |thread: &String| {
+        let is_live = |thread: &String| {
             let stat = self.open_file(&format!("{thread}/stat")).ok().and_then(|file| read_whole_file(file).ok());
             stat.and_then(|stat| parse::stat(&stat).ok()).is_some_and(|stat| is_live_thread(&stat))
         };
-        self.thread_directories().find(lives)
+        self.thread_directories().find(is_live)
     }
 
     /// Whether the main thread had ended when the process was opened.
@@ -165,22 +165,22 @@ impl<'a> LiveProcess<'a> {
         let pagemap = self.pagemap()?;
         let mut bytes = vec![0; pages.min(PAGEMAP_ENTRIES_PER_READ) * 8];
         let mut page = address / self.host.page_size.bytes();
-        let (mut missing, mut moving) = (pages, false);
-        while missing > 0 {
-            let wanted = missing.min(PAGEMAP_ENTRIES_PER_READ) * 8;
-            let count = pagemap.read_at(&mut bytes[..wanted], page * 8).map_err(|error| self.absence_reason(&error))?;
+        let (mut remaining, mut is_migrating) = (pages, false);
+        while remaining > 0 {
+            let length = remaining.min(PAGEMAP_ENTRIES_PER_READ) * 8;
+            let count = pagemap.read_at(&mut bytes[..length], page * 8).map_err(|error| self.absence_reason(&error))?;
             if count < 8 {
                 return Err(Absent::Vanished);
             }
             let entries = bytes[..count].as_chunks::<8>().0;
             for entry in entries.iter().copied().map(u64::from_ne_bytes) {
-                moving |= PagemapEntry::is_migrating(entry);
+                is_migrating |= PagemapEntry::is_migrating(entry);
                 mappings.push(PagemapEntry::from_raw(entry));
             }
             page += entries.len() as u64;
-            missing -= entries.len();
+            remaining -= entries.len();
         }
-        Ok(moving)
+        Ok(is_migrating)
     }
 
     /// Repeat a reading until it sees no migrating page or the wait times out. Each attempt is a new reading, so the
@@ -188,10 +188,10 @@ impl<'a> LiveProcess<'a> {
     pub(crate) fn retry_while_migrating<T>(&self, mut read: impl FnMut() -> Reading<(T, bool)>) -> Reading<T> {
         let mut wait = FIRST_RETRY_DELAY;
         loop {
-            let began = Instant::now();
-            let (told, moving) = read()?;
-            if !moving || !self.spend_migration_wait(wait + began.elapsed()) {
-                return Ok(told);
+            let start = Instant::now();
+            let (reading, is_migrating) = read()?;
+            if !is_migrating || !self.spend_migration_wait(wait + start.elapsed()) {
+                return Ok(reading);
             }
             std::thread::sleep(wait);
             wait = MAX_RETRY_DELAY.min(2 * wait);
@@ -218,23 +218,23 @@ impl<'a> LiveProcess<'a> {
     /// Whether the kernel is migrating any page of a range that was swapped out or migrating, or has migrated it since.
     fn is_migrating(&self, range: AddressRange) -> Reading<bool> {
         let mut mappings = Vec::new();
-        let chunk = PAGEMAP_ENTRIES_PER_READ as u64 * self.host.page_size.bytes();
-        for start in (range.start..range.end).step_by(chunk as usize) {
-            let part = AddressRange { start, end: range.end.min(start + chunk) };
+        let chunk_bytes = PAGEMAP_ENTRIES_PER_READ as u64 * self.host.page_size.bytes();
+        for start in (range.start..range.end).step_by(chunk_bytes as usize) {
+            let part = AddressRange { start, end: range.end.min(start + chunk_bytes) };
             mappings.clear();
-            let moving =
+            let is_migrating =
                 self.read_pagemap_entries(start, self.host.page_size.pages_in(part.bytes()).0 as usize, &mut mappings)?;
-            if moving || mappings.iter().any(|mapping| mapping.present) {
+            if is_migrating || mappings.iter().any(|mapping| mapping.present) {
                 return Ok(true);
             }
         }
         Ok(false)
     }
 
-    /// Whether time is left after this wait, which is subtracted from it.
+    /// Subtracts a wait from the time for migrations. Returns whether the wait was within that time.
     fn spend_migration_wait(&self, waited: Duration) -> bool {
-        let after = waited.as_micros() as u64;
-        self.waited_us.fetch_add(after, Ordering::Relaxed) + after <= MAX_MIGRATION_WAIT.as_micros() as u64
+        let micros = waited.as_micros() as u64;
+        self.waited_us.fetch_add(micros, Ordering::Relaxed) + micros <= MAX_MIGRATION_WAIT.as_micros() as u64
     }
 
     /// Resident pages on kernels before 6.7, from pagemap. kpageflags distinguish the kernel's zero page and huge
@@ -287,9 +287,9 @@ impl ProcessHandle for LiveProcess<'_> {
             && self.main_thread_ended
             && let Some(thread) = self.find_live_thread()
             && let Ok(stat) = self.open_file(&format!("{thread}/stat"))
-            && let Ok(of_thread) = read_whole_file(stat)
+            && let Ok(thread_stat) = read_whole_file(stat)
         {
-            return Ok(with_thread_state(&bytes, &of_thread));
+            return Ok(with_thread_state(&bytes, &thread_stat));
         }
         Ok(bytes)
     }
@@ -311,24 +311,24 @@ impl ProcessHandle for LiveProcess<'_> {
     }
 
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
-        let (mut runs, away) = self.scan_resident(ranges)?;
-        let coming_back = |away: Vec<AddressRange>| -> Reading<Vec<AddressRange>> {
-            let kept = away.into_iter().map(|part| Ok(self.is_migrating(part)?.then_some(part)));
-            kept.filter_map(Reading::transpose).collect()
+        let (mut runs, swapped_ranges) = self.scan_resident(ranges)?;
+        let still_migrating = |swapped_ranges: Vec<AddressRange>| -> Reading<Vec<AddressRange>> {
+            let migrating = swapped_ranges.into_iter().map(|part| Ok(self.is_migrating(part)?.then_some(part)));
+            migrating.filter_map(Reading::transpose).collect()
         };
-        let coming = coming_back(away)?;
-        if !coming.is_empty() {
-            let mut back = self.retry_while_migrating(|| {
-                let (mut back, mut away) = (Vec::new(), Vec::new());
+        let migrating_ranges = still_migrating(swapped_ranges)?;
+        if !migrating_ranges.is_empty() {
+            let mut migrated_runs = self.retry_while_migrating(|| {
+                let (mut migrated_runs, mut swapped_ranges) = (Vec::new(), Vec::new());
                 // One by one: a single scan would also walk the page tables between them.
-                for part in &coming {
-                    let (runs, still) = self.scan_resident(std::slice::from_ref(part))?;
-                    back.extend(runs);
-                    away.extend(still);
+                for part in &migrating_ranges {
+                    let (runs, swapped_parts) = self.scan_resident(std::slice::from_ref(part))?;
+                    migrated_runs.extend(runs);
+                    swapped_ranges.extend(swapped_parts);
                 }
-                Ok((back, !coming_back(away)?.is_empty()))
+                Ok((migrated_runs, !still_migrating(swapped_ranges)?.is_empty()))
             })?;
-            runs.append(&mut back);
+            runs.append(&mut migrated_runs);
             runs.sort_unstable_by_key(|run| run.address);
         }
         Ok(runs)
@@ -338,8 +338,8 @@ impl ProcessHandle for LiveProcess<'_> {
         let pages = self.host.page_size.pages_in(range.bytes()).0 as usize;
         self.retry_while_migrating(|| {
             let mut mappings = Vec::new();
-            let moving = self.read_pagemap_entries(range.start, pages, &mut mappings)?;
-            Ok((mappings, moving))
+            let is_migrating = self.read_pagemap_entries(range.start, pages, &mut mappings)?;
+            Ok((mappings, is_migrating))
         })
     }
 
@@ -362,8 +362,8 @@ impl ProcessHandle for LiveProcess<'_> {
         Ok(nodes)
     }
 
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        page_reader::read_pages(self, way, runs, sink)
+    fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        page_reader::read_pages(self, method, runs, sink)
     }
 
     fn ask_merge_any(&self) -> Result<bool, ActionError> {
@@ -384,10 +384,12 @@ fn with_thread_state(stat: &[u8], thread_stat: &[u8]) -> Vec<u8> {
         let start = bytes.iter().rposition(|&byte| byte == b')')? + 2;
         Some((start, bytes.get(start..)?.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect()))
     };
-    let (Some((start, mut fields)), Some((_, other))) = (split(stat), split(thread_stat)) else { return stat.to_vec() };
+    let (Some((start, mut fields)), Some((_, thread_fields))) = (split(stat), split(thread_stat)) else {
+        return stat.to_vec();
+    };
     for position in STATE_AND_FLAGS_FIELDS {
-        if let (Some(field), Some(other)) = (fields.get_mut(position), other.get(position)) {
-            field.clone_from(other);
+        if let (Some(field), Some(thread_field)) = (fields.get_mut(position), thread_fields.get(position)) {
+            field.clone_from(thread_field);
         }
     }
     [&stat[..start], &fields.join(&b' ')].concat()
@@ -407,9 +409,9 @@ struct RunClipper<'a> {
 impl RunClipper<'_> {
     fn add_part(&mut self, part: MappedRange) {
         // A run counts its pages in 32 bits.
-        let longest = u64::from(u32::MAX / 2) * self.page_len;
-        let passed = self.ranges.iter().take_while(|range| range.end <= part.start).count();
-        self.ranges = &self.ranges[passed..];
+        let max_run_bytes = u64::from(u32::MAX / 2) * self.page_len;
+        let ended_ranges = self.ranges.iter().take_while(|range| range.end <= part.start).count();
+        self.ranges = &self.ranges[ended_ranges..];
         for range in self.ranges.iter().take_while(|range| range.start < part.end) {
             let (mut start, end) = (part.start.max(range.start), part.end.min(range.end));
             if part.swapped {
@@ -417,7 +419,7 @@ impl RunClipper<'_> {
                 continue;
             }
             while start < end {
-                let bytes = (end - start).min(longest);
+                let bytes = (end - start).min(max_run_bytes);
                 self.runs.push(PageRun { address: start, pages: (bytes / self.page_len) as u32, huge: part.huge });
                 start += bytes;
             }

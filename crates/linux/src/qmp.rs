@@ -140,13 +140,15 @@ pub enum QmpError {
 
 impl From<QmpError> for ActionError {
     fn from(error: QmpError) -> Self {
-        let said = error.to_string();
+        let message = error.to_string();
         match error {
-            QmpError::Busy { .. } => Self::Busy(said),
-            QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Self::Denied(said),
-            QmpError::Refused { .. } => Self::Unsupported(said),
+            QmpError::Busy { .. } => Self::Busy(message),
+            QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Self::Denied(message)
+            }
+            QmpError::Refused { .. } => Self::Unsupported(message),
             QmpError::UnexpectedValue(error) => error,
-            _ => Self::Failed(said),
+            _ => Self::Failed(message),
         }
     }
 }
@@ -176,8 +178,8 @@ pub fn set_property(
     let timeout = if property == MERGE_PROPERTY && value.to == false { UNENROLL_TIMEOUT } else { SET_PROPERTY_TIMEOUT };
     let mut monitor = QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, timeout + 4 * ANSWER_TIMEOUT), stop)?;
     let read = json!({"path": object, "property": property});
-    let now = monitor.execute("qom-get", &read)?;
-    if !value.must_write(&now, format_args!("{property} of {object}"))? {
+    let current = monitor.execute("qom-get", &read)?;
+    if !value.must_write(&current, format_args!("{property} of {object}"))? {
         return Ok(false);
     }
     monitor.answer_timeout = timeout;
@@ -185,12 +187,12 @@ pub fn set_property(
     monitor.execute("qom-set", &json!({"path": object, "property": property, "value": value.to}))?;
     fault::point("after setting a QEMU property");
     monitor.answer_timeout = ANSWER_TIMEOUT;
-    let now = monitor.execute("qom-get", &read)?;
-    if now == value.to {
+    let current = monitor.execute("qom-get", &read)?;
+    if current == value.to {
         return Ok(true);
     }
     monitor.execute("qom-set", &json!({"path": object, "property": property, "value": value.from}))?;
-    let why = format!("{property} of {object} is {now} afterwards");
+    let why = format!("{property} of {object} is {current} afterwards");
     Err(ActionError::Failed(why).into())
 }
 
@@ -226,32 +228,24 @@ impl<'a> QmpMonitor<'a> {
     fn connect(
         path: &Path,
         process: ProcessId,
-        (patience, conversation): (Duration, Duration),
+        (answer_timeout, session_timeout): (Duration, Duration),
         stop: &'a AtomicBool,
     ) -> Result<Self, QmpError> {
-        let end = Instant::now() + conversation;
-        let stream = connect_with_timeout(path, patience)?;
+        let deadline = Instant::now() + session_timeout;
+        let stream = connect_with_timeout(path, answer_timeout)?;
         let failed = |source: io::Error| QmpError::Io { path: path.to_owned(), source };
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
-        let found = peer.pid.as_raw_nonzero().get();
+        let peer_pid = peer.pid.as_raw_nonzero().get();
         // Read after connecting: the process that has the socket now cannot have passed on its PID.
-        let start_time = std::fs::read(format!("/proc/{found}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
-        let expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
-        if found.cast_unsigned() != process.pid.0 || !expected {
-            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found, expected: process });
+        let start_time = std::fs::read(format!("/proc/{peer_pid}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
+        let is_expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
+        if peer_pid.cast_unsigned() != process.pid.0 || !is_expected {
+            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found: peer_pid, expected: process });
         }
-        stream.set_write_timeout(Some(patience)).map_err(failed)?;
-        let (path, received) = (path.to_owned(), Vec::new());
-        let mut monitor = Self {
-            path,
-            stream,
-            receive_buffer: received,
-            answer_timeout: patience,
-            deadline: end,
-            stop,
-            commands_sent: 0,
-        };
-        let greeting = monitor.read_message(Instant::now() + patience)?;
+        stream.set_write_timeout(Some(answer_timeout)).map_err(failed)?;
+        let (path, receive_buffer) = (path.to_owned(), Vec::new());
+        let mut monitor = Self { path, stream, receive_buffer, answer_timeout, deadline, stop, commands_sent: 0 };
+        let greeting = monitor.read_message(Instant::now() + answer_timeout)?;
         if greeting.get("QMP").is_none() {
             return Err(monitor.not_qmp_error(greeting.to_string().as_bytes()));
         }
@@ -296,12 +290,12 @@ impl<'a> QmpMonitor<'a> {
             if message.get("event").is_some() {
                 continue;
             }
-            let answers = message.get("id").and_then(Value::as_u64) == Some(id);
-            if let Some(error) = message.get("error").filter(|_| answers || message.get("id").is_none()) {
+            let is_answer = message.get("id").and_then(Value::as_u64) == Some(id);
+            if let Some(error) = message.get("error").filter(|_| is_answer || message.get("id").is_none()) {
                 let why = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
                 return Err(QmpError::Refused { command: command.to_owned(), why });
             }
-            match message.get_mut("return").filter(|_| answers) {
+            match message.get_mut("return").filter(|_| is_answer) {
                 Some(result) => return Ok(result.take()),
                 None => return Err(self.not_qmp_error(message.to_string().as_bytes())),
             }
@@ -325,11 +319,13 @@ impl<'a> QmpMonitor<'a> {
             if self.stop.load(Ordering::Relaxed) {
                 return Err(QmpError::Stopped { path: self.path.clone() });
             }
-            let left = deadline.min(self.deadline).saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let timeout = deadline.min(self.deadline).saturating_duration_since(Instant::now());
+            if timeout.is_zero() {
                 return Err(QmpError::Busy { path: self.path.clone() });
             }
-            self.stream.set_read_timeout(Some(left.min(STOP_POLL_INTERVAL))).map_err(|source| self.io_error(source))?;
+            self.stream
+                .set_read_timeout(Some(timeout.min(STOP_POLL_INTERVAL)))
+                .map_err(|source| self.io_error(source))?;
             let mut buffer = [0; 4096];
             match self.stream.read(&mut buffer) {
                 Ok(0) => return Err(self.io_error(io::ErrorKind::UnexpectedEof.into())),
@@ -347,9 +343,9 @@ impl<'a> QmpMonitor<'a> {
         }
     }
 
-    fn not_qmp_error(&self, said: &[u8]) -> QmpError {
-        let said = String::from_utf8_lossy(&said[..said.len().min(80)]).trim().to_owned();
-        QmpError::NotQmp { path: self.path.clone(), reply: said }
+    fn not_qmp_error(&self, received: &[u8]) -> QmpError {
+        let received = String::from_utf8_lossy(&received[..received.len().min(80)]).trim().to_owned();
+        QmpError::NotQmp { path: self.path.clone(), reply: received }
     }
 }
 

@@ -87,14 +87,14 @@ impl Recording {
         Ok(Self { frames_by_first: Ok(frames).into(), content_kinds: Ok(kinds).into(), ..recording })
     }
 
-    /// Open it without reading frames and contents; errors in those are reported when they are requested.
+    /// Open it without reading frames and contents; errors in them are reported at the first request.
     fn open_lazily(root: &Path) -> Result<Self, RecordingError> {
-        let about = read_text(&root.join("recording.toml"))?;
+        let header = read_text(&root.join("recording.toml"))?;
         let malformed = |what: String| RecordingError::Malformed { path: root.join("recording.toml"), what };
-        if toml_value(&about, "schema") != Some(&format!("\"{RECORDING_SCHEMA}\"")) {
+        if toml_value(&header, "schema") != Some(&format!("\"{RECORDING_SCHEMA}\"")) {
             return Err(malformed(format!("expected schema = \"{RECORDING_SCHEMA}\"")));
         }
-        let page_size = toml_value(&about, "page_size")
+        let page_size = toml_value(&header, "page_size")
             .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
             .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
         let lines = |name: &str| read_optional_text(&root.join(name));
@@ -133,19 +133,19 @@ impl Recording {
 
     /// The pages of a process, in address order.
     fn process_pages(&self, pid: Pid) -> Reading<Arc<Vec<PageLine>>> {
-        let mut known = self.pages_by_pid.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pages) = known.get(&pid) {
+        let mut cached = self.pages_by_pid.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pages) = cached.get(&pid) {
             return Ok(Arc::clone(pages));
         }
         let path = self.root.join("pages").join(format!("{pid}.txt"));
         let mut pages = parse_lines(&path, lines::parse_page_line).map_err(error_to_absent)?;
         pages.sort_by_key(|line| line.address);
         if let Some(line) = lines::first_misplaced_line(&pages, self.page_size.bytes()) {
-            let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
-            return Err(Absent::Malformed(what));
+            let problem = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
+            return Err(Absent::Malformed(problem));
         }
         let pages = Arc::new(pages);
-        known.insert(pid, Arc::clone(&pages));
+        cached.insert(pid, Arc::clone(&pages));
         Ok(pages)
     }
 
@@ -161,7 +161,7 @@ impl Recording {
                 return why.clone();
             }
             match path.rsplit_once('/') {
-                Some((above, _)) => path = above,
+                Some((parent, _)) => path = parent,
                 None => return Absent::NotOnThisKernel,
             }
         }
@@ -173,15 +173,15 @@ impl Recording {
     }
 
     fn lookup_frames<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
-        let known = self.frames()?;
-        if known.is_empty() {
+        let lines = self.frames()?;
+        if lines.is_empty() {
             return Err(self.absence_reason("proc/kpageflags"));
         }
-        let of = |frame: &Pfn| {
-            let (_, line) = known.range(..=frame.0).next_back()?;
+        let line_of = |frame: &Pfn| {
+            let (_, line) = lines.range(..=frame.0).next_back()?;
             (frame.0 < line.first_frame.0 + line.frame_count).then_some(line)
         };
-        frames.iter().map(|frame| of(frame).map(&value).ok_or(Absent::Vanished)).collect()
+        frames.iter().map(|frame| line_of(frame).map(&value).ok_or(Absent::Vanished)).collect()
     }
 }
 
@@ -298,11 +298,11 @@ impl ProcessHandle for RecordedProcess<'_> {
         Ok(mappings)
     }
 
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+    fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let page_len = self.recording.page_size.bytes();
         let (pages, kinds) = (self.recording.process_pages(self.id.pid)?, self.recording.content_kinds()?);
-        let wants_merged = way == ReadMethod::ProcMem { detect_merged: true };
-        let gone = PageView { content: PageContent::NotResident, merged: false, exclusive: true, frame: None };
+        let wants_merged = method == ReadMethod::ProcMem { detect_merged: true };
+        let not_resident = PageView { content: PageContent::NotResident, merged: false, exclusive: true, frame: None };
         let mut position = 0;
         for run in runs {
             let end = run.address + u64::from(run.pages) * page_len;
@@ -310,7 +310,7 @@ impl ProcessHandle for RecordedProcess<'_> {
             let range = AddressRange { start: address, end };
             for line in lines_in_range(&pages, range, page_len).filter(PageLine::is_resident_anonymous) {
                 while address < line.address {
-                    sink(position, gone);
+                    sink(position, not_resident);
                     address += page_len;
                     position += 1;
                 }
@@ -330,7 +330,7 @@ impl ProcessHandle for RecordedProcess<'_> {
                 }
             }
             while address < end {
-                sink(position, gone);
+                sink(position, not_resident);
                 address += page_len;
                 position += 1;
             }
@@ -340,8 +340,8 @@ impl ProcessHandle for RecordedProcess<'_> {
 }
 
 /// The value of a key in `recording.toml`.
-fn toml_value<'a>(about: &'a str, name: &str) -> Option<&'a str> {
-    about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
+fn toml_value<'a>(header: &'a str, name: &str) -> Option<&'a str> {
+    header.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
 }
 
 fn read_text(path: &Path) -> Result<String, RecordingError> {

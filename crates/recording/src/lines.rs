@@ -134,25 +134,26 @@ pub fn parse_page_line(line: &str) -> Option<PageLine> {
     };
     // Each address of the run is valid, so nothing overflows later, for any page size.
     address.checked_add(pages.checked_mul(1 << 30)?)?;
-    let has = |letter| flags.contains(letter);
+    let has_flag = |letter| flags.contains(letter);
     words.next().is_none().then_some(PageLine {
         address,
         pages,
         first_frame: frame,
-        file: has('f'),
-        exclusive: has('x'),
-        huge: has('h'),
-        merged: has('m'),
-        zero_page: has('z'),
+        file: has_flag('f'),
+        exclusive: has_flag('x'),
+        huge: has_flag('h'),
+        merged: has_flag('m'),
+        zero_page: has_flag('z'),
         content,
     })
 }
 
 /// The first of some lines, sorted by address, that does not begin at a page boundary or overlaps the next line.
 pub fn first_misplaced_line(lines: &[PageLine], page_len: u64) -> Option<String> {
-    let ends = lines.iter().skip(1).map(|next| next.address).chain([u64::MAX]);
-    let wrong = |line: &PageLine, end| !line.address.is_multiple_of(page_len) || line.end_address(page_len) > end;
-    lines.iter().zip(ends).find(|&(line, end)| wrong(line, end)).map(|(line, _)| line.to_string())
+    let next_addresses = lines.iter().skip(1).map(|next| next.address).chain([u64::MAX]);
+    let is_misplaced =
+        |line: &PageLine, next| !line.address.is_multiple_of(page_len) || line.end_address(page_len) > next;
+    lines.iter().zip(next_addresses).find(|&(line, next)| is_misplaced(line, next)).map(|(line, _)| line.to_string())
 }
 
 /// Adjacent frames with the same properties.

@@ -84,15 +84,15 @@ impl<'a> HostRecorder<'a> {
         *self.visible_pids.lock().expect("no thread panicked") = Some(pids);
     }
 
-    /// Write the rest. `about` has additional lines for `recording.toml`.
+    /// Write the remaining files. `extra_lines` are added to `recording.toml`.
     ///
-    /// Errors are the first error since recording began.
+    /// The error is the first one since recording began.
     ///
     /// # Panics
     /// If a thread panicked while recording.
-    pub fn finish(mut self, about: &str) -> io::Result<()> {
-        if let Some(shown) = self.visible_pids.get_mut().expect("no thread panicked").take() {
-            self.remove_other_processes(&shown)?;
+    pub fn finish(mut self, extra_lines: &str) -> io::Result<()> {
+        if let Some(visible) = self.visible_pids.get_mut().expect("no thread panicked").take() {
+            self.remove_other_processes(&visible)?;
         }
         for (path, bytes) in std::mem::take(self.label_files.get_mut().expect("no thread panicked")) {
             self.save_answer(&path, Ok(&bytes));
@@ -108,7 +108,7 @@ impl<'a> HostRecorder<'a> {
         let page_size = self.host.page_size().bytes();
         fs::write(
             self.root.join("recording.toml"),
-            format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = {page_size}\n{about}"),
+            format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = {page_size}\n{extra_lines}"),
         )?;
         self.finished = true;
         Ok(())
@@ -125,11 +125,11 @@ impl<'a> HostRecorder<'a> {
         }
         let cgroup = |pid: &Pid| fs::read(self.root.join(format!("files/proc/{pid}/cgroup"))).ok();
         let cgroups = visible_pids.iter().filter_map(|pid| parse::cgroup(&cgroup(pid)?).ok());
-        let theirs: BTreeSet<String> = cgroups.flat_map(|cgroup| identity::label_files(&cgroup)).collect();
-        let is_others = |path: &str| identity::is_label_file(path) && !theirs.contains(path);
-        self.label_files.get_mut().expect("no thread panicked").retain(|path, _| !is_others(path));
+        let visible_label_files: BTreeSet<String> = cgroups.flat_map(|cgroup| identity::label_files(&cgroup)).collect();
+        let is_other_label_file = |path: &str| identity::is_label_file(path) && !visible_label_files.contains(path);
+        self.label_files.get_mut().expect("no thread panicked").retain(|path, _| !is_other_label_file(path));
         let absent = self.absence_reasons.get_mut().expect("no thread panicked");
-        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_others(path));
+        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_other_label_file(path));
         Ok(())
     }
 
@@ -138,9 +138,9 @@ impl<'a> HostRecorder<'a> {
         match answer {
             Ok(bytes) => {
                 let file = self.root.join("files").join(path);
-                let written = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, bytes));
-                if let (Err(error), Ok(mut failure)) = (written, self.first_error.lock()) {
-                    failure.get_or_insert(error);
+                let result = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, bytes));
+                if let (Err(error), Ok(mut first_error)) = (result, self.first_error.lock()) {
+                    first_error.get_or_insert(error);
                 }
             }
             Err(why) => {
@@ -197,8 +197,8 @@ impl Host for HostRecorder<'_> {
 
     fn pids(&self) -> Reading<Vec<Pid>> {
         let mut answer = self.host.pids();
-        if let (Ok(pids), Ok(shown)) = (&mut answer, self.visible_pids.lock()) {
-            pids.retain(|pid| shown.as_ref().is_none_or(|shown| shown.contains(pid)));
+        if let (Ok(pids), Ok(visible)) = (&mut answer, self.visible_pids.lock()) {
+            pids.retain(|pid| visible.as_ref().is_none_or(|visible| visible.contains(pid)));
         }
         let names = answer.clone().map(|pids| pids.iter().map(Pid::to_string).collect());
         self.save_lines("proc/.names", "proc", &names);
@@ -275,7 +275,7 @@ impl ProcessHandle for ProcessRecorder<'_> {
             fn id(&self) -> ProcessId;
             fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
             fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
-            fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+            fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
         }
     }
 

@@ -37,36 +37,32 @@ impl TimedRecording {
     /// Open it. Pages, frames and contents are read at the first request.
     pub fn open(folder: &Path) -> Result<Self, RecordingError> {
         let path = folder.join("recording.toml");
-        let about = read_text(&path)?;
+        let header = read_text(&path)?;
         let seconds = |name: &str| {
             let seconds =
-                toml_value(&about, name).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
+                toml_value(&header, name).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
             seconds.ok_or_else(|| RecordingError::Malformed { path: path.clone(), what: format!("{name} is no time") })
         };
-        let utc_offset = toml_value(&about, "utc_offset_seconds").map(|text| {
+        let utc_offset_seconds = toml_value(&header, "utc_offset_seconds").map(|text| {
             let malformed = |what: &str| RecordingError::Malformed { path: path.clone(), what: what.to_owned() };
             text.parse().map_err(|_| malformed("utc_offset_seconds is no number"))
         });
-        let (at, time, utc_offset) = (seconds("at_seconds")?, seconds("time")?, utc_offset.transpose()?);
-        Ok(Self {
-            host: Recording::open_lazily(folder)?,
-            since_start: at,
-            unix_time: time,
-            utc_offset_seconds: utc_offset,
-        })
+        let (since_start, unix_time, utc_offset_seconds) =
+            (seconds("at_seconds")?, seconds("time")?, utc_offset_seconds.transpose()?);
+        Ok(Self { host: Recording::open_lazily(folder)?, since_start, unix_time, utc_offset_seconds })
     }
 }
 
 /// The folders of all recordings in order, if the recording is a trace.
 pub fn recording_folders(root: &Path) -> Result<Option<Vec<PathBuf>>, RecordingError> {
-    let about = read_text(&root.join("recording.toml"))?;
-    if toml_value(&about, "schema") != Some(&format!("\"{TRACE_SCHEMA}\"")) {
+    let header = read_text(&root.join("recording.toml"))?;
+    if toml_value(&header, "schema") != Some(&format!("\"{TRACE_SCHEMA}\"")) {
         return Ok(None);
     }
-    let io = |source| RecordingError::Io { path: root.to_owned(), source };
+    let io_error = |source| RecordingError::Io { path: root.to_owned(), source };
     let mut folders = Vec::new();
-    for entry in fs::read_dir(root).map_err(io)? {
-        let path = entry.map_err(io)?.path();
+    for entry in fs::read_dir(root).map_err(io_error)? {
+        let path = entry.map_err(io_error)?.path();
         if path.join("recording.toml").is_file() {
             folders.push(path);
         }
@@ -114,11 +110,11 @@ impl TraceWriter {
 
     /// Discard the next recording, because it could not be completed.
     pub fn discard_next(&self) {
-        // A folder that remains has no recording.toml, and is skipped.
+        // If the folder cannot be removed, readers skip it, because it has no recording.toml.
         let _ = fs::remove_dir_all(self.next_folder());
     }
 
-    /// How many recordings there are.
+    /// The number of recordings.
     pub fn recording_count(&self) -> usize {
         self.recording_count
     }
@@ -134,26 +130,29 @@ fn link_unchanged(previous: Option<&Path>, folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
-        let (path, old) = (entry.path(), previous.map(|before| before.join(entry.file_name())));
+        let (path, previous_path) = (entry.path(), previous.map(|folder| folder.join(entry.file_name())));
         if entry.file_type()?.is_dir() {
-            bytes += link_unchanged(old.as_deref().filter(|old| old.is_dir()), &path)?;
+            bytes += link_unchanged(previous_path.as_deref().filter(|previous| previous.is_dir()), &path)?;
             continue;
         }
         let length = entry.metadata()?.len();
-        let same = |old: &&Path| {
-            fs::metadata(old).is_ok_and(|old| old.len() == length)
-                && fs::read(old).is_ok_and(|old| fs::read(&path).is_ok_and(|new| new == old))
+        let is_unchanged = |previous: &&Path| {
+            fs::metadata(previous).is_ok_and(|metadata| metadata.len() == length)
+                && fs::read(previous).is_ok_and(|bytes| fs::read(&path).is_ok_and(|new| new == bytes))
         };
         // File systems limit the number of links to a file. Beyond that the file is stored again.
-        let linked = old.as_deref().filter(same).is_some_and(|old| replace_with_hard_link(old, &path).is_ok());
-        bytes += if linked { 0 } else { length };
+        let is_linked = previous_path
+            .as_deref()
+            .filter(is_unchanged)
+            .is_some_and(|previous| replace_with_hard_link(previous, &path).is_ok());
+        bytes += if is_linked { 0 } else { length };
     }
     Ok(bytes)
 }
 
-fn replace_with_hard_link(old: &Path, path: &Path) -> io::Result<()> {
+fn replace_with_hard_link(target: &Path, path: &Path) -> io::Result<()> {
     let link = path.with_extension("link");
-    fs::hard_link(old, &link)?;
+    fs::hard_link(target, &link)?;
     fs::rename(link, path)
 }
 

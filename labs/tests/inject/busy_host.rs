@@ -20,10 +20,10 @@ fn visit_cost_does_not_grow_with_threads() {
     assert!(victim.status_field("Threads").parse::<u32>().expect("a number") > 500);
     let directory = fs::File::open(format!("/proc/{}", victim.pid())).expect("it is alive");
     let target = InjectTarget::new(&directory, victim.pid().cast_signed()).expect("it can be opened");
-    let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
+    let getpid = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
     let before = reads();
     for _ in 0..10 {
-        let answer = inject::with_stopped_thread(&target, |inside| inside.call_syscall(number, [0; 6]))
+        let answer = inject::with_stopped_thread(&target, |inside| inside.call_syscall(getpid, [0; 6]))
             .expect("a thread stops")
             .0;
         assert_eq!(answer, i64::from(victim.pid()));
@@ -114,22 +114,22 @@ fn paged_out(helper: &InjectTarget, pid: u32, range: &std::ops::Range<u64>) -> R
     const PIDFD_OPEN: i64 = 434;
     const PROCESS_MADVISE: i64 = 440;
     const MADV_PAGEOUT: u64 = 21;
-    let asked = inject::with_stopped_thread(helper, |inside| {
+    let result = inject::with_stopped_thread(helper, |inside| {
         let process = inside.call_syscall(PIDFD_OPEN, [u64::from(pid), 0, 0, 0, 0, 0])?.cast_unsigned();
         let vector = [range.start, range.end - range.start].map(u64::to_ne_bytes).concat();
         inside.call_syscall(PROCESS_MADVISE, [process, inside.write_arguments(&vector)?, 1, MADV_PAGEOUT, 0, 0])
     });
-    let (answer, _) = asked.expect("the helper can be visited");
+    let (answer, _) = result.expect("the helper can be visited");
     if answer < 0 {
         return Err(Errno::from_raw(i32::try_from(-answer).expect("an error number")));
     }
     let pagemap = fs::File::open(format!("/proc/{pid}/pagemap")).expect("it is alive");
-    let mut left = false;
+    let mut is_mapped = false;
     pagefold_sys::pagemap::scan_mapped(&pagemap, range.clone(), pagefold_sys::pagemap::RangeContents::Anything, |_| {
-        left = true
+        is_mapped = true
     })
     .expect("it is alive");
-    Ok(!left)
+    Ok(!is_mapped)
 }
 
 /// Instead of a file server that does not answer, the test checks that nothing is read from a file during the visit.
@@ -155,12 +155,12 @@ fn visit_is_busy_if_code_must_be_read_from_file() {
     let (start, end) = code.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
     let address = |text| u64::from_str_radix(text, 16).expect("an address");
     let range = address(start)..address(end);
-    let (helping, known) = (target(helper.pid()), target(victim.pid()));
-    let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
+    let (helping, prepared) = (target(helper.pid()), target(victim.pid()));
+    let getpid = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
     let visit = |target: &InjectTarget| {
-        inject::with_stopped_thread(target, |inside| inside.call_syscall(number, [0; 6])).map(|done| done.0)
+        inject::with_stopped_thread(target, |inside| inside.call_syscall(getpid, [0; 6])).map(|done| done.0)
     };
-    assert_eq!(visit(&known), Ok(i64::from(victim.pid())));
+    assert_eq!(visit(&prepared), Ok(i64::from(victim.pid())));
     // Otherwise its threads would run between two attempts, and fault the code in.
     victim.send_signal(Signal::SIGSTOP);
     wait_until("it stops", || victim.status_field("State").starts_with('T'));
@@ -168,7 +168,7 @@ fn visit_is_busy_if_code_must_be_read_from_file() {
     let mut tries = (0..100).map(|_| paged_out(&helping, victim.pid(), &range));
     match tries.find(|dropped| *dropped != Ok(false)) {
         Some(Ok(_)) => {
-            let visited = visit(&known);
+            let visited = visit(&prepared);
             assert!(
                 matches!(&visited, Err(inject::InjectError::Busy(why)) if why.contains("from a file")),
                 "{visited:?}"

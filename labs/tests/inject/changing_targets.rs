@@ -17,9 +17,9 @@ fn exec_during_injection_is_harmless() {
         taken += usize::from(run_advise(victim.pid(), &["mergeable"], "").status.success());
     }
     drop(victim.child.stdin.take());
-    let mut said = String::new();
-    victim.stdout.take().expect("taken once").read_to_string(&mut said).expect("its output");
-    assert!(victim.child.wait().expect("its exit").success() && said.contains("OK\n"), "{said}");
+    let mut printed = String::new();
+    victim.stdout.take().expect("taken once").read_to_string(&mut printed).expect("its output");
+    assert!(victim.child.wait().expect("its exit").success() && printed.contains("OK\n"), "{printed}");
     assert_ne!(taken, 0, "never taken");
 }
 
@@ -47,9 +47,9 @@ impl VforkParent {
     }
 
     fn expect_output(&mut self, text: &str) {
-        let mut said = vec![0; text.len()];
-        self.0.stdout.as_mut().expect("piped").read_exact(&mut said).expect("it speaks");
-        assert_eq!(lossy_text(&said), text);
+        let mut output = vec![0; text.len()];
+        self.0.stdout.as_mut().expect("piped").read_exact(&mut output).expect("it speaks");
+        assert_eq!(lossy_text(&output), text);
     }
 
     /// Let a child that has executed the other program check itself and end.
@@ -66,8 +66,8 @@ fn inject_getpid(child: u32, meanwhile: impl FnOnce()) -> Result<i64, InjectErro
     let directory = fs::File::open(format!("/proc/{child}")).expect("it is alive");
     let target = InjectTarget::new(&directory, child.cast_signed())?;
     meanwhile();
-    let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
-    with_stopped_thread(&target, |inside| inside.call_syscall(number, [0; 6])).map(|(answer, _)| answer)
+    let getpid = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
+    with_stopped_thread(&target, |inside| inside.call_syscall(getpid, [0; 6])).map(|(answer, _)| answer)
 }
 
 /// Whether the kernel lists the children of a thread; prints the reason for skipping if not.
@@ -150,8 +150,8 @@ fn thread_churn_is_not_reported_as_process_end() {
         for _ in 0..(cycle_count(50) / 10).max(5) {
             for action in &actions {
                 let output = run_advise(victim.pid(), &[action], "");
-                let said = lossy_text(&output.stderr);
-                assert!(output.status.success() || said.contains("busy: "), "{state}, {action}: {said}");
+                let stderr = lossy_text(&output.stderr);
+                assert!(output.status.success() || stderr.contains("busy: "), "{state}, {action}: {stderr}");
             }
         }
         victim.finish_and_check();

@@ -13,8 +13,9 @@ fn fault_point_names() -> impl Iterator<Item = &'static str> {
 /// How many fault points an undisturbed run reaches.
 fn count_fault_points(pid: u32, action: &str) -> u32 {
     let output = run_advise(pid, &[action], "count");
-    let said = lossy_text(&output.stderr);
-    let count = said.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap_or_else(|| panic!("{said}"));
+    let stderr = lossy_text(&output.stderr);
+    let count =
+        stderr.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap_or_else(|| panic!("{stderr}"));
     count.parse().expect("a number")
 }
 
@@ -31,19 +32,21 @@ fn kill_injector_at(state: &str, action: &str, point: u32, is_stopped: bool) -> 
     let mask = victim.status_field("SigBlk");
     let output = run_advise(victim.pid(), &[action], &point.to_string());
     let ended = output.status.code();
-    let place = lossy_text(&output.stderr);
-    let left = |victim: &SelfCheckingTarget| {
+    let fault_point = lossy_text(&output.stderr);
+    let is_released = |victim: &SelfCheckingTarget| {
         let state = victim.status_field("State");
         victim.status_field("TracerPid") == "0" && !state.starts_with('t') && state.starts_with('T') == is_stopped
     };
-    wait_until(&format!("{state} is released at {place}"), || left(&victim));
+    wait_until(&format!("{state} is released at {fault_point}"), || is_released(&victim));
     if is_stopped {
         victim.send_signal(Signal::SIGCONT);
     }
-    wait_until(&format!("{state} has its signal mask again at {place}"), || victim.status_field("SigBlk") == mask);
+    wait_until(&format!("{state} has its signal mask again at {fault_point}"), || {
+        victim.status_field("SigBlk") == mask
+    });
     victim.finish_and_check();
-    let name = place.trim().strip_prefix(&format!("fault point {point}: ")).map(str::to_owned);
-    assert_eq!(ended.is_none(), name.is_some(), "{place}");
+    let name = fault_point.trim().strip_prefix(&format!("fault point {point}: ")).map(str::to_owned);
+    assert_eq!(ended.is_none(), name.is_some(), "{fault_point}");
     name
 }
 

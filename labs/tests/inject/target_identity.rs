@@ -94,8 +94,8 @@ fn flock_by_another_pagefold_is_respected() {
     let mut first = first.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the lab runs");
     let stat = || fs::read_to_string(format!("/proc/{}/stat", first.id())).unwrap_or_default();
     wait_until("it stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
-    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
-    assert!(said.contains(&format!("process {} has locked /proc/{}/maps", first.id(), victim.pid())), "{said}");
+    let output = advise_expecting_refusal(victim.pid(), &["mergeable"]);
+    assert!(output.contains(&format!("process {} has locked /proc/{}/maps", first.id(), victim.pid())), "{output}");
     kill(Pid::from_raw(first.id().cast_signed()), Signal::SIGCONT).expect("it is alive");
     assert!(first.wait().expect("its exit").success());
     victim.finish_and_check();
@@ -134,8 +134,8 @@ fn recycled_pid_is_not_visited() {
     };
     kill(injector_pid, Signal::SIGCONT).expect("it is alive");
     let output = injector.wait_with_output().expect("its exit");
-    let said = lossy_text(&output.stderr);
-    assert!(output.status.code() == Some(2) && said.contains("has ended"), "{:?}: {said}", output.status);
+    let stderr = lossy_text(&output.stderr);
+    assert!(output.status.code() == Some(2) && stderr.contains("has ended"), "{:?}: {stderr}", output.status);
     assert_eq!((count_enrolled_regions(pid), second.status_field("TracerPid")), (0, "0".to_owned()));
     second.finish_and_check();
 }

@@ -62,8 +62,8 @@ impl Container<'_> {
 /// The display name of the innermost container of a cgroup path.
 pub(super) fn container_name(cgroup: &str) -> Option<String> {
     let Container { runtime, name } = innermost(cgroup)?;
-    let by_id = SCOPE_PREFIXES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
-    Some(format!("{runtime}:{}", if by_id { &name[..SHORT_ID_DIGITS] } else { &name }))
+    let named_by_id = SCOPE_PREFIXES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
+    Some(format!("{runtime}:{}", if named_by_id { &name[..SHORT_ID_DIGITS] } else { &name }))
 }
 
 /// The possible label files of the outermost container of a cgroup path, as paths below the root. Empty unless only
@@ -72,8 +72,9 @@ pub(super) fn container_name(cgroup: &str) -> Option<String> {
 pub(super) fn label_files(cgroup: &str) -> Vec<String> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
     let outermost = (0..path.len()).find_map(|depth| Some((depth, parse_container(&path[..depth], path[depth])?)));
-    let is_told = |(depth, container): &(usize, Container<'_>)| container.has_id() && is_root_managed(&path[..*depth]);
-    let Some((_, container)) = outermost.filter(is_told) else { return Vec::new() };
+    let is_trusted =
+        |(depth, container): &(usize, Container<'_>)| container.has_id() && is_root_managed(&path[..*depth]);
+    let Some((_, container)) = outermost.filter(is_trusted) else { return Vec::new() };
     let files = LABEL_FILE_PATHS.iter().filter(|(_, _, runtimes)| runtimes.contains(&container.runtime));
     let file = |root: &str, (before, after, _): &(&str, &str, _)| format!("{root}{before}{}{after}", container.name);
     HOST_ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()

@@ -41,20 +41,20 @@ pub(super) fn confidential_technique(arguments: &[String]) -> Option<String> {
         Monitor::Qemu => {
             let objects = options(arguments).filter(|(option, _)| *option == "object");
             let mut kinds = objects.filter_map(|(_, value)| parse_properties(value, "qom-type").remove("qom-type"));
-            let known = ["sev-guest", "sev-snp-guest", "tdx-guest", "s390-pv-guest", "pef-guest"];
-            kinds.find(|kind| known.contains(&kind.as_str())).or_else(|| {
+            let techniques = ["sev-guest", "sev-snp-guest", "tdx-guest", "s390-pv-guest", "pef-guest"];
+            kinds.find(|kind| techniques.contains(&kind.as_str())).or_else(|| {
                 let mut machines = options(arguments).filter(|(option, _)| matches!(*option, "M" | "machine"));
-                let support = ["confidential-guest-support", "memory-encryption"];
+                let options = ["confidential-guest-support", "memory-encryption"];
                 machines.find_map(|(_, value)| {
                     let machine = parse_parameters(value, "type");
-                    support.into_iter().find(|key| machine.contains_key(*key)).map(str::to_owned)
+                    options.into_iter().find(|key| machine.contains_key(*key)).map(str::to_owned)
                 })
             })
         }
         Monitor::CloudHypervisor => option_values(arguments, "platform").into_iter().find_map(|value| {
             let platform = parse_parameters(value, "");
-            let known = ["tdx", "sev_snp"];
-            known.into_iter().find(|key| is_on(&platform, key) == Some(true)).map(str::to_owned)
+            let techniques = ["tdx", "sev_snp"];
+            techniques.into_iter().find(|key| is_on(&platform, key) == Some(true)).map(str::to_owned)
         }),
         Monitor::Firecracker => None,
     }

@@ -108,14 +108,17 @@ impl PageSample {
         self.zero as f64 + self.merged as f64 + self.volatile as f64 + self.pages(0..=u64::MAX)
     }
 
-    /// The number of contents whose number of sightings is in `times`.
-    fn contents(&self, times: RangeInclusive<u64>) -> f64 {
-        self.contents_by_sightings.range(times).map(|(_, &contents)| contents as f64).sum()
+    /// The number of contents whose number of sightings is in `sightings`.
+    fn contents(&self, sightings: RangeInclusive<u64>) -> f64 {
+        self.contents_by_sightings.range(sightings).map(|(_, &contents)| contents as f64).sum()
     }
 
-    /// The number of pages drawn of contents whose number of sightings is in `times`.
-    fn pages(&self, times: RangeInclusive<u64>) -> f64 {
-        self.contents_by_sightings.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
+    /// The number of pages drawn of contents whose number of sightings is in `sightings`.
+    fn pages(&self, sightings: RangeInclusive<u64>) -> f64 {
+        self.contents_by_sightings
+            .range(sightings)
+            .map(|(&sightings, &contents)| sightings as f64 * contents as f64)
+            .sum()
     }
 }
 
@@ -159,24 +162,28 @@ pub fn estimate(sample: &PageSample, confidence: f64) -> Estimate {
     let once = sample.pages(1..=1);
     let twice_or_more = sample.pages(2..=u64::MAX);
     let contents = sample.contents(1..=u64::MAX);
-    let rest = once + twice_or_more;
+    let other_pages = once + twice_or_more;
     // Logical limits: a page not drawn may have any class, and a page seen once may have a duplicate.
     let unseen = population - drawn;
-    let spare = unseen + if unseen > 0.0 { once } else { 0.0 };
-    let figures = if unseen > 0.0 && drawn > 0.0 {
-        group_size_intervals(sample, drawn, population, share(rest, alpha / BAND_COUNT), alpha)
+    let extra_pages = unseen + if unseen > 0.0 { once } else { 0.0 };
+    let intervals = if unseen > 0.0 && drawn > 0.0 {
+        group_size_intervals(sample, drawn, population, share(other_pages, alpha / BAND_COUNT), alpha)
     } else {
         // All pages or no pages were drawn.
-        let whole = |known: f64| Interval::new(0.0, known + unseen / 2.0, population);
-        GroupSizeIntervals { unique: whole(once), duplicate: whole(twice_or_more), redundant: whole(rest - contents) }
+        let centered = |known: f64| Interval::new(0.0, known + unseen / 2.0, population);
+        GroupSizeIntervals {
+            unique: centered(once),
+            duplicate: centered(twice_or_more),
+            redundant: centered(other_pages - contents),
+        }
     };
     Estimate {
         zero: share(sample.zero as f64, alpha),
         merged: share(sample.merged as f64, alpha),
         volatile: share(sample.volatile as f64, alpha),
-        unique: figures.unique.within(if unseen > 0.0 { 0.0 } else { once }, once + unseen),
-        duplicate: figures.duplicate.within(twice_or_more, twice_or_more + spare),
-        redundant: figures.redundant.within(rest - contents, rest - contents + unseen),
+        unique: intervals.unique.within(if unseen > 0.0 { 0.0 } else { once }, once + unseen),
+        duplicate: intervals.duplicate.within(twice_or_more, twice_or_more + extra_pages),
+        redundant: intervals.redundant.within(other_pages - contents, other_pages - contents + unseen),
     }
 }
 
@@ -192,18 +199,18 @@ fn class_interval(count: f64, drawn: f64, population: f64, alpha: f64) -> Interv
     let z = normal_quantile(alpha / 2.0);
     let v = z * z * unseen / (population - 1.0).max(1.0);
     let scale = population / (2.0 * (drawn + v));
-    let middle = 2.0 * count + v;
+    let center = 2.0 * count + v;
     let low = if count <= 0.0 {
         0.0
     } else {
         let root = v - 2.0 - 1.0 / drawn + 4.0 * p * (drawn - count + 1.0);
-        scale * (middle - 1.0 - (v * root.max(0.0)).sqrt())
+        scale * (center - 1.0 - (v * root.max(0.0)).sqrt())
     };
     let high = if count >= drawn {
         population
     } else {
         let root = v + 2.0 - 1.0 / drawn + 4.0 * p * (drawn - count - 1.0);
-        scale * (middle + 1.0 + (v * root.max(0.0)).sqrt())
+        scale * (center + 1.0 + (v * root.max(0.0)).sqrt())
     };
     Interval::new(low, p * population, high).within(count, count + unseen)
 }
@@ -240,14 +247,14 @@ fn group_size_intervals(
     sample: &PageSample,
     drawn: f64,
     population: f64,
-    rest: Interval,
+    other_pages: Interval,
     alpha: f64,
 ) -> GroupSizeIntervals {
     let p = drawn / population;
     let each = alpha / BAND_COUNT;
-    let often_contents = sample.contents(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
-    let often_pages = sample.pages(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
-    let seldom_pages = sample.pages(1..=MAX_RARE_SIGHTINGS);
+    let frequent_contents = sample.contents(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
+    let frequent_pages = sample.pages(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
+    let rare_pages = sample.pages(1..=MAX_RARE_SIGHTINGS);
 
     // Some contents are seen often by chance: over contents seen more than J times, the sum of X - n p has the mean (1
     // - p) (J + 1) E f_{J+1} (Stein's identity for the binomial).
@@ -256,33 +263,33 @@ fn group_size_intervals(
     let shift = (1.0 - p) * edge * at_edge / p;
     let margin = normal_quantile(each / 2.0) * edge * at_edge.sqrt() / p;
     let share = |pages: f64| class_interval(pages, drawn, population, each);
-    let often = if often_contents > 0.0 {
-        share(often_pages).shifted_and_widened(-shift, margin).within(often_pages, population)
+    let frequent = if frequent_contents > 0.0 {
+        share(frequent_pages).shifted_and_widened(-shift, margin).within(frequent_pages, population)
     } else {
         Interval::new(0.0, 0.0, 0.0)
     };
-    let seldom = if often_contents > 0.0 {
-        share(seldom_pages).shifted_and_widened(shift, margin).within(seldom_pages, population)
+    let rare = if frequent_contents > 0.0 {
+        share(rare_pages).shifted_and_widened(shift, margin).within(rare_pages, population)
     } else {
-        rest
+        other_pages
     };
-    let seen = (1..=MAX_RARE_SIGHTINGS).map(|j| {
+    let sightings = (1..=MAX_RARE_SIGHTINGS).map(|j| {
         let mean = poisson_mean(sample.contents(j..=j), each);
         // A group size between two grid points is a mixture of both. Over a step of d in the logarithm of the size, the
         // error of the probability of j is about its second derivative times d^2 / 8, which is j near the peak.
-        let miss = j as f64 * GRID_STEP * GRID_STEP / 8.0;
-        Interval::new(mean.low * (1.0 - miss), mean.estimate, mean.high * (1.0 + miss))
+        let grid_error = j as f64 * GRID_STEP * GRID_STEP / 8.0;
+        Interval::new(mean.low * (1.0 - grid_error), mean.estimate, mean.high * (1.0 + grid_error))
     });
     let mut bands =
-        SampleBands { other_pages: rest, frequent_pages: often, rare_pages: seldom, sightings: seen.collect() };
+        SampleBands { other_pages, frequent_pages: frequent, rare_pages: rare, sightings: sightings.collect() };
 
-    let most = sample
+    let max_sightings = sample
         .contents_by_sightings
         .range(1..=MAX_RARE_SIGHTINGS)
         .rev()
         .find(|(_, contents)| **contents > 0)
-        .map_or(0, |(&times, _)| times);
-    let grid = GroupSizeGrid::new(p, population, most, often_contents > 0.0, each);
+        .map_or(0, |(&sightings, _)| sightings);
+    let grid = GroupSizeGrid::new(p, population, max_sightings, frequent_contents > 0.0, each);
     let likely = grid.likely_pages(sample, bands.rare_pages.estimate);
     let share_of_redundant = |n: f64| (n - 1.0) / n;
     let is_unique = |n: f64| f64::from(n < 2.0);
@@ -292,33 +299,33 @@ fn group_size_intervals(
     };
     let unique = total(&is_unique);
     let duplicate = total(&is_duplicate) + bands.frequent_pages.estimate;
-    let redundant = total(&share_of_redundant) + bands.frequent_pages.estimate - often_contents;
+    let redundant = total(&share_of_redundant) + bands.frequent_pages.estimate - frequent_contents;
 
-    let ends = |bands: &SampleBands| {
-        let ends = |often: f64, cost: &dyn Fn(f64) -> f64| {
-            let end = |direction| grid.extreme_value(bands, direction, often, cost);
+    let extremes_within = |bands: &SampleBands| {
+        let extremes = |frequent: f64, cost: &dyn Fn(f64) -> f64| {
+            let end = |direction| grid.extreme_value(bands, direction, frequent, cost);
             Some((end(OptimizationDirection::Minimize)?, end(OptimizationDirection::Maximize)?))
         };
-        Some([ends(0.0, &is_unique)?, ends(1.0, &is_duplicate)?, ends(1.0, &share_of_redundant)?])
+        Some([extremes(0.0, &is_unique)?, extremes(1.0, &is_duplicate)?, extremes(1.0, &share_of_redundant)?])
     };
-    let mut found = ends(&bands);
+    let mut extremes = extremes_within(&bands);
     for _ in 0..MAX_BAND_WIDENINGS {
-        if found.is_some() {
+        if extremes.is_some() {
             break;
         }
         bands.widen();
         // Bands that just meet give a very narrow interval, which would look precise. Therefore widen once more.
-        found = ends(&bands).and_then(|_| {
+        extremes = extremes_within(&bands).and_then(|_| {
             bands.widen();
-            ends(&bands)
+            extremes_within(&bands)
         });
     }
     let [of_unique, of_duplicate, of_redundant] =
-        found.unwrap_or([(0.0, population), (0.0, population), (often_contents, population)]);
+        extremes.unwrap_or([(0.0, population), (0.0, population), (frequent_contents, population)]);
     GroupSizeIntervals {
         unique: Interval::new(of_unique.0, unique, of_unique.1),
         duplicate: Interval::new(of_duplicate.0, duplicate, of_duplicate.1),
-        redundant: Interval::new(of_redundant.0 - often_contents, redundant, of_redundant.1 - often_contents),
+        redundant: Interval::new(of_redundant.0 - frequent_contents, redundant, of_redundant.1 - frequent_contents),
     }
 }
 
@@ -335,35 +342,40 @@ impl SampleBands {
 }
 
 impl GroupSizeGrid {
-    /// The group sizes that the sample does not exclude at level `alpha`. Contents were seen at most `most` times,
-    /// except those set apart, if there were any (`cut`).
-    fn new(p: f64, population: f64, most: u64, cut: bool, alpha: f64) -> Self {
-        // Without contents set apart, the largest group too was seen at most `most` times. With them, a group size is
-        // excluded if of its population / n possible groups probably none was seen at most MAX_RARE_SIGHTINGS times.
-        let possible = |n: f64| {
-            let seen_at_most = |times: u64| (0..=times).map(|j| binomial(n, p, j)).sum::<f64>();
-            if cut { population / n * seen_at_most(MAX_RARE_SIGHTINGS) >= alpha } else { seen_at_most(most) >= alpha }
+    /// The group sizes that the sample does not exclude at level `alpha`. Contents were seen at most `max_sightings`
+    /// times, except those set apart, if there were any (`has_frequent`).
+    fn new(p: f64, population: f64, max_sightings: u64, has_frequent: bool, alpha: f64) -> Self {
+        // Without contents set apart, the largest group too was seen at most `max_sightings` times. With them, a group
+        // size is excluded if of its population / n possible groups probably none was seen at most MAX_RARE_SIGHTINGS
+        // times.
+        let is_possible = |n: f64| {
+            let probability_up_to = |sightings: u64| (0..=sightings).map(|j| binomial(n, p, j)).sum::<f64>();
+            if has_frequent {
+                population / n * probability_up_to(MAX_RARE_SIGHTINGS) >= alpha
+            } else {
+                probability_up_to(max_sightings) >= alpha
+            }
         };
-        let mut copies = vec![1.0];
+        let mut sizes = vec![1.0];
         let mut n: f64 = 2.0;
-        while n <= population && (n <= most as f64 || possible(n)) {
-            copies.push(n);
+        while n <= population && (n <= max_sightings as f64 || is_possible(n)) {
+            sizes.push(n);
             n = if n < MAX_DENSE_GROUP_SIZE as f64 { n + 1.0 } else { (n * (1.0 + GRID_STEP)).ceil() };
         }
         // The last grid point may be one step below the largest possible size. One more point bounds it from above.
         if n <= population {
-            copies.push(n);
+            sizes.push(n);
         }
-        let seen = copies.iter().map(|&n| {
-            let mut seen: Vec<f64> = (1..=MAX_RARE_SIGHTINGS).map(|j| binomial(n, p, j)).collect();
-            if cut {
-                let seldom: f64 = binomial(n, p, 0) + seen.iter().sum::<f64>();
-                seen.iter_mut().for_each(|probability| *probability /= seldom);
+        let probabilities = sizes.iter().map(|&n| {
+            let mut probabilities: Vec<f64> = (1..=MAX_RARE_SIGHTINGS).map(|j| binomial(n, p, j)).collect();
+            if has_frequent {
+                let rare: f64 = binomial(n, p, 0) + probabilities.iter().sum::<f64>();
+                probabilities.iter_mut().for_each(|probability| *probability /= rare);
             }
-            seen
+            probabilities
         });
-        let seen = seen.collect();
-        Self { group_sizes: copies, sighting_probabilities: seen }
+        let probabilities = probabilities.collect();
+        Self { group_sizes: sizes, sighting_probabilities: probabilities }
     }
 
     /// The pages, by group size, of contents seen at most [`MAX_RARE_SIGHTINGS`] times. Expectation maximization fits a
@@ -374,27 +386,33 @@ impl GroupSizeGrid {
         let total: f64 = counts.iter().sum();
         // Probability that a page of a group is drawn and its content is seen j times; the sum is the probability of
         // being drawn.
-        let sees = self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| {
-            let sees: Vec<f64> = seen.iter().zip(1..).map(|(probability, j)| probability * f64::from(j) / n).collect();
-            let drawn: f64 = sees.iter().sum();
-            (sees.iter().map(|probability| probability / drawn.max(f64::MIN_POSITIVE)).collect(), drawn)
-        });
-        let sees: Vec<(Vec<f64>, f64)> = sees.collect();
+        let probabilities =
+            self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, sighting_probabilities)| {
+                let probabilities: Vec<f64> = sighting_probabilities
+                    .iter()
+                    .zip(1..)
+                    .map(|(probability, j)| probability * f64::from(j) / n)
+                    .collect();
+                let drawn: f64 = probabilities.iter().sum();
+                (probabilities.iter().map(|probability| probability / drawn.max(f64::MIN_POSITIVE)).collect(), drawn)
+            });
+        let probabilities: Vec<(Vec<f64>, f64)> = probabilities.collect();
         let mut weights: Vec<f64> = self.group_sizes.iter().map(|n| 1.0 / n).collect();
         for _ in 0..if total > 0.0 { EM_PASSES } else { 0 } {
             let mut expected = [0.0; MAX_RARE_SIGHTINGS as usize];
-            for (weight, (sees, _)) in weights.iter().zip(&sees) {
-                expected.iter_mut().zip(sees).for_each(|(sum, probability)| *sum += weight * probability);
+            for (weight, (probabilities, _)) in weights.iter().zip(&probabilities) {
+                expected.iter_mut().zip(probabilities).for_each(|(sum, probability)| *sum += weight * probability);
             }
             let mut ratios = expected;
             for (ratio, count) in ratios.iter_mut().zip(&counts) {
                 *ratio = if *ratio > 0.0 { count / total / *ratio } else { 0.0 };
             }
-            for (weight, (sees, _)) in weights.iter_mut().zip(&sees) {
-                *weight *= sees.iter().zip(&ratios).map(|(probability, ratio)| probability * ratio).sum::<f64>();
+            for (weight, (probabilities, _)) in weights.iter_mut().zip(&probabilities) {
+                *weight *=
+                    probabilities.iter().zip(&ratios).map(|(probability, ratio)| probability * ratio).sum::<f64>();
             }
         }
-        for (weight, (_, drawn)) in weights.iter_mut().zip(&sees) {
+        for (weight, (_, drawn)) in weights.iter_mut().zip(&probabilities) {
             *weight /= drawn.max(f64::MIN_POSITIVE);
         }
         let sum: f64 = weights.iter().sum();
@@ -402,25 +420,25 @@ impl GroupSizeGrid {
     }
 
     /// The extreme cost over all histograms that keep to the bands: `cost(n)` for each page in groups of `n`, plus
-    /// `often` for each page of contents set apart. `None` if there is no such histogram or microlp fails.
+    /// `frequent_cost` for each page of contents set apart. `None` if there is no such histogram or microlp fails.
     fn extreme_value(
         &self,
         bands: &SampleBands,
         direction: OptimizationDirection,
-        often: f64,
+        frequent_cost: f64,
         cost: &dyn Fn(f64) -> f64,
     ) -> Option<f64> {
         // Variables are scaled by their maximum and rows by their upper ends. No number then grows with the host, and
         // small page counts beside very large ones are not lost in the tolerance of the solver.
-        let (seldom_scale, often_scale) = (bands.rare_pages.high.max(1.0), bands.frequent_pages.high.max(1.0));
-        let scale = seldom_scale.max(often_scale);
+        let (rare_scale, frequent_scale) = (bands.rare_pages.high.max(1.0), bands.frequent_pages.high.max(1.0));
+        let scale = rare_scale.max(frequent_scale);
         let mut problem = Problem::new(direction);
-        let costs = self.group_sizes.iter().map(|&n| cost(n) * seldom_scale / scale);
+        let costs = self.group_sizes.iter().map(|&n| cost(n) * rare_scale / scale);
         let sizes: Vec<Variable> = costs.map(|cost| problem.add_var(cost, (0.0, f64::INFINITY))).collect();
-        let set_apart = (bands.frequent_pages.low / often_scale, bands.frequent_pages.high / often_scale);
-        let set_apart = problem.add_var(often * often_scale / scale, set_apart);
+        let frequent = (bands.frequent_pages.low / frequent_scale, bands.frequent_pages.high / frequent_scale);
+        let frequent = problem.add_var(frequent_cost * frequent_scale / scale, frequent);
 
-        let mut hold = |terms: Vec<(Variable, f64)>, band: Interval| {
+        let mut constrain = |terms: Vec<(Variable, f64)>, band: Interval| {
             let unit = band.high.max(1.0);
             let largest = terms.iter().map(|term| term.1).fold(0.0, f64::max);
             let terms = terms.into_iter().filter(|term| term.1 > largest * MIN_RELATIVE_COEFFICIENT);
@@ -430,14 +448,14 @@ impl GroupSizeGrid {
                 problem.add_constraint(terms.as_slice(), ComparisonOp::Ge, band.low / unit);
             }
         };
-        let mut pages: Vec<(Variable, f64)> = sizes.iter().map(|&size| (size, seldom_scale)).collect();
-        hold(pages.clone(), bands.rare_pages);
-        pages.push((set_apart, often_scale));
-        hold(pages, bands.other_pages);
+        let mut pages: Vec<(Variable, f64)> = sizes.iter().map(|&size| (size, rare_scale)).collect();
+        constrain(pages.clone(), bands.rare_pages);
+        pages.push((frequent, frequent_scale));
+        constrain(pages, bands.other_pages);
         for (j, &band) in bands.sightings.iter().enumerate() {
             let means =
-                self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| seldom_scale / n * seen[j]);
-            hold(sizes.iter().copied().zip(means).collect(), band);
+                self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| rare_scale / n * seen[j]);
+            constrain(sizes.iter().copied().zip(means).collect(), band);
         }
         let solution = problem.solve().ok()?.into_solution().ok()?;
         Some(solution.objective() * scale)

@@ -53,9 +53,9 @@ impl Sketch {
     /// A sketch of this many pages and their contents. Contents of a rank below [`Sketch::min_rank_for`] may be
     /// missing.
     pub fn from_contents(pages: Pages, contents: impl IntoIterator<Item = Fingerprint>) -> Self {
-        let least = Self::min_rank_for(pages);
-        let kept = contents.into_iter().filter(|&content| rank(content) >= least).map(scrambled);
-        Self::new(least, kept.collect())
+        let min_rank = Self::min_rank_for(pages);
+        let kept = contents.into_iter().filter(|&content| rank(content) >= min_rank).map(scrambled);
+        Self::new(min_rank, kept.collect())
     }
 
     /// Whether the sketch keeps no content.
@@ -69,16 +69,16 @@ impl Sketch {
         if self.shared(other) == Pages::ZERO {
             return self;
         }
-        let least = self.min_rank.max(other.min_rank);
-        let alone = self.kept_from_rank(least).iter().filter(|content| other.kept.binary_search(content).is_err());
-        Self::new(least, alone.copied().collect())
+        let min_rank = self.min_rank.max(other.min_rank);
+        let missing = self.kept_from_rank(min_rank).iter().filter(|content| other.kept.binary_search(content).is_err());
+        Self::new(min_rank, missing.copied().collect())
     }
 
-    fn new(least: u32, mut kept: Vec<u64>) -> Self {
+    fn new(min_rank: u32, mut kept: Vec<u64>) -> Self {
         kept.sort_unstable();
         kept.dedup();
         kept.shrink_to_fit();
-        Self { min_rank: least, kept }
+        Self { min_rank, kept }
     }
 
     /// The contents kept of this rank or more.
@@ -95,17 +95,17 @@ impl Sketch {
     /// estimate times the number of contents that each one kept stands for. The estimate is at most the number of
     /// contents of either, and exact if both sketches keep all contents.
     pub fn shared(&self, other: &Self) -> Pages {
-        let least = self.min_rank.max(other.min_rank);
-        let (mut a, mut b, mut both) = (self.kept_from_rank(least), other.kept_from_rank(least), 0_u64);
+        let min_rank = self.min_rank.max(other.min_rank);
+        let (mut a, mut b, mut common) = (self.kept_from_rank(min_rank), other.kept_from_rank(min_rank), 0_u64);
         while let ([first, rest_a @ ..], [second, rest_b @ ..]) = (a, b) {
             match first.cmp(second) {
                 Ordering::Less => a = rest_a,
                 Ordering::Greater => b = rest_b,
-                Ordering::Equal => (a, b, both) = (rest_a, rest_b, both + 1),
+                Ordering::Equal => (a, b, common) = (rest_a, rest_b, common + 1),
             }
         }
-        let both = both.saturating_mul(1_u64.checked_shl(least).unwrap_or(u64::MAX));
-        Pages(both).min(self.contents()).min(other.contents())
+        let common = common.saturating_mul(1_u64.checked_shl(min_rank).unwrap_or(u64::MAX));
+        Pages(common).min(self.contents()).min(other.contents())
     }
 }
 
@@ -143,17 +143,17 @@ mod tests {
     fn shared_contents_are_estimated_from_sketches() {
         let (each, times) = (512.0_f64, 100);
         for stride in [1, 4096, 0x9e37_79b9_7f4a_7c15] {
-            let told = (0..times).map(|time| {
+            let estimates = (0..times).map(|time| {
                 let of = |range: std::ops::Range<u64>| {
                     sketch(range.map(|number| (number + time * 1_000_000).wrapping_mul(stride)))
                 };
                 let (big, small, other) = (of(0..100_000), of(80_000..101_000), of(200_000..300_000));
                 assert_eq!(big.shared(&other), Pages(0));
-                let told = big.shared(&small).0 as f64;
-                assert!((told - 20_000.0).abs() <= 5.0 * (20_000.0 * each).sqrt(), "{told}");
-                told
+                let estimate = big.shared(&small).0 as f64;
+                assert!((estimate - 20_000.0).abs() <= 5.0 * (20_000.0 * each).sqrt(), "{estimate}");
+                estimate
             });
-            let mean = told.sum::<f64>() / times as f64;
+            let mean = estimates.sum::<f64>() / times as f64;
             assert!((mean - 20_000.0).abs() <= 5.0 * (20_000.0 * each / times as f64).sqrt(), "{mean}");
         }
     }

@@ -68,13 +68,13 @@ pub fn encode_proc_request(request: ProcRequest, request_number: u32) -> Vec<u8>
         ProcRequest::Ignore => vec![2],
     };
     let length = body.len() * 4;
-    let whole = HEADER_BYTES[0] + HEADER_BYTES[1] + length;
+    let message_bytes = HEADER_BYTES[0] + HEADER_BYTES[1] + length;
     // NLMSG_DONE is 3, in the half of the word before the flags.
     let kind = u32::from_ne_bytes(match 3u16.to_ne_bytes() {
         [one, other] => [one, other, 0, 0],
     });
     let size = (length as u16).to_ne_bytes();
-    let header = [whole as u32, kind, 0, 0, PROC_CONNECTOR_ID.0, PROC_CONNECTOR_ID.1, 0, request_number];
+    let header = [message_bytes as u32, kind, 0, 0, PROC_CONNECTOR_ID.0, PROC_CONNECTOR_ID.1, 0, request_number];
     let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_ne_bytes()).collect();
     bytes.extend([size[0], size[1], 0, 0]);
     bytes.extend(body.iter().flat_map(|word| word.to_ne_bytes()));

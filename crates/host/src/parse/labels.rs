@@ -21,8 +21,9 @@ pub fn labels(bytes: &[u8]) -> Vec<String> {
 /// container's environment.
 pub fn strip_to_labels(bytes: &[u8]) -> Vec<u8> {
     let document = parse_document(bytes);
-    let kept: Map<String, Value> = short_labels(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
-    serde_json::json!({ "annotations": kept }).to_string().into_bytes()
+    let labels: Map<String, Value> =
+        short_labels(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
+    serde_json::json!({ "annotations": labels }).to_string().into_bytes()
 }
 
 fn parse_document(bytes: &[u8]) -> Value {

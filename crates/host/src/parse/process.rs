@@ -107,13 +107,13 @@ pub struct Status {
 
 /// Parses `/proc/PID/status`.
 pub fn status(bytes: &[u8]) -> Status {
-    let user = |ids: &[u8], position: usize, what: &str| {
+    let user_id = |ids: &[u8], position: usize, what: &str| {
         let id = ids.split(u8::is_ascii_whitespace).filter(|id| !id.is_empty()).nth(position);
         id.ok_or_else(|| malformed(what, ids)).and_then(number::<u32>)
     };
-    let effective = |ids: &[u8]| user(ids, 1, "no effective user");
+    let effective = |ids: &[u8]| user_id(ids, 1, "no effective user");
     let setuid = |ids: &[u8]| {
-        let (real, saved) = (user(ids, 0, "no real user")?, user(ids, 2, "no saved user")?);
+        let (real, saved) = (user_id(ids, 0, "no real user")?, user_id(ids, 2, "no saved user")?);
         Ok([real, saved] != [effective(ids)?; 2])
     };
     Status {

@@ -22,16 +22,16 @@ const TYPICAL_ENTRY_BYTES: usize = 640;
 /// `Private_Hugetlb:` (before 4.4), these amounts count as zero.
 pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
     let mut regions = Vec::with_capacity(bytes.len() / TYPICAL_ENTRY_BYTES);
-    let mut open: Option<SmapsEntry> = None;
+    let mut entry: Option<SmapsEntry> = None;
     for line in lines(bytes) {
         let Ok(line) = line else { break };
         if line.first().is_some_and(u8::is_ascii_uppercase) {
-            open.as_mut().ok_or_else(|| malformed("a field of smaps before any region", line))?.parse_field(line)?;
-        } else if let Some(whole) = open.replace(SmapsEntry::from_header(line)?) {
-            regions.push(whole.finish()?);
+            entry.as_mut().ok_or_else(|| malformed("a field of smaps before any region", line))?.parse_field(line)?;
+        } else if let Some(complete) = entry.replace(SmapsEntry::from_header(line)?) {
+            regions.push(complete.finish()?);
         }
     }
-    if let Some(last) = open.filter(|entry| entry.has_flags) {
+    if let Some(last) = entry.filter(|entry| entry.has_flags) {
         regions.push(last.finish()?);
     }
     Ok(regions)
@@ -78,8 +78,8 @@ impl SmapsEntry {
     }
 
     fn finish(self) -> Reading<Region> {
-        let missing = [(self.has_rss, "Rss:"), (self.has_anonymous, "Anonymous:"), (self.has_flags, "VmFlags:")];
-        match missing.iter().find(|(has, _)| !has) {
+        let required = [(self.has_rss, "Rss:"), (self.has_anonymous, "Anonymous:"), (self.has_flags, "VmFlags:")];
+        match required.iter().find(|(is_present, _)| !is_present) {
             Some((_, key)) => Err(Absent::Malformed(format!("region {} of smaps has no {key}", self.region.range))),
             None => Ok(self.region),
         }
@@ -88,7 +88,7 @@ impl SmapsEntry {
 
 /// Parses the line of addresses, permissions, offset, device, inode and name.
 fn parse_header(line: &[u8]) -> Reading<MapsEntry> {
-    let parts = || -> Option<MapsEntry> {
+    let parse = || -> Option<MapsEntry> {
         let (start, rest) = split_at_byte(line, b'-')?;
         let (end, rest) = split_at_byte(rest, b' ')?;
         let (permissions, rest) = split_at_byte(rest, b' ')?;
@@ -104,7 +104,7 @@ fn parse_header(line: &[u8]) -> Reading<MapsEntry> {
             name: String::from_utf8_lossy(name).into_owned(),
         })
     };
-    parts().ok_or_else(|| malformed("not a line of smaps", line))
+    parse().ok_or_else(|| malformed("not a line of smaps", line))
 }
 
 /// The parts before and after the first `separator`.

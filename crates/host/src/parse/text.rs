@@ -12,9 +12,9 @@ const MAX_LIST_NUMBERS: usize = 1 << 16;
 
 /// The error that `bytes` are malformed, with the message `what`.
 pub(super) fn malformed(what: &str, bytes: &[u8]) -> Absent {
-    let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
-    let more = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
-    Absent::Malformed(format!("{what}: {shown:?}{more}"))
+    let excerpt = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
+    let ellipsis = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
+    Absent::Malformed(format!("{what}: {excerpt:?}{ellipsis}"))
 }
 
 /// The lines of a file without their newlines; an error in place of a last line without one.
@@ -70,19 +70,19 @@ pub struct CpuTicks {
 impl CpuTicks {
     /// The share of stolen time between this reading and a later one.
     pub fn steal_share(self, later: Self) -> f64 {
-        let all = later.total.saturating_sub(self.total).max(1);
-        (later.steal.saturating_sub(self.steal) as f64 / all as f64).min(1.0)
+        let elapsed_ticks = later.total.saturating_sub(self.total).max(1);
+        (later.steal.saturating_sub(self.steal) as f64 / elapsed_ticks as f64).min(1.0)
     }
 }
 
 /// Parses the first line of `/proc/stat`.
 pub fn cpu_ticks(bytes: &[u8]) -> Reading<CpuTicks> {
-    let wrong = || malformed("no line for all CPUs", bytes);
+    let no_line = || malformed("no line for all CPUs", bytes);
     let line =
-        bytes.strip_prefix(b"cpu ").and_then(|rest| rest.split(|&byte| byte == b'\n').next()).ok_or_else(wrong)?;
+        bytes.strip_prefix(b"cpu ").and_then(|rest| rest.split(|&byte| byte == b'\n').next()).ok_or_else(no_line)?;
     let words = line.split(|&byte| byte == b' ').filter(|word| !word.is_empty()).take(8);
     let ticks = words.map(number::<u64>).collect::<Reading<Vec<u64>>>()?;
-    let stolen = *ticks.get(7).ok_or_else(wrong)?;
+    let stolen = *ticks.get(7).ok_or_else(no_line)?;
     Ok(CpuTicks { total: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), steal: stolen })
 }
 

@@ -88,8 +88,8 @@ impl fmt::Display for UndoDescription<'_> {
         match self.0 {
             Action::Write { knob, value } => write!(f, "{knob} was {value}"),
             Action::Advise { process, advice, ranges } => {
-                let was = if *advice == MergeAdvice::Mergeable { "enrolled" } else { "not enrolled" };
-                write!(f, "{} ranges of process {} were {was}", ranges.len(), process.pid)
+                let state = if *advice == MergeAdvice::Mergeable { "enrolled" } else { "not enrolled" };
+                write!(f, "{} ranges of process {} were {state}", ranges.len(), process.pid)
             }
             Action::MergeAny { process, enable: on } => {
                 write!(f, "process {} was {}enrolled whole", process.pid, if *on { "" } else { "not " })
@@ -162,24 +162,24 @@ impl<'a> Session<'a> {
             );
         }
         let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
-        let left = Journal::load(&directory, class.journal_file())?.filter(|journal| journal.boot == boot);
+        let old_journal = Journal::load(&directory, class.journal_file())?.filter(|journal| journal.boot == boot);
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
-        let written = JournalSize::default();
+        let journal_size = JournalSize::default();
         let mut session = Self {
             host,
             class,
             directory,
             journal,
             retry_entries: Vec::new(),
-            journal_size: written,
+            journal_size,
             stop_durations: Vec::new(),
             _lock: lock,
             _claim: claim,
         };
-        let Some(left) = left else { return Ok((session, Vec::new(), Vec::new())) };
-        session.journal.entries = left.entries;
-        let (undone, remains) = session.undo_entries()?;
-        Ok((session, undone, remains))
+        let Some(old_journal) = old_journal else { return Ok((session, Vec::new(), Vec::new())) };
+        session.journal.entries = old_journal.entries;
+        let (undone, failed) = session.undo_entries()?;
+        Ok((session, undone, failed))
     }
 
     /// The host that the session changes.
@@ -225,7 +225,7 @@ impl<'a> Session<'a> {
             }
             return Ok(effect);
         }
-        let noted = self.journal_action(action, lifetime == ChangeLifetime::PermanentOnCommit)?;
+        let mark = self.journal_action(action, lifetime == ChangeLifetime::PermanentOnCommit)?;
         let result = self.apply_to_host(action, stop);
         // The undo stays if something may have changed.
         let is_untouched = match &result {
@@ -234,7 +234,7 @@ impl<'a> Session<'a> {
             Err(_) => true,
         };
         if is_untouched {
-            self.revert_journal(noted)?;
+            self.revert_journal(mark)?;
         }
         Ok(result?)
     }
@@ -251,9 +251,9 @@ impl<'a> Session<'a> {
     pub fn write_settings<K: Into<Knob> + Copy>(&mut self, settings: &BTreeMap<K, String>) -> Result<(), Error> {
         for (&setting, value) in settings {
             let knob = setting.into();
-            let now = self.read_knob(knob)?;
-            self.check_knob_not_overwritten(knob, &now)?;
-            if now != *value {
+            let current = self.read_knob(knob)?;
+            self.check_knob_not_overwritten(knob, &current)?;
+            if current != *value {
                 self.apply(&Action::Write { knob, value: value.clone() }, ChangeLifetime::Temporary)?;
             }
         }
@@ -282,8 +282,8 @@ impl<'a> Session<'a> {
     pub fn drop_ended_processes(&mut self) -> Result<(), Error> {
         let length = self.journal.entries.len();
         let host = self.host;
-        let lives = |process: &ProcessId| crate::hold(host, *process).is_ok();
-        self.journal.entries.retain(|entry| entry.undo.process().is_none_or(|process| lives(&process)));
+        let is_alive = |process: &ProcessId| crate::hold(host, *process).is_ok();
+        self.journal.entries.retain(|entry| entry.undo.process().is_none_or(|process| is_alive(&process)));
         if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
 
@@ -291,15 +291,16 @@ impl<'a> Session<'a> {
     /// enrollments of the same processes, these stay too.
     pub fn commit(&mut self) -> Result<(), Error> {
         let length = self.retry_entries.len() + self.journal.entries.len();
-        let done: BTreeSet<ProcessId> = self
+        let committed: BTreeSet<ProcessId> = self
             .journal
             .entries
             .iter()
             .filter(|entry| entry.until_commit)
             .filter_map(|entry| entry.undo.process())
             .collect();
-        self.retry_entries
-            .retain(|entry| !entry.until_commit || entry.undo.process().is_none_or(|process| !done.contains(&process)));
+        self.retry_entries.retain(|entry| {
+            !entry.until_commit || entry.undo.process().is_none_or(|process| !committed.contains(&process))
+        });
         self.journal.entries.retain(|entry| !entry.until_commit);
         if self.retry_entries.len() + self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
@@ -314,38 +315,38 @@ impl<'a> Session<'a> {
 
     /// Undoes all temporary changes because of an error. Returns the error with the failed undos.
     pub fn abort(&mut self, error: Error) -> Error {
-        let remains = match self.undo_all() {
-            Ok(remains) | Err(Error::UndoFailed { failed_undos: remains, .. }) => remains,
+        let failed = match self.undo_all() {
+            Ok(failed) | Err(Error::UndoFailed { failed_undos: failed, .. }) => failed,
             // All changes are undone; a journal that still has them does no harm.
             Err(_) => Vec::new(),
         };
-        if remains.is_empty() { error } else { Error::UndoFailed { failed_undos: remains, source: Box::new(error) } }
+        if failed.is_empty() { error } else { Error::UndoFailed { failed_undos: failed, source: Box::new(error) } }
     }
 
     /// Ends the session and keeps its settings as those of a policy. Stores their values from before the first policy.
     /// All other temporary changes are undone.
     pub fn keep_as_policy(&mut self, name: &str) -> Result<Vec<FailedUndo>, Error> {
-        let mut kept =
+        let mut policy =
             self.load_policy_journal()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
-        let settings = |entry: &JournalEntry| matches!(entry.undo, Action::Write { .. });
-        for entry in self.journal.entries.iter().filter(|entry| settings(entry)) {
+        let is_setting = |entry: &JournalEntry| matches!(entry.undo, Action::Write { .. });
+        for entry in self.journal.entries.iter().filter(|entry| is_setting(entry)) {
             let Action::Write { knob, value } = &entry.undo else { continue };
-            match kept.entries.iter_mut().find(|known| is_entry_of_knob(known, *knob)) {
-                Some(known) => {
+            match policy.entries.iter_mut().find(|entry| is_entry_of_knob(entry, *knob)) {
+                Some(saved) => {
                     // The previous policy's value is restored if this process ends before its own journal is removed.
-                    known.written_values.retain(|written| written == value);
-                    known.written_values.extend(entry.written_values.last().cloned());
+                    saved.written_values.retain(|written| written == value);
+                    saved.written_values.extend(entry.written_values.last().cloned());
                 }
-                None => kept.entries.push(entry.clone()),
+                None => policy.entries.push(entry.clone()),
             }
         }
-        kept.purpose = Some(name.to_owned());
-        kept.store(&self.directory, self.class.policy_file())?;
-        let all = self.journal.entries.clone();
-        self.journal.entries.retain(|entry| !settings(entry));
+        policy.purpose = Some(name.to_owned());
+        policy.store(&self.directory, self.class.policy_file())?;
+        let entries = self.journal.entries.clone();
+        self.journal.entries.retain(|entry| !is_setting(entry));
         // While the session's own journal contains the settings, they are restored.
         if let Err(error) = self.rewrite_journal() {
-            self.journal.entries = all;
+            self.journal.entries = entries;
             return Err(error);
         }
         self.undo_all()
@@ -371,15 +372,15 @@ impl<'a> Session<'a> {
         knob.read(self.host).map_err(|source| Error::SettingUnreadable { knob, source })
     }
 
-    fn check_knob_not_overwritten(&self, knob: Knob, now: &str) -> Result<(), Error> {
+    fn check_knob_not_overwritten(&self, knob: Knob, current: &str) -> Result<(), Error> {
         if let Some((driver, value)) = knob.changed_by_kernel_while()
             && self.last_written_value(driver) == Some(value)
         {
             return Ok(());
         }
         match self.last_written_value(knob) {
-            Some(wrote) if wrote != now => {
-                Err(Error::SettingOverwritten { knob, wrote: wrote.to_owned(), found: now.to_owned() })
+            Some(wrote) if wrote != current => {
+                Err(Error::SettingOverwritten { knob, wrote: wrote.to_owned(), found: current.to_owned() })
             }
             _ => Ok(()),
         }
@@ -398,44 +399,43 @@ impl<'a> Session<'a> {
 
     /// Stores the undo of an action. A setting keeps its first value.
     fn journal_action(&mut self, action: &Action, until_commit: bool) -> Result<JournalMark, Error> {
-        let mut noted = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
+        let mut mark = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
         if let Action::Write { knob, value } = action {
-            let now = self.read_knob(*knob)?;
-            if now != *value
+            let current = self.read_knob(*knob)?;
+            if current != *value
                 && let Some((reset, reset_value)) = knob.resets()
                 // A value that the kernel set itself is not worth restoring.
-                && (reset.changed_by_kernel_while() != Some((*knob, now.as_str())) || self.has_knob_entry(reset))
+                && (reset.changed_by_kernel_while() != Some((*knob, current.as_str())) || self.has_knob_entry(reset))
             {
-                self.journal_knob(reset, reset_value, &mut noted)?;
+                self.journal_knob(reset, reset_value, &mut mark)?;
             }
-            if now != *value || self.has_knob_entry(*knob) {
-                self.journal_knob(*knob, value, &mut noted)?;
+            if current != *value || self.has_knob_entry(*knob) {
+                self.journal_knob(*knob, value, &mut mark)?;
             }
         } else {
             let undo = action::undo_actions(self.host, action)?;
             for undo in undo {
-                let within = self.enclosing_extents(&undo).map_err(Error::HostStateUnreadable)?;
+                let enclosing_extents = self.enclosing_extents(&undo).map_err(Error::HostStateUnreadable)?;
                 self.journal.entries.push(JournalEntry {
                     undo,
                     written_values: Vec::new(),
-                    enclosing_extents: within,
+                    enclosing_extents,
                     until_commit,
                 });
             }
         }
-        self.append_changes(&self.journal_changes(&noted))?;
-        Ok(noted)
+        self.append_changes(&self.journal_changes(&mark))?;
+        Ok(mark)
     }
 
     /// The journal changes since the mark.
-    fn journal_changes(&self, noted: &JournalMark) -> Vec<JournalChange> {
+    fn journal_changes(&self, mark: &JournalMark) -> Vec<JournalChange> {
         let entries = &self.journal.entries;
-        let older = self.retry_entries.len();
-        let written = noted
-            .previous_values
-            .iter()
-            .map(|(at, _)| JournalChange::SetWrittenValues(older + at, entries[*at].written_values.clone()));
-        written.chain(entries[noted.entry_count..].iter().cloned().map(JournalChange::Push)).collect()
+        let retry_count = self.retry_entries.len();
+        let written = mark.previous_values.iter().map(|(position, _)| {
+            JournalChange::SetWrittenValues(retry_count + position, entries[*position].written_values.clone())
+        });
+        written.chain(entries[mark.entry_count..].iter().cloned().map(JournalChange::Push)).collect()
     }
 
     /// The present extent of each range of an action.
@@ -447,20 +447,20 @@ impl<'a> Session<'a> {
     }
 
     /// Stores that a setting is about to be written.
-    fn journal_knob(&mut self, knob: Knob, value: &str, noted: &mut JournalMark) -> Result<(), Error> {
+    fn journal_knob(&mut self, knob: Knob, value: &str, mark: &mut JournalMark) -> Result<(), Error> {
         match self.journal.entries.iter().position(|entry| is_entry_of_knob(entry, knob)) {
             Some(position) => {
-                let written = &mut self.journal.entries[position].written_values;
-                noted.previous_values.push((position, written.clone()));
-                let last = written.pop();
-                *written = last.into_iter().chain([value.to_owned()]).collect();
+                let written_values = &mut self.journal.entries[position].written_values;
+                mark.previous_values.push((position, written_values.clone()));
+                let last = written_values.pop();
+                *written_values = last.into_iter().chain([value.to_owned()]).collect();
             }
             None => {
                 let undo = Action::Write { knob, value: knob.restorable_value(self.read_knob(knob)?) };
-                let written = vec![value.to_owned()];
+                let written_values = vec![value.to_owned()];
                 self.journal.entries.push(JournalEntry {
                     undo,
-                    written_values: written,
+                    written_values,
                     enclosing_extents: Vec::new(),
                     until_commit: false,
                 });
@@ -470,12 +470,12 @@ impl<'a> Session<'a> {
     }
 
     /// Removes the stored undo of an action that was not performed.
-    fn revert_journal(&mut self, noted: JournalMark) -> Result<(), Error> {
-        let mut changes = vec![JournalChange::Pop; self.journal.entries.len() - noted.entry_count];
-        self.journal.entries.truncate(noted.entry_count);
-        for (position, written) in noted.previous_values.into_iter().rev() {
-            changes.push(JournalChange::SetWrittenValues(self.retry_entries.len() + position, written.clone()));
-            self.journal.entries[position].written_values = written;
+    fn revert_journal(&mut self, mark: JournalMark) -> Result<(), Error> {
+        let mut changes = vec![JournalChange::Pop; self.journal.entries.len() - mark.entry_count];
+        self.journal.entries.truncate(mark.entry_count);
+        for (position, written_values) in mark.previous_values.into_iter().rev() {
+            changes.push(JournalChange::SetWrittenValues(self.retry_entries.len() + position, written_values.clone()));
+            self.journal.entries[position].written_values = written_values;
         }
         self.append_changes(&changes)
     }
@@ -495,12 +495,12 @@ impl<'a> Session<'a> {
 
     /// Appends changes to the journal file.
     fn append_changes(&mut self, changes: &[JournalChange]) -> Result<(), Error> {
-        let JournalSize { rewritten_bytes: whole, appended_bytes: appended } = self.journal_size;
-        let empty = self.retry_entries.is_empty() && self.journal.entries.is_empty();
+        let JournalSize { rewritten_bytes, appended_bytes } = self.journal_size;
+        let is_empty = self.retry_entries.is_empty() && self.journal.entries.is_empty();
         if changes.is_empty() {
             return Ok(());
         }
-        if empty || whole == 0 || appended > whole.max(MIN_APPENDED_BYTES_TO_REWRITE) {
+        if is_empty || rewritten_bytes == 0 || appended_bytes > rewritten_bytes.max(MIN_APPENDED_BYTES_TO_REWRITE) {
             return self.rewrite_journal();
         }
         match Journal::append(&self.directory, self.class.journal_file(), changes) {
@@ -514,19 +514,19 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let told: Vec<String> = match self.undo_entries() {
-            Ok((_, remains)) => remains.iter().map(|remains| format!("not undone: {remains}")).collect(),
+        let messages: Vec<String> = match self.undo_entries() {
+            Ok((_, failed)) => failed.iter().map(|failed| format!("not undone: {failed}")).collect(),
             Err(error) => vec![chain(&error)],
         };
-        for told in told {
+        for message in messages {
             // Standard error may be closed, and a panic here would abort the process.
-            let _ = writeln!(io::stderr(), "pagefold: {told}");
+            let _ = writeln!(io::stderr(), "pagefold: {message}");
         }
     }
 }
 
-fn is_entry_of_knob(entry: &JournalEntry, of: Knob) -> bool {
-    matches!(entry.undo, Action::Write { knob, .. } if knob == of)
+fn is_entry_of_knob(entry: &JournalEntry, knob: Knob) -> bool {
+    matches!(entry.undo, Action::Write { knob: written, .. } if written == knob)
 }
 
 /// The identifier of the present boot: journals of another boot are void.
@@ -537,17 +537,17 @@ pub fn read_boot_id(host: &dyn Host) -> Result<String, Absent> {
 /// Opens a directory, which is created if necessary, and takes the lock of a class in it. The lock file contains the
 /// holder's process number.
 fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, File), Error> {
-    let state = |path: &Path| {
+    let unusable = |path: &Path| {
         let path = path.to_owned();
         move |source| Error::StateDirectoryUnusable { path, source }
     };
-    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(state(path))?;
-    let directory = StateDirectory::open(path).map_err(state(path))?;
-    if !directory.is_private().map_err(state(path))? {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(unusable(path))?;
+    let directory = StateDirectory::open(path).map_err(unusable(path))?;
+    if !directory.is_private().map_err(unusable(path))? {
         return Err(Error::DirectoryWritableByOthers(path.to_owned()));
     }
     let path = path.join(class.lock_file());
-    let mut lock = directory.open_file(class.lock_file(), OFlags::RDWR | OFlags::CREATE).map_err(state(&path))?;
+    let mut lock = directory.open_file(class.lock_file(), OFlags::RDWR | OFlags::CREATE).map_err(unusable(&path))?;
     match lock.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {
@@ -558,7 +558,7 @@ fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, 
         }
         Err(TryLockError::Error(source)) => return Err(Error::StateDirectoryUnusable { path, source }),
     }
-    lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(state(&path))?;
+    lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(unusable(&path))?;
     Ok((directory, lock))
 }
 

@@ -74,27 +74,27 @@ pub fn advise(
     advice: MergeAdvice,
     ranges: &[AddressRange],
 ) -> Result<ActionOutcome, ActionError> {
-    let (wanted, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
-    let mut stops = Vec::new();
-    if wanted.is_empty() {
-        return Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed, unchanged: false });
+    let (revalidated, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
+    let mut stop_durations = Vec::new();
+    if revalidated.is_empty() {
+        return Ok(ActionOutcome { stop_durations, missed_ranges: missed, unchanged: false });
     }
     let target = inject_target(process)?;
     let batched = !target.has_seccomp().map_err(action_error)?;
-    let huge = if wanted.iter().any(|range| range.bytes().0 > INITIAL_UNMERGE_BYTES) {
-        list_huge_pages(process, &wanted)
+    let huge_pages = if revalidated.iter().any(|range| range.bytes().0 > INITIAL_UNMERGE_BYTES) {
+        list_huge_pages(process, &revalidated)
     } else {
         Vec::new()
     };
-    let mut work = AdviceWork::new(advice, wanted, huge, batched);
+    let mut work = AdviceWork::new(advice, revalidated, huge_pages, batched);
     while !work.ranges.is_empty() {
-        match inject::with_stopped_thread(&target, |inside| work.run_one_stop(inside)) {
-            Ok(((), stopped)) => {
-                stops.push(stopped);
+        match inject::with_stopped_thread(&target, |thread| work.run_one_stop(thread)) {
+            Ok(((), stop_duration)) => {
+                stop_durations.push(stop_duration);
                 fault::point("between two stops");
                 if !work.ranges.is_empty() {
                     // The target runs at least as long as it was stopped.
-                    std::thread::sleep(stopped.min(Duration::from_millis(5)));
+                    std::thread::sleep(stop_duration.min(Duration::from_millis(5)));
                 }
             }
             // Completed work stays, and is reported.
@@ -109,17 +109,19 @@ pub fn advise(
         push_missed_range(&mut missed, range, why);
     }
     missed.sort_by_key(|&(range, _)| range);
-    Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed, unchanged: false })
+    Ok(ActionOutcome { stop_durations, missed_ranges: missed, unchanged: false })
 }
 
 /// Enroll or unenroll a process as a whole. On a kernel that cannot enroll one, there is none to unenroll.
 pub fn set_merge_any(process: &LiveProcess<'_>, enable: bool) -> Result<ActionOutcome, ActionError> {
-    let (answer, stopped) = inject_prctl(process, [PR_SET_MEMORY_MERGE, u64::from(enable), 0, 0, 0, 0])?;
+    let (answer, stop_duration) = inject_prctl(process, [PR_SET_MEMORY_MERGE, u64::from(enable), 0, 0, 0, 0])?;
     match errno_from_result(answer) {
         Some(Errno::INVAL) if enable => Err(ActionError::Unsupported(
             "this kernel cannot enroll whole processes (PR_SET_MEMORY_MERGE, 6.4): enroll ranges".to_owned(),
         )),
-        None | Some(Errno::INVAL) => Ok(ActionOutcome { stop_durations: vec![stopped], ..ActionOutcome::default() }),
+        None | Some(Errno::INVAL) => {
+            Ok(ActionOutcome { stop_durations: vec![stop_duration], ..ActionOutcome::default() })
+        }
         Some(Errno::PERM) => Err(ActionError::Denied(
             "this kernel enrolls whole processes only with CAP_SYS_RESOURCE: enroll ranges".to_owned(),
         )),
@@ -139,23 +141,23 @@ pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, ActionError> {
 
 /// The result of prctl(2) inside a process, and for how long a thread was stopped.
 fn inject_prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, Duration), ActionError> {
-    inject::with_stopped_thread(&inject_target(process)?, |inside| {
-        inside.call_syscall(syscall_numbers::PRCTL, arguments)
+    inject::with_stopped_thread(&inject_target(process)?, |thread| {
+        thread.call_syscall(syscall_numbers::PRCTL, arguments)
     })
     .map_err(action_error)
 }
 
 /// The huge pages in these ranges, in ascending order. Empty if they cannot be read.
 fn list_huge_pages(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<AddressRange> {
-    let Ok(bytes) = observe::huge_page_bytes(process.host) else { return Vec::new() };
-    let page = pagefold_host::Host::page_size(process.host).bytes();
+    let Ok(huge_bytes) = observe::huge_page_bytes(process.host) else { return Vec::new() };
+    let page_bytes = pagefold_host::Host::page_size(process.host).bytes();
     let runs = process.resident(&ranges.iter().copied().collect::<Vec<_>>()).unwrap_or_default();
-    let of = |run: PageRun| {
-        let end = run.address + u64::from(run.pages) * page;
-        (run.address / bytes * bytes..end).step_by(bytes as usize)
+    let page_starts = |run: PageRun| {
+        let end = run.address + u64::from(run.pages) * page_bytes;
+        (run.address / huge_bytes * huge_bytes..end).step_by(huge_bytes as usize)
     };
-    let starts = runs.into_iter().filter(|run| run.huge).flat_map(of);
-    let mut pages: Vec<_> = starts.map(|start| AddressRange { start, end: start + bytes }).collect();
+    let starts = runs.into_iter().filter(|run| run.huge).flat_map(page_starts);
+    let mut pages: Vec<_> = starts.map(|start| AddressRange { start, end: start + huge_bytes }).collect();
     pages.dedup();
     pages
 }
@@ -174,32 +176,40 @@ fn revalidate(
     advice: MergeAdvice,
     ranges: &[AddressRange],
 ) -> (VecDeque<AddressRange>, Vec<(AddressRange, MissedReason)>) {
-    let mut wanted: VecDeque<AddressRange> = VecDeque::new();
+    let mut advisable: VecDeque<AddressRange> = VecDeque::new();
     let mut missed = Vec::new();
     for &range in ranges {
-        let mut at = range.start;
+        let mut checked_until = range.start;
         let first = regions.partition_point(|region| region.range.end <= range.start);
         for region in &regions[first..] {
             let Some(part) = region.range.overlap(range) else { break };
-            if at < part.start {
-                push_missed_range(&mut missed, AddressRange { start: at, end: part.start }, MissedReason::NotMapped);
+            if checked_until < part.start {
+                push_missed_range(
+                    &mut missed,
+                    AddressRange { start: checked_until, end: part.start },
+                    MissedReason::NotMapped,
+                );
             }
-            at = part.end;
+            checked_until = part.end;
             if let Some(why) = region.ineligible() {
                 let why = MissedReason::Refused(format!("cannot be merged: {}", why.phrase()));
                 push_missed_range(&mut missed, part, why);
             } else if region.flags.has(VmFlags::MERGEABLE) == (advice == MergeAdvice::Unmergeable) {
-                match wanted.back_mut() {
+                match advisable.back_mut() {
                     Some(last) if last.end == part.start => last.end = part.end,
-                    _ => wanted.push_back(part),
+                    _ => advisable.push_back(part),
                 }
             }
         }
-        if at < range.end {
-            push_missed_range(&mut missed, AddressRange { start: at, end: range.end }, MissedReason::NotMapped);
+        if checked_until < range.end {
+            push_missed_range(
+                &mut missed,
+                AddressRange { start: checked_until, end: range.end },
+                MissedReason::NotMapped,
+            );
         }
     }
-    (wanted, missed)
+    (advisable, missed)
 }
 
 /// The remaining advice.
@@ -220,39 +230,39 @@ struct AdviceWork {
 }
 
 impl AdviceWork {
-    fn new(advice: MergeAdvice, ranges: VecDeque<AddressRange>, huge: Vec<AddressRange>, batched: bool) -> Self {
-        let bytes = if advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { INITIAL_UNMERGE_BYTES };
+    fn new(advice: MergeAdvice, ranges: VecDeque<AddressRange>, huge_pages: Vec<AddressRange>, batched: bool) -> Self {
+        let bytes_per_call = if advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { INITIAL_UNMERGE_BYTES };
         Self {
             advice,
             ranges,
-            huge_pages: huge,
+            huge_pages,
             missed_ranges: Vec::new(),
             batched,
-            bytes_per_call: bytes,
+            bytes_per_call,
             ranges_per_call: INITIAL_RANGES_PER_CALL,
             started_calls: 0,
         }
     }
 
     /// Do as much as fits in one stop.
-    fn run_one_stop(&mut self, inside: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
-        let most = if self.advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { MAX_UNMERGE_BYTES };
+    fn run_one_stop(&mut self, thread: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
+        let max_bytes = if self.advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { MAX_UNMERGE_BYTES };
         while !self.ranges.is_empty() {
-            let began = Instant::now();
+            let start = Instant::now();
             if self.batched {
-                self.advise_batch(inside)?
+                self.advise_batch(thread)?
             } else {
-                self.advise_first_range(inside).map(|_| ())?
+                self.advise_first_range(thread).map(|_| ())?
             }
-            let took = began.elapsed();
-            if took < TARGET_CALL_DURATION / 2 {
-                self.bytes_per_call = (self.bytes_per_call * 2).min(most);
+            let duration = start.elapsed();
+            if duration < TARGET_CALL_DURATION / 2 {
+                self.bytes_per_call = (self.bytes_per_call * 2).min(max_bytes);
                 self.ranges_per_call = (self.ranges_per_call * 2).min(MAX_RANGES_PER_CALL);
-            } else if took > TARGET_CALL_DURATION * 2 {
+            } else if duration > TARGET_CALL_DURATION * 2 {
                 self.bytes_per_call = (self.bytes_per_call / 2).max(MIN_UNMERGE_BYTES);
                 self.ranges_per_call = (self.ranges_per_call / 2).max(MIN_RANGES_PER_CALL);
             }
-            if inside.stopped_for() > MAX_STOP_DURATION {
+            if thread.stopped_for() > MAX_STOP_DURATION {
                 break;
             }
         }
@@ -263,20 +273,20 @@ impl AdviceWork {
     /// merged pages, so the extension takes almost no time.
     fn clip_front(&self, range: AddressRange, max_bytes: u64) -> AddressRange {
         let end = range.start.saturating_add(max_bytes);
-        let next = self.huge_pages.partition_point(|page| page.end <= end);
-        let end = self.huge_pages.get(next).filter(|page| page.start < end).map_or(end, |page| page.end);
+        let position = self.huge_pages.partition_point(|page| page.end <= end);
+        let end = self.huge_pages.get(position).filter(|page| page.start < end).map_or(end, |page| page.end);
         AddressRange { start: range.start, end: range.end.min(end) }
     }
 
     /// The first ranges that fit in one call.
     fn next_batch(&self) -> Vec<AddressRange> {
-        let mut left = self.bytes_per_call;
+        let mut remaining_bytes = self.bytes_per_call;
         let mut batch = Vec::new();
         for &range in self.ranges.iter().take(self.ranges_per_call) {
-            let part = self.clip_front(range, left);
-            left = left.saturating_sub(part.bytes().0);
+            let part = self.clip_front(range, remaining_bytes);
+            remaining_bytes = remaining_bytes.saturating_sub(part.bytes().0);
             batch.push(part);
-            if left == 0 {
+            if remaining_bytes == 0 {
                 break;
             }
         }
@@ -296,35 +306,36 @@ impl AdviceWork {
         }
     }
 
-    fn advise_batch(&mut self, inside: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
+    fn advise_batch(&mut self, thread: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
         let batch = self.next_batch();
         let vectors: Vec<u8> =
             batch.iter().flat_map(|range| [range.start, range.bytes().0]).flat_map(u64::to_ne_bytes).collect();
-        let place = inside.write_arguments(&vectors)?;
-        let arguments = [PIDFD_SELF_THREAD.cast_unsigned(), place, batch.len() as u64, madvise_code(self.advice), 0, 0];
+        let address = thread.write_arguments(&vectors)?;
+        let arguments =
+            [PIDFD_SELF_THREAD.cast_unsigned(), address, batch.len() as u64, madvise_code(self.advice), 0, 0];
         self.started_calls += 1;
-        let answer = inside.call_syscall(syscall_numbers::PROCESS_MADVISE, arguments)?;
-        let whole: u64 = batch.iter().map(|range| range.bytes().0).sum();
-        let done = answer.max(0).cast_unsigned();
-        self.advance(done);
-        if done < whole {
+        let answer = thread.call_syscall(syscall_numbers::PROCESS_MADVISE, arguments)?;
+        let batch_bytes: u64 = batch.iter().map(|range| range.bytes().0).sum();
+        let advised_bytes = answer.max(0).cast_unsigned();
+        self.advance(advised_bytes);
+        if advised_bytes < batch_bytes {
             // It ended at a range that it refuses, or it does not support batches: advise one range to find out.
-            let taken = self.advise_first_range(inside)?;
-            let unknown =
+            let is_accepted = self.advise_first_range(thread)?;
+            let is_unsupported =
                 matches!(errno_from_result(answer), Some(Errno::BADF | Errno::INVAL | Errno::PERM | Errno::NOSYS));
-            self.batched = !(taken && unknown);
+            self.batched = !(is_accepted && is_unsupported);
         }
         Ok(())
     }
 
     /// Advise the first range, as far as it fits in one call. Returns whether the kernel accepted it.
-    fn advise_first_range(&mut self, inside: &StoppedThread<'_>) -> Result<bool, inject::InjectError> {
+    fn advise_first_range(&mut self, thread: &StoppedThread<'_>) -> Result<bool, inject::InjectError> {
         let Some(&range) = self.ranges.front() else { return Ok(true) };
         let range = self.clip_front(range, self.bytes_per_call);
         let bytes = range.bytes().0;
         self.started_calls += 1;
         let answer =
-            inside.call_syscall(syscall_numbers::MADVISE, [range.start, bytes, madvise_code(self.advice), 0, 0, 0])?;
+            thread.call_syscall(syscall_numbers::MADVISE, [range.start, bytes, madvise_code(self.advice), 0, 0, 0])?;
         self.advance(bytes);
         if let Some(errno) = errno_from_result(answer) {
             self.missed_ranges.push((range, refusal_reason(errno)));

@@ -25,15 +25,15 @@ pub fn set_affinity(host: &LiveHost, thread: ThreadId, cpus: &Exchange<IdSet>) -
     if parse::stat(&stat)?.start_time != thread.start_time {
         return Err(ActionError::Vanished);
     }
-    let now = read_affinity(thread.tid)?;
-    if now == cpus.to {
+    let current = read_affinity(thread.tid)?;
+    if current == cpus.to {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
     // The kernel leaves out CPUs that the cgroup does not permit or that are offline, so that a part of a set may be
     // all that is left of it (kernel/sched/syscalls.c, `__sched_setaffinity` and `sched_getaffinity`).
-    if !now.is_subset(&cpus.from) {
+    if !current.is_subset(&cpus.from) {
         let (tid, from) = (thread.tid, &cpus.from);
-        return Err(ActionError::ChangedByOthers(format!("the CPUs of thread {tid} are {now}, not {from}")));
+        return Err(ActionError::ChangedByOthers(format!("the CPUs of thread {tid} are {current}, not {from}")));
     }
     fault::point("before setting an affinity");
     sched_setaffinity(raw_tid(thread.tid), &to_cpu_set(host, &cpus.to)?).map_err(affinity_error)?;
@@ -95,9 +95,9 @@ pub fn write_cpuset(
     }
     let path = format!("{cgroup}/{}", file.file_name());
     let text = host.read(&path)?;
-    let now: IdSet =
+    let current: IdSet =
         String::from_utf8_lossy(&text).parse().map_err(|error| ActionError::Failed(format!("/{path}: {error}")))?;
-    let must_write = ids.must_write(&now, format_args!("/{path}"))?;
+    let must_write = ids.must_write(&current, format_args!("/{path}"))?;
     if must_write {
         // An empty text would be no write at all.
         write_setting(&format!("/{path}"), &format!("{}\n", ids.to))?;
@@ -113,12 +113,12 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
         for start in (range.start..range.end).step_by((PAGES_PER_CALL * page_bytes) as usize) {
             let end = range.end.min(start + PAGES_PER_CALL * page_bytes);
             let pages: Vec<u64> = (start..end).step_by(page_bytes as usize).collect();
-            let elsewhere = pages_elsewhere(process, &pages, node)?;
-            outcome.unchanged &= elsewhere.is_empty();
+            let pages_to_move = pages_elsewhere(process, &pages, node)?;
+            outcome.unchanged &= pages_to_move.is_empty();
             fault::point("before moving pages");
-            let refusals = move_part(process, &elsewhere, node)?;
+            let refusals = move_part(process, &pages_to_move, node)?;
             fault::point("after moving pages");
-            for page in pages_elsewhere(process, &elsewhere, node)? {
+            for page in pages_elsewhere(process, &pages_to_move, node)? {
                 let range = AddressRange { start: page, end: page + page_bytes };
                 let why = MissedReason::Refused(refusal_text(refusals.get(&page).copied()).to_owned());
                 push_missed_range(&mut outcome.missed_ranges, range, why);
@@ -132,7 +132,7 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
 fn pages_elsewhere(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Result<Vec<u64>, ActionError> {
     check_alive(process)?;
     let nodes = numa::page_nodes(process.id().pid.0, pages).map_err(|error| move_error(&error, node))?;
-    let is_elsewhere = |&(_, now): &(&u64, i32)| now >= 0 && now.cast_unsigned() != node;
+    let is_elsewhere = |&(_, current): &(&u64, i32)| current >= 0 && current.cast_unsigned() != node;
     Ok(pages.iter().zip(nodes).filter(is_elsewhere).map(|(page, _)| *page).collect())
 }
 

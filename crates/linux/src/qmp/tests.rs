@@ -160,7 +160,9 @@ fn nothing_is_sent_to_an_unexpected_peer() {
 fn silent_monitor_is_busy() {
     let error = with_server(read_to_end, connect).map(|_| ()).unwrap_err();
     assert!(matches!(error, QmpError::Busy { .. }), "{error}");
-    assert!(matches!(ActionError::from(error), ActionError::Busy(said) if said.contains("virsh qemu-monitor-command")));
+    assert!(
+        matches!(ActionError::from(error), ActionError::Busy(message) if message.contains("virsh qemu-monitor-command"))
+    );
     // A greeting, and then nothing.
     let greet = |mut stream: UnixStream| {
         writeln!(stream, "{GREETING}").unwrap();
@@ -182,13 +184,13 @@ fn full_listen_queue_times_out() {
 
 #[test]
 fn invalid_messages_are_rejected() {
-    for said in ["hello\n", "[]\n", "{\"QMP\n", "{\"event\": \"RESUME\"}\n", "\u{0}\n", "\n", "1\n"] {
+    for reply in ["hello\n", "[]\n", "{\"QMP\n", "{\"event\": \"RESUME\"}\n", "\u{0}\n", "\n", "1\n"] {
         let serve = move |mut stream: UnixStream| {
-            let _ = stream.write_all(said.as_bytes());
+            let _ = stream.write_all(reply.as_bytes());
             read_to_end(stream);
         };
         let result = with_server(serve, connect).map(|_| ());
-        assert!(matches!(result, Err(QmpError::NotQmp { .. })), "{said:?}: {result:?}");
+        assert!(matches!(result, Err(QmpError::NotQmp { .. })), "{reply:?}: {result:?}");
     }
     let unasked = |mut stream: UnixStream| {
         let _ = write!(stream, "{GREETING}\n{{\"return\": {{}}, \"id\": 99}}\n");
@@ -244,18 +246,19 @@ fn too_many_backends_are_rejected() {
 
 #[test]
 fn session_ends_at_its_deadline() {
-    let (patience, all) = (Duration::from_secs(60), Duration::from_millis(500));
-    let asked = std::sync::atomic::AtomicUsize::new(0);
+    let (answer_timeout, session_timeout) = (Duration::from_secs(60), Duration::from_millis(500));
+    let request_count = std::sync::atomic::AtomicUsize::new(0);
     let mut answer = slow_answers(MAX_BACKENDS, Duration::from_millis(50));
     let counted = |command: &str, arguments: &Value| {
-        asked.fetch_add(1, Ordering::Relaxed);
+        request_count.fetch_add(1, Ordering::Relaxed);
         answer(command, arguments)
     };
-    let ask =
-        |path: &Path| QmpMonitor::connect(path, own_process_id(), (patience, all), &NEVER_STOPPED)?.list_backends();
+    let ask = |path: &Path| {
+        QmpMonitor::connect(path, own_process_id(), (answer_timeout, session_timeout), &NEVER_STOPPED)?.list_backends()
+    };
     let error = with_server(|stream| serve_qemu(stream, counted), ask);
     assert!(matches!(error, Err(QmpError::Busy { .. })), "{error:?}");
-    assert!(asked.load(Ordering::Relaxed) < 3 * MAX_BACKENDS, "it went on to the end");
+    assert!(request_count.load(Ordering::Relaxed) < 3 * MAX_BACKENDS, "it went on to the end");
 }
 
 #[test]

@@ -77,8 +77,8 @@ pub enum Error {
     },
 }
 
-fn join_failed_undos(remains: &[FailedUndo]) -> String {
-    remains.iter().map(FailedUndo::to_string).collect::<Vec<_>>().join("; ")
+fn join_failed_undos(failed: &[FailedUndo]) -> String {
+    failed.iter().map(FailedUndo::to_string).collect::<Vec<_>>().join("; ")
 }
 
 /// An error with its causes.

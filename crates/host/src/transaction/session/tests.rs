@@ -18,8 +18,8 @@ use std::time::Instant;
 const SESSION_FILE: &str = ResourceClass::Ksm.journal_file();
 const POLICY_FILE: &str = ResourceClass::Ksm.policy_file();
 
-fn settings(of: &[(Setting, &str)]) -> Settings {
-    of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
+fn settings(values: &[(Setting, &str)]) -> Settings {
+    values.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
 }
 
 fn busy_settings() -> Settings {
@@ -55,8 +55,8 @@ fn simulate_kill_before_undo(mut session: Session<'_>, directory: &Path) {
 }
 
 fn begin_clean_session<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
-    let (session, undone, remains) = Session::begin(host, directory, ResourceClass::Ksm).unwrap();
-    assert_eq!((undone, remains), (Vec::new(), Vec::new()));
+    let (session, undone, failed) = Session::begin(host, directory, ResourceClass::Ksm).unwrap();
+    assert_eq!((undone, failed), (Vec::new(), Vec::new()));
     session
 }
 
@@ -75,28 +75,28 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
         }
     }
     host.set_advice_fault(Some(AdviceFault::GuestsHang));
-    let remains = session.undo_all().unwrap();
+    let failed = session.undo_all().unwrap();
     // The total time to wait for processes is over after the first guest.
-    let asked: BTreeSet<String> = host.written_settings().split_off(9).into_iter().collect();
-    let one_each = [7, 8, 9].map(|pid| format!("/objects/c of {pid}=false"));
-    assert_eq!(asked, BTreeSet::from(one_each));
-    assert!(remains.len() == 9 && remains.iter().all(|remains| remains.will_retry), "{remains:?}");
-    assert_eq!(remains.iter().filter(|remains| remains.why == GUEST_HUNG_REASON).count(), 6, "{remains:?}");
+    let requests: BTreeSet<String> = host.written_settings().split_off(9).into_iter().collect();
+    let expected = [7, 8, 9].map(|pid| format!("/objects/c of {pid}=false"));
+    assert_eq!(requests, BTreeSet::from(expected));
+    assert!(failed.len() == 9 && failed.iter().all(|failed| failed.will_retry), "{failed:?}");
+    assert_eq!(failed.iter().filter(|failed| failed.why == GUEST_HUNG_REASON).count(), 6, "{failed:?}");
     host.set_advice_fault(None);
     drop(session);
-    let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!((undone.len(), remains), (9, Vec::new()));
+    let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!((undone.len(), failed), (9, Vec::new()));
 }
 
 /// The guest answers, but takes a long time to refuse.
 #[test]
 fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
-    let (host, directory, asked) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+    let (host, directory, request_count) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map_pages(7, (0x1000, 0x3000), "", false);
     let faulty = FaultyHost::new(&host, |path: &str| {
         path.ends_with("#set_qom_property").then(|| {
             // The first two requests enroll both backends; later ones are slow.
-            if asked.fetch_add(1, Ordering::Relaxed) < 2 {
+            if request_count.fetch_add(1, Ordering::Relaxed) < 2 {
                 return InjectedFault::Replaced(Vec::new());
             }
             thread::sleep(HUNG_AFTER);
@@ -109,17 +109,17 @@ fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
         let (socket, backend) = ("/run/qmp".into(), backend.to_owned());
         session.apply(&Action::set_backend_merge(process, socket, backend, true), ChangeLifetime::Temporary).unwrap();
     }
-    let remains = session.undo_all().unwrap();
-    assert_eq!((asked.load(Ordering::Relaxed), remains.len()), (3, 2), "{remains:?}");
-    assert!(remains.iter().all(|remains| remains.will_retry) && remains[1].why == GUEST_HUNG_REASON, "{remains:?}");
+    let failed = session.undo_all().unwrap();
+    assert_eq!((request_count.load(Ordering::Relaxed), failed.len()), (3, 2), "{failed:?}");
+    assert!(failed.iter().all(|failed| failed.will_retry) && failed[1].why == GUEST_HUNG_REASON, "{failed:?}");
 }
 
 #[test]
 fn ended_guest_needs_no_undo() {
-    let (host, directory, asked) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
+    let (host, directory, request_count) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map_pages(7, (0x1000, 0x3000), "", false);
     let faulty = FaultyHost::new(&host, |path: &str| {
-        path.ends_with("#set_qom_property").then(|| match asked.fetch_add(1, Ordering::Relaxed) {
+        path.ends_with("#set_qom_property").then(|| match request_count.fetch_add(1, Ordering::Relaxed) {
             0 => InjectedFault::Replaced(Vec::new()),
             _ => InjectedFault::Absent(Absent::Malformed("no such socket".to_owned())),
         })
@@ -130,7 +130,7 @@ fn ended_guest_needs_no_undo() {
     session.apply(&Action::set_backend_merge(process, socket, backend, true), ChangeLifetime::Temporary).unwrap();
     host.end_process(Pid(7));
     assert_eq!(session.undo_all().unwrap(), []);
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "the socket of an exited guest must not be tried");
+    assert_eq!(request_count.load(Ordering::Relaxed), 1, "the socket of an exited guest must not be tried");
 }
 
 #[test]
@@ -144,8 +144,8 @@ fn settings_are_restored_run_first() {
     assert_eq!((host.setting_value("pages_to_scan"), host.setting_value("run")), ("7000".to_owned(), "1".to_owned()));
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_values(), before);
-    let back = host.written_settings().split_off(5);
-    assert_eq!(back, ["run=0", "use_zero_pages=0", "sleep_millisecs=20", "pages_to_scan=100"]);
+    let restored = host.written_settings().split_off(5);
+    assert_eq!(restored, ["run=0", "use_zero_pages=0", "sleep_millisecs=20", "pages_to_scan=100"]);
     drop(session);
     assert!(!directory.path().join(SESSION_FILE).exists());
 }
@@ -189,8 +189,10 @@ fn advisor_that_was_on_is_restored() {
 
 #[test]
 fn next_session_undoes_a_killed_one() {
-    for (before, wanted) in [("none", advisor_settings()), ("none", busy_settings()), ("scan-time", busy_settings())] {
-        for steps in 0..=wanted.len() {
+    for (before, new_settings) in
+        [("none", advisor_settings()), ("none", busy_settings()), ("scan-time", busy_settings())]
+    {
+        for steps in 0..=new_settings.len() {
             let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             if before == "none" {
                 host.put_setting("pages_to_scan", "777");
@@ -200,21 +202,21 @@ fn next_session_undoes_a_killed_one() {
             }
             let before = host.setting_values();
             let mut session = begin_clean_session(&host, directory.path());
-            session.write_settings(&wanted.iter().take(steps).map(|(s, v)| (*s, v.clone())).collect()).unwrap();
-            let (now, journal) = (host.setting_values(), fs::read(directory.path().join(SESSION_FILE)).ok());
+            session.write_settings(&new_settings.iter().take(steps).map(|(s, v)| (*s, v.clone())).collect()).unwrap();
+            let (values_at_kill, journal) = (host.setting_values(), fs::read(directory.path().join(SESSION_FILE)).ok());
             drop(session);
             assert_eq!(host.setting_values(), before, "{steps} steps");
             // The state at the time of the kill.
-            for line in &now {
+            for line in &values_at_kill {
                 let (file, value) = line.split_once('=').unwrap();
                 host.put_setting(file, value);
             }
             if let Some(journal) = journal {
                 fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
             }
-            let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-            assert_eq!(remains, Vec::new(), "{steps} steps");
-            assert_eq!(undone.is_empty(), now == before, "{steps} steps");
+            let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+            assert_eq!(failed, Vec::new(), "{steps} steps");
+            assert_eq!(undone.is_empty(), values_at_kill == before, "{steps} steps");
             assert_eq!(host.setting_values(), before, "{steps} steps");
             assert!(!directory.path().join(SESSION_FILE).exists());
         }
@@ -233,8 +235,8 @@ fn kill_after_journaling_is_undone() {
     drop(session);
     host.put_setting("run", "1");
     fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
-    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!(remains, Vec::new());
+    let (_, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!(failed, Vec::new());
     assert_eq!(host.setting_values(), before);
 }
 
@@ -257,8 +259,8 @@ fn journal_is_appended_and_seldom_rewritten() {
         rewritten += u64::from(file.replace(now) != Some(now));
     }
     assert!(rewritten <= 3, "{rewritten} times for {ACTION_COUNT} actions");
-    let kept = Journal::load(&session.directory, SESSION_FILE).unwrap().unwrap();
-    assert_eq!(kept.entries, session.journal.entries);
+    let loaded = Journal::load(&session.directory, SESSION_FILE).unwrap().unwrap();
+    assert_eq!(loaded.entries, session.journal.entries);
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert!(!directory.path().join(SESSION_FILE).exists());
 }
@@ -267,7 +269,7 @@ fn journal_is_appended_and_seldom_rewritten() {
 fn undo_waits_for_ending_or_busy_process() {
     let ranges = vec![AddressRange { start: 0x1000, end: 0x3000 }];
     // No other process reaps the exiting one.
-    let exits =
+    let make_zombie =
         |host: &FakeHost| host.put_file("proc/7/stat", "7 (program) Z 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
     // The last process only did not stop for a while, as on a host that is short of CPUs.
     for (exiting, ends, stops) in
@@ -281,10 +283,10 @@ fn undo_waits_for_ending_or_busy_process() {
         session.apply(&enroll, ChangeLifetime::Temporary).unwrap();
         host.set_advice_fault(Some(AdviceFault::BusyAfterPages(0)));
         if exiting {
-            exits(&host);
+            make_zombie(&host);
         }
-        let began = Instant::now();
-        let remains = thread::scope(|scope| {
+        let start = Instant::now();
+        let failed = thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(100));
                 if ends {
@@ -296,8 +298,8 @@ fn undo_waits_for_ending_or_busy_process() {
             });
             session.undo_all().unwrap()
         });
-        assert_eq!(remains.is_empty(), ends || stops, "{remains:?}");
-        assert!(ends || stops || began.elapsed() >= PROCESS_EXIT_TIMEOUT, "the undo did not wait for the process");
+        assert_eq!(failed.is_empty(), ends || stops, "{failed:?}");
+        assert!(ends || stops || start.elapsed() >= PROCESS_EXIT_TIMEOUT, "the undo did not wait for the process");
         host.set_advice_fault(None);
     }
 }
@@ -306,40 +308,40 @@ fn undo_waits_for_ending_or_busy_process() {
 /// remains and the next session undoes it.
 #[test]
 fn any_failure_restores_or_reports_settings() {
-    for wanted in [busy_settings(), advisor_settings()] {
-        let mut failing = 0;
+    for new_settings in [busy_settings(), advisor_settings()] {
+        let mut failing_request = 0;
         loop {
             let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             fake.put_setting("pages_to_scan", "777");
             let before = fake.setting_values();
-            let asked = AtomicUsize::new(0);
+            let request_count = AtomicUsize::new(0);
             let fault = |path: &str| {
-                let counts = path.starts_with("#set") || path.starts_with("sys/kernel/mm/ksm/");
-                (counts && asked.fetch_add(1, Ordering::Relaxed) == failing)
+                let is_setting = path.starts_with("#set") || path.starts_with("sys/kernel/mm/ksm/");
+                (is_setting && request_count.fetch_add(1, Ordering::Relaxed) == failing_request)
                     .then_some(InjectedFault::Absent(Absent::Denied))
             };
             let host = FaultyHost::new(&fake, fault);
             let mut session = begin_clean_session(&host, directory.path());
-            let set = session.write_settings(&wanted);
-            let remains = session.undo_all().unwrap();
+            let result = session.write_settings(&new_settings);
+            let failed = session.undo_all().unwrap();
             drop(session);
-            if asked.into_inner() <= failing {
-                assert!(set.is_ok());
+            if request_count.into_inner() <= failing_request {
+                assert!(result.is_ok());
                 break;
             }
-            if remains.is_empty() {
-                assert_eq!(fake.setting_values(), before, "{failing}");
+            if failed.is_empty() {
+                assert_eq!(fake.setting_values(), before, "{failing_request}");
             } else {
-                assert!(set.is_ok(), "only one fault is injected at a time");
-                assert!(remains.iter().any(|remains| remains.will_retry), "{failing}: {remains:?}");
-                let (_, _, remains) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
+                assert!(result.is_ok(), "only one fault is injected at a time");
+                assert!(failed.iter().any(|failed| failed.will_retry), "{failing_request}: {failed:?}");
+                let (_, _, failed) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
                 // A setting that the kernel reset in between remains for the same reason.
-                assert_eq!(remains, Vec::new(), "{failing}");
-                assert_eq!(fake.setting_values(), before, "{failing}");
+                assert_eq!(failed, Vec::new(), "{failing_request}");
+                assert_eq!(fake.setting_values(), before, "{failing_request}");
             }
-            failing += 1;
+            failing_request += 1;
         }
-        assert!(failing > 12, "{failing}");
+        assert!(failing_request > 12, "{failing_request}");
     }
 }
 
@@ -349,19 +351,19 @@ fn undo_and_journal_failures_are_reported() {
     let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let before = fake.setting_values();
     let written = AtomicUsize::new(0);
-    let again = |path: &str| path == "#write pages_to_scan" && written.fetch_add(1, Ordering::Relaxed) > 0;
-    let host = FaultyHost::new(&fake, |path: &str| again(path).then_some(InjectedFault::Absent(Absent::Denied)));
-    let wanted = settings(&[(Setting::PagesToScan, "5000"), (Setting::Run, "1")]);
+    let second_write = |path: &str| path == "#write pages_to_scan" && written.fetch_add(1, Ordering::Relaxed) > 0;
+    let host = FaultyHost::new(&fake, |path: &str| second_write(path).then_some(InjectedFault::Absent(Absent::Denied)));
+    let new_settings = settings(&[(Setting::PagesToScan, "5000"), (Setting::Run, "1")]);
     let mut session = begin_clean_session(&host, directory.path());
-    session.write_settings(&wanted).unwrap();
+    session.write_settings(&new_settings).unwrap();
     // A directory that blocks the file that is to replace the journal.
-    let obstacle = directory.path().join(format!("{SESSION_FILE}.new"));
-    fs::create_dir(&obstacle).unwrap();
+    let blocking_directory = directory.path().join(format!("{SESSION_FILE}.new"));
+    fs::create_dir(&blocking_directory).unwrap();
     let error = session.undo_all().unwrap_err();
-    let Error::UndoFailed { failed_undos: remains, source } = &error else { panic!("{error}") };
+    let Error::UndoFailed { failed_undos: failed, source } = &error else { panic!("{error}") };
     assert!(matches!(**source, Error::Journal(_)), "{error}");
     assert_eq!(
-        remains.iter().map(|remains| &remains.undo).collect::<Vec<_>>(),
+        failed.iter().map(|failed| &failed.undo).collect::<Vec<_>>(),
         [&Action::Write { knob: Setting::PagesToScan.into(), value: "100".to_owned() }]
     );
     assert!(
@@ -369,12 +371,12 @@ fn undo_and_journal_failures_are_reported() {
         "{error}"
     );
     drop(session);
-    fs::remove_dir(&obstacle).unwrap();
-    let (mut session, _, remains) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!((remains, fake.setting_values()), (Vec::new(), before.clone()));
+    fs::remove_dir(&blocking_directory).unwrap();
+    let (mut session, _, failed) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!((failed, fake.setting_values()), (Vec::new(), before.clone()));
     // The journal is removed once everything is undone, even if it could not be replaced before.
-    session.write_settings(&wanted).unwrap();
-    fs::create_dir(&obstacle).unwrap();
+    session.write_settings(&new_settings).unwrap();
+    fs::create_dir(&blocking_directory).unwrap();
     assert_eq!((session.undo_all().unwrap(), fake.setting_values()), (Vec::new(), before));
 }
 
@@ -387,13 +389,13 @@ fn setting_of_another_writer_stays() {
     let error = session.check_not_overwritten().unwrap_err();
     assert_eq!(error.to_string(), "another program writes /sys/kernel/mm/ksm/sleep_millisecs: it was 1, it is 33");
     assert!(matches!(session.write_settings(&busy_settings()), Err(Error::SettingOverwritten { .. })));
-    let remains = session.undo_all().unwrap();
-    assert_eq!(remains.len(), 1);
+    let failed = session.undo_all().unwrap();
+    assert_eq!(failed.len(), 1);
     assert_eq!(
-        remains[0].to_string(),
+        failed[0].to_string(),
         "/sys/kernel/mm/ksm/sleep_millisecs was 20: it is 33 now, written by another program"
     );
-    assert!(!remains[0].will_retry);
+    assert!(!failed[0].will_retry);
     assert_eq!((host.setting_value("sleep_millisecs"), host.setting_value("run")), ("33".to_owned(), "0".to_owned()));
     drop(session);
     begin_clean_session(&host, directory.path());
@@ -406,8 +408,8 @@ fn advisor_of_another_writer_stays() {
     session.write_settings(&settings(&[(Setting::PagesToScan, "5000")])).unwrap();
     host.apply(&Action::Write { knob: Setting::AdvisorMode.into(), value: "scan-time".to_owned() }).unwrap();
     assert!(session.check_not_overwritten().is_err());
-    let remains = session.undo_all().unwrap();
-    assert_eq!(remains.len(), 1, "{remains:?}");
+    let failed = session.undo_all().unwrap();
+    assert_eq!(failed.len(), 1, "{failed:?}");
     assert_eq!(host.setting_value("advisor_mode"), "scan-time");
 }
 
@@ -492,8 +494,8 @@ fn undo_never_writes_run_2() {
     // The value was stored in the journal but not written before the kill; no other program wrote it.
     session.journal_action(&Action::Write { knob: Setting::Run.into(), value: "1".to_owned() }, false).unwrap();
     simulate_kill_before_undo(session, directory.path());
-    let (mut session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!(remains, Vec::new());
+    let (mut session, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!(failed, Vec::new());
     session.write_settings(&busy_settings()).unwrap();
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("run"), "0");
@@ -550,8 +552,8 @@ fn restore_skips_intermediate_policies() {
     assert_eq!(host.setting_value("advisor_mode"), "scan-time");
 
     let mut session = begin_clean_session(&host, directory.path());
-    let (undone, remains) = session.restore_policy().unwrap();
-    assert!(undone.len() >= 4 && remains.is_empty(), "{undone:?} {remains:?}");
+    let (undone, failed) = session.restore_policy().unwrap();
+    assert!(undone.len() >= 4 && failed.is_empty(), "{undone:?} {failed:?}");
     assert_eq!(host.setting_values(), before);
     assert_eq!(session.load_policy_journal().unwrap(), None);
     assert_eq!(session.restore_policy().unwrap(), (Vec::new(), Vec::new()));
@@ -577,8 +579,8 @@ fn killed_policy_change_keeps_old_policy() {
         drop(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap());
         assert_eq!(host.setting_values(), first);
     }
-    let (_, remains) = begin_clean_session(&host, directory.path()).restore_policy().unwrap();
-    assert_eq!(remains, Vec::new());
+    let (_, failed) = begin_clean_session(&host, directory.path()).restore_policy().unwrap();
+    assert_eq!(failed, Vec::new());
     assert_eq!(host.setting_values(), before);
 }
 

@@ -37,19 +37,19 @@ impl UndoResult {
         Self { undone: Some(entry.undo.clone()), ..Self::default() }
     }
 
-    fn failure(entry: &JournalEntry, why: impl ToString, kept: bool) -> Self {
-        Self { failed: vec![(entry.clone(), why.to_string(), kept)], ..Self::default() }
+    fn failure(entry: &JournalEntry, why: impl ToString, will_retry: bool) -> Self {
+        Self { failed: vec![(entry.clone(), why.to_string(), will_retry)], ..Self::default() }
     }
 }
 
 impl Session<'_> {
     /// Performs an undo action, or finds that its process has exited. A process that does not stop at once is retried
-    /// until `until`: it may be exiting, waiting in the kernel, or have no CPU. After that it stays as it is.
-    fn undo_with_retries(&mut self, undo: &Action, until: Instant) -> Result<ActionOutcome, ActionError> {
+    /// until `deadline`: it may be exiting, waiting in the kernel, or have no CPU. After that it stays as it is.
+    fn undo_with_retries(&mut self, undo: &Action, deadline: Instant) -> Result<ActionOutcome, ActionError> {
         loop {
             let effect = self.apply_to_host(undo, &AtomicBool::new(false));
-            let of_process = undo.process().is_some();
-            if !of_process || !matches!(effect, Err(ActionError::Busy(_))) || self.host.now() >= until {
+            let has_process = undo.process().is_some();
+            if !has_process || !matches!(effect, Err(ActionError::Busy(_))) || self.host.now() >= deadline {
                 return effect;
             }
             self.host.sleep(Duration::from_millis(10));
@@ -58,41 +58,42 @@ impl Session<'_> {
 
     /// Undoes all entries, newest first, even if an undo or a write of the journal fails.
     pub(super) fn undo_entries(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
-        let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
-        let (older, until) = (self.retry_entries.len(), self.host.now() + PROCESS_EXIT_TIMEOUT);
+        let (mut undone, mut failed_undos, mut stored) = (Vec::new(), Vec::new(), Ok(()));
+        let (older_count, deadline) = (self.retry_entries.len(), self.host.now() + PROCESS_EXIT_TIMEOUT);
         // Each backend of a guest that hangs would take the whole timeout of its control socket.
         let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
         // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
         while let Some(entry) = self.journal.entries.last().cloned() {
             let guest = matches!(entry.undo, Action::SetQomProperty { .. }).then(|| entry.undo.process()).flatten();
             let started = self.host.now();
-            let back = match guest {
+            let result = match guest {
                 Some(process) if hung.contains(&process) => UndoResult::failure(&entry, GUEST_HUNG_REASON, true),
-                _ => self.undo_entry(&entry, until),
+                _ => self.undo_entry(&entry, deadline),
             };
-            let hangs = back.is_busy || !back.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
-            hung.extend(guest.filter(|_| hangs));
+            let is_hung =
+                result.is_busy || !result.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
+            hung.extend(guest.filter(|_| is_hung));
             self.journal.entries.pop();
-            undone.extend(back.undone);
-            let left = self.retry_entries.len();
-            for (entry, why, kept) in back.failed {
-                remains.push(FailedUndo { undo: entry.undo.clone(), why, will_retry: kept });
-                if kept {
-                    self.retry_entries.insert(older, entry);
+            undone.extend(result.undone);
+            let retry_count = self.retry_entries.len();
+            for (entry, why, will_retry) in result.failed {
+                failed_undos.push(FailedUndo { undo: entry.undo.clone(), why, will_retry });
+                if will_retry {
+                    self.retry_entries.insert(older_count, entry);
                 }
             }
             // After a failed undo, the later entries have other positions in the file.
-            let same = stored.is_ok() && self.retry_entries.len() == left;
-            stored = if same { self.append_changes(&[JournalChange::Pop]) } else { self.rewrite_journal() };
+            let can_append = stored.is_ok() && self.retry_entries.len() == retry_count;
+            stored = if can_append { self.append_changes(&[JournalChange::Pop]) } else { self.rewrite_journal() };
         }
         match stored {
-            Ok(()) => Ok((undone, remains)),
-            Err(error) if remains.is_empty() => Err(error),
-            Err(error) => Err(Error::UndoFailed { failed_undos: remains, source: Box::new(error) }),
+            Ok(()) => Ok((undone, failed_undos)),
+            Err(error) if failed_undos.is_empty() => Err(error),
+            Err(error) => Err(Error::UndoFailed { failed_undos, source: Box::new(error) }),
         }
     }
 
-    fn undo_entry(&mut self, entry: &JournalEntry, until: Instant) -> UndoResult {
+    fn undo_entry(&mut self, entry: &JournalEntry, deadline: Instant) -> UndoResult {
         // The socket of a guest that has exited would be retried forever.
         if entry.undo.process().is_some_and(|process| matches!(crate::hold(self.host, process), Err(Absent::Vanished)))
         {
@@ -107,14 +108,14 @@ impl Session<'_> {
             Action::Write { knob, value } => match self.needs_undo(entry, *knob, value) {
                 Ok(true) => {}
                 Ok(false) => return UndoResult::success(entry),
-                Err((why, kept)) => return UndoResult::failure(entry, why, kept),
+                Err((why, will_retry)) => return UndoResult::failure(entry, why, will_retry),
             },
             Action::Advise { process, ranges, .. } | Action::MovePages { process, ranges, .. } => {
-                return self.undo_ranges(entry, *process, ranges, until);
+                return self.undo_ranges(entry, *process, ranges, deadline);
             }
             _ => {}
         }
-        match self.undo_with_retries(&entry.undo, until) {
+        match self.undo_with_retries(&entry.undo, deadline) {
             Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
             Err(why) => UndoResult {
                 is_busy: matches!(why, ActionError::Busy(_)),
@@ -160,16 +161,16 @@ impl Session<'_> {
         if copies == Pages::ZERO {
             return Ok(None);
         }
-        let room = memory_headroom::measure_headroom(self.host, &cgroup.iter().cloned().collect());
+        let headroom = memory_headroom::measure_headroom(self.host, &cgroup.iter().cloned().collect());
         let need = FrameNeed::for_cgroup(cgroup.as_deref(), copies, Pages::ZERO);
-        let fits = guard::check_memory(&need, &room, self.host.page_size()).verdict == MemoryVerdict::Fits;
+        let fits = guard::check_memory(&need, &headroom, self.host.page_size()).verdict == MemoryVerdict::Fits;
         Ok(Some((fits, cgroup)))
     }
 
     /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
     fn needs_undo(&self, entry: &JournalEntry, knob: Knob, value: &str) -> Result<bool, (String, bool)> {
-        let now = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
-        if knob.restorable_value(now.clone()) == *value {
+        let current = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
+        if knob.restorable_value(current.clone()) == *value {
             return Ok(false);
         }
         if let Some((driver, active)) = knob.changed_by_kernel_while()
@@ -179,13 +180,13 @@ impl Session<'_> {
                 return Err((format!("{driver} is {active} and could not be restored"), true));
             }
             let was_active = Action::Write { knob: driver, value: active.to_owned() };
-            // If it was so before, the kernel sets this one.
-            let before = self.journal.entries.iter().any(|older| older.undo == was_active);
-            let foreign = || (format!("{driver} is {active}, which another program wrote"), false);
-            return if before { Ok(false) } else { Err(foreign()) };
+            // If the driver had this value before, the kernel sets this setting.
+            let was_active_before = self.journal.entries.iter().any(|entry| entry.undo == was_active);
+            let foreign_write = || (format!("{driver} is {active}, which another program wrote"), false);
+            return if was_active_before { Ok(false) } else { Err(foreign_write()) };
         }
-        if !entry.written_values.contains(&now) {
-            return Err((format!("it is {now} now, written by another program"), false));
+        if !entry.written_values.contains(&current) {
+            return Err((format!("it is {current} now, written by another program"), false));
         }
         Ok(true)
     }
@@ -196,59 +197,56 @@ impl Session<'_> {
         entry: &JournalEntry,
         process: ProcessId,
         ranges: &[AddressRange],
-        until: Instant,
+        deadline: Instant,
     ) -> UndoResult {
         let extents = match Extents::read(self.host, process) {
             Ok(extents) => extents,
             Err(Absent::Vanished) => return UndoResult::success(entry),
             Err(why) => return UndoResult::failure(entry, why, true),
         };
-        let part = |pairs: &[(AddressRange, AddressRange)]| {
-            let (ranges, within) = pairs.iter().copied().unzip();
+        let partial_entry = |pairs: &[(AddressRange, AddressRange)]| {
+            let (ranges, enclosing_extents) = pairs.iter().copied().unzip();
             let undo = entry.undo.with_ranges(ranges);
-            JournalEntry {
-                undo,
-                written_values: Vec::new(),
-                enclosing_extents: within,
-                until_commit: entry.until_commit,
-            }
+            JournalEntry { undo, written_values: Vec::new(), enclosing_extents, until_commit: entry.until_commit }
         };
-        let mut back = UndoResult::default();
-        let (mut same, mut other) = (Vec::new(), Vec::new());
+        let mut result = UndoResult::default();
+        let (mut unchanged, mut changed) = (Vec::new(), Vec::new());
         for (position, &range) in ranges.iter().enumerate() {
             // Ranges that are no longer mapped need no undo.
             match entry.enclosing_extents.get(position) {
                 _ if !extents.is_mapped(range) => {}
-                Some(&within) if extents.is_unchanged(range, within) => same.push((range, within)),
-                within => other.push((range, within.copied().unwrap_or(range))),
+                Some(&extent) if extents.is_unchanged(range, extent) => unchanged.push((range, extent)),
+                extent => changed.push((range, extent.copied().unwrap_or(range))),
             }
         }
-        if !other.is_empty() {
+        if !changed.is_empty() {
             let why = "another mapping may be there now and was left unchanged";
-            back.failed.push((part(&other), why.to_owned(), false));
+            result.failed.push((partial_entry(&changed), why.to_owned(), false));
         }
-        if same.is_empty() {
-            back.undone = other.is_empty().then(|| entry.undo.clone());
-            return back;
+        if unchanged.is_empty() {
+            result.undone = changed.is_empty().then(|| entry.undo.clone());
+            return result;
         }
-        let action = part(&same);
-        match self.undo_with_retries(&action.undo, until) {
+        let remaining_entry = partial_entry(&unchanged);
+        match self.undo_with_retries(&remaining_entry.undo, deadline) {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
                 // A range that was unmapped meanwhile has nothing to undo.
                 for (range, why) in effect.missed_ranges.into_iter().filter(|(_, why)| !why.is_not_mapped()) {
-                    let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
-                    missed.entry(why.to_string()).or_default().extend(cut);
+                    let missed_parts = unchanged
+                        .iter()
+                        .filter_map(|&(changed_range, extent)| Some((changed_range.overlap(range)?, extent)));
+                    missed.entry(why.to_string()).or_default().extend(missed_parts);
                 }
                 if missed.is_empty() {
-                    back.undone = Some(action.undo);
+                    result.undone = Some(remaining_entry.undo);
                 }
-                back.failed.extend(missed.into_iter().map(|(why, pairs)| (part(&pairs), why, true)));
+                result.failed.extend(missed.into_iter().map(|(why, pairs)| (partial_entry(&pairs), why, true)));
             }
-            Err(ActionError::Vanished) => back.undone = Some(action.undo),
-            Err(why) => back.failed.push((action, why.to_string(), is_retryable(&why))),
+            Err(ActionError::Vanished) => result.undone = Some(remaining_entry.undo),
+            Err(why) => result.failed.push((remaining_entry, why.to_string(), is_retryable(&why))),
         }
-        back
+        result
     }
 }
 

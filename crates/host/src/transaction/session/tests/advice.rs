@@ -48,16 +48,16 @@ fn kill_after_any_step_is_undone() {
     let journal = directory.path().join(SESSION_FILE);
     // The host's state at each read or action. Only actions change the host, so the state right after one is the state
     // of the next read, with the journal found by that read.
-    let moments: Mutex<Vec<(FakeHostState, Option<Vec<u8>>)>> = Mutex::default();
-    let look = |_: &str| {
-        moments.lock().unwrap().push((fake.state(), fs::read(&journal).ok()));
+    let states: Mutex<Vec<(FakeHostState, Option<Vec<u8>>)>> = Mutex::default();
+    let record_step = |_: &str| {
+        states.lock().unwrap().push((fake.state(), fs::read(&journal).ok()));
         None
     };
-    let host = FaultyHost::new(&fake, look);
+    let host = FaultyHost::new(&fake, record_step);
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&busy_settings()).unwrap();
-    let withdraw = advise_action(MergeAdvice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x22000)]);
-    session.apply(&withdraw, ChangeLifetime::Temporary).unwrap();
+    let unenroll = advise_action(MergeAdvice::Unmergeable, &[(0x12000, 0x14000), (0x1e000, 0x22000)]);
+    session.apply(&unenroll, ChangeLifetime::Temporary).unwrap();
     session
         .apply(&advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]), ChangeLifetime::PermanentOnCommit)
         .unwrap();
@@ -69,18 +69,18 @@ fn kill_after_any_step_is_undone() {
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(session.stop_durations().len(), 7);
     drop(session);
-    let mut moments = mem::take(&mut *moments.lock().unwrap());
-    moments.push((fake.state(), None));
+    let mut states = mem::take(&mut *states.lock().unwrap());
+    states.push((fake.state(), None));
     let mut changed = 0;
     let mut last = None;
-    for (step, (state, journal)) in moments.into_iter().enumerate() {
-        for left in [&last, &journal] {
+    for (step, (state, journal)) in states.into_iter().enumerate() {
+        for stored in [&last, &journal] {
             let (host, directory) = (FakeHost::from_state(&state), tempfile::tempdir().unwrap());
-            if let Some(left) = left {
-                fs::write(directory.path().join(SESSION_FILE), left).unwrap();
+            if let Some(stored) = stored {
+                fs::write(directory.path().join(SESSION_FILE), stored).unwrap();
             }
-            let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-            assert_eq!(remains, Vec::new(), "step {step}");
+            let (session, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+            assert_eq!(failed, Vec::new(), "step {step}");
             drop(session);
             assert_same_state(&host.state(), &before, step);
             assert!(!directory.path().join(SESSION_FILE).exists(), "step {step}");
@@ -96,19 +96,19 @@ fn kill_after_any_step_is_undone() {
 fn enrollment_stays_after_commit() {
     let enroll = advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]);
     let before = enrolled_ranges(&host());
-    for done in [false, true] {
+    for committed in [false, true] {
         let (host, directory) = (host(), tempfile::tempdir().unwrap());
         let mut session = begin_clean_session(&host, directory.path());
         session.apply(&enroll, ChangeLifetime::PermanentOnCommit).unwrap();
         assert_ne!(enrolled_ranges(&host), before);
-        if done {
+        if committed {
             session.commit().unwrap();
             assert!(!directory.path().join(SESSION_FILE).exists());
         } else {
             simulate_kill_before_undo(session, directory.path());
             assert_eq!(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().1.len(), 1);
         }
-        assert_eq!(enrolled_ranges(&host) == before, !done);
+        assert_eq!(enrolled_ranges(&host) == before, !committed);
     }
 }
 
@@ -123,8 +123,8 @@ fn undo_keeps_merged_range_without_memory() {
     host.put_file("proc/7/ksm_merging_pages", "2\n");
     host.set_free_kib(4);
     simulate_kill_before_undo(session, directory.path());
-    let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert!(matches!(&remains[..], [one] if one.will_retry && one.why.contains("no memory for copies")), "{remains:?}");
+    let (session, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert!(matches!(&failed[..], [one] if one.will_retry && one.why.contains("no memory for copies")), "{failed:?}");
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     host.set_free_kib(5_000_000);
@@ -152,8 +152,8 @@ fn undo_keeps_merged_range_under_pressure() {
     waits("10.00");
     host.put_file("proc/7/ksm_merging_pages", "2\n");
     simulate_kill_before_undo(session, directory.path());
-    let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert!(matches!(&remains[..], [one] if one.will_retry && one.why.contains("memory is short")), "{remains:?}");
+    let (session, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert!(matches!(&failed[..], [one] if one.will_retry && one.why.contains("memory is short")), "{failed:?}");
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     waits("9.90");
@@ -185,27 +185,27 @@ fn undo_keeps_merged_range_under_pressure() {
 /// Before 6.14 `ksm_stat` does not report which processes are enrolled whole.
 #[test]
 fn merge_any_set_before_survives_undo() {
-    let whole = |on| Action::MergeAny { process: PROCESS, enable: on };
-    for (before, tells) in [(true, true), (true, false), (false, true), (false, false)] {
+    let merge_any = |on| Action::MergeAny { process: PROCESS, enable: on };
+    for (before, is_reported) in [(true, true), (true, false), (false, true), (false, false)] {
         let (fake, directory) = (host(), tempfile::tempdir().unwrap());
-        fake.apply(&whole(before)).unwrap();
+        fake.apply(&merge_any(before)).unwrap();
         fake.put_file("proc/7/ksm_merging_pages", "0\n");
-        let was = fake.state();
-        let hidden = |path: &str| {
-            (!tells && path == "proc/7/ksm_stat").then(|| InjectedFault::Replaced(b"ksm_rmap_items 0\n".to_vec()))
+        let state = fake.state();
+        let hide_report = |path: &str| {
+            (!is_reported && path == "proc/7/ksm_stat").then(|| InjectedFault::Replaced(b"ksm_rmap_items 0\n".to_vec()))
         };
-        let host = FaultyHost::new(&fake, hidden);
+        let host = FaultyHost::new(&fake, hide_report);
         let mut session = begin_clean_session(&host, directory.path());
-        session.apply(&whole(true), ChangeLifetime::PermanentOnCommit).unwrap();
+        session.apply(&merge_any(true), ChangeLifetime::PermanentOnCommit).unwrap();
         if before {
             assert!(!directory.path().join(SESSION_FILE).exists(), "nothing changes, and nothing is to be undone");
             drop(session);
         } else {
             simulate_kill_before_undo(session, directory.path());
         }
-        let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-        assert_eq!((undone.len(), remains), (usize::from(!before), Vec::new()), "{before} {tells}");
-        assert_eq!(fake.state(), was, "{before} {tells}");
+        let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+        assert_eq!((undone.len(), failed), (usize::from(!before), Vec::new()), "{before} {is_reported}");
+        assert_eq!(fake.state(), state, "{before} {is_reported}");
     }
 }
 
@@ -214,23 +214,22 @@ fn merge_any_set_before_survives_undo() {
 fn unknown_merge_any_refuses_enrollment() {
     let (fake, directory) = (host(), tempfile::tempdir().unwrap());
     let before = fake.state();
-    let silent = |path: &str| (path == "proc/7#ask_merge_any").then_some(InjectedFault::Absent(Absent::Denied));
-    let host = FaultyHost::new(&fake, silent);
+    let refuse_query = |path: &str| (path == "proc/7#ask_merge_any").then_some(InjectedFault::Absent(Absent::Denied));
+    let host = FaultyHost::new(&fake, refuse_query);
     let mut session = begin_clean_session(&host, directory.path());
-    let refused =
-        session.apply(&Action::MergeAny { process: PROCESS, enable: true }, ChangeLifetime::PermanentOnCommit);
-    assert!(matches!(refused, Err(Error::Refused(ActionError::Denied(_)))), "{refused:?}");
+    let result = session.apply(&Action::MergeAny { process: PROCESS, enable: true }, ChangeLifetime::PermanentOnCommit);
+    assert!(matches!(result, Err(Error::Refused(ActionError::Denied(_)))), "{result:?}");
     assert_eq!(fake.state(), before);
     assert_eq!(session.undo_all().unwrap(), Vec::new());
 }
 
 /// Compares settings and memory. A process without `ksm_merge_any` counts as one that reports no.
-fn assert_same_state(now: &FakeHostState, before: &FakeHostState, step: usize) {
-    let mut files = now.0.clone();
+fn assert_same_state(current: &FakeHostState, before: &FakeHostState, step: usize) {
+    let mut files = current.0.clone();
     if files.get("proc/7/ksm_stat").is_some_and(|stat| stat == "ksm_merge_any: no\n") {
         files.remove("proc/7/ksm_stat");
     }
-    assert_eq!((&files, &now.1), (&before.0, &before.1), "step {step}");
+    assert_eq!((&files, &current.1), (&before.0, &before.1), "step {step}");
 }
 
 #[test]
@@ -240,11 +239,11 @@ fn new_mapping_is_left_alone() {
     // A larger mapping replaces the first one, and nothing replaces the heap.
     host.map_pages(7, (0x8000, 0x24000), "", false);
     host.unmap_pages(7, (0x40000, 0x44000));
-    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    let (_, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(enrolled_ranges(&host), []);
-    assert_eq!(remains.len(), 1, "{remains:?}");
-    assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000), (0x1e000, 0x20000)]));
-    assert!(!remains[0].will_retry);
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert_eq!(failed[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000), (0x1e000, 0x20000)]));
+    assert!(!failed[0].will_retry);
     begin_clean_session(&host, directory.path());
 }
 
@@ -255,9 +254,9 @@ fn mapping_smaller_than_range_is_left_alone() {
     host.unmap_pages(7, (0x10000, 0x24000));
     host.map_pages(7, (0x13000, 0x14000), "", false);
     host.map_pages(7, (0x1e000, 0x20000), "", false);
-    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!(remains.len(), 1, "{remains:?}");
-    assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000)]));
+    let (_, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert_eq!(failed[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000)]));
     // A mapping within the bounds of the old one cannot be distinguished from the remainder of the old one.
     assert_eq!(enrolled_ranges(&host), [(0x1e000, 0x20000), (0x40000, 0x44000)]);
 }
@@ -267,8 +266,8 @@ fn grown_heap_is_the_same_mapping() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     kill_after_unenroll(&host, directory.path());
     host.map_pages(7, (0x44000, 0x60000), "[heap]", false);
-    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!(remains, Vec::new());
+    let (_, _, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!(failed, Vec::new());
     assert_eq!(enrolled_ranges(&host), [(0x10000, 0x20000), (0x40000, 0x44000)]);
 }
 
@@ -284,14 +283,14 @@ fn missed_range_is_retried() {
         )
         .unwrap();
     host.set_advice_fault(Some(AdviceFault::MissesRange(AddressRange { start: 0x13000, end: 0x1f000 })));
-    let remains = session.undo_all().unwrap();
-    assert_eq!(remains.len(), 1, "{remains:?}");
-    assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x13000, 0x14000), (0x1e000, 0x1f000)]));
-    assert!(remains[0].will_retry);
+    let failed = session.undo_all().unwrap();
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert_eq!(failed[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x13000, 0x14000), (0x1e000, 0x1f000)]));
+    assert!(failed[0].will_retry);
     drop(session);
     host.set_advice_fault(None);
-    let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
-    assert_eq!((undone.len(), remains), (1, Vec::new()));
+    let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+    assert_eq!((undone.len(), failed), (1, Vec::new()));
     assert_eq!(host.state(), before);
 }
 

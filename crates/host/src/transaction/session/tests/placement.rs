@@ -34,7 +34,7 @@ fn changes() -> [Action; 6] {
         let ids = exchange(from, to);
         Action::WriteCpuset { cgroup: "sys/fs/cgroup/vms".to_owned(), file: CpusetFile::Cpus, ids }
     };
-    let poll = |from: &str, to: &str| Action::SetQomProperty {
+    let set_poll = |from: &str, to: &str| Action::SetQomProperty {
         process: PROCESS,
         socket: "/q".into(),
         object: "/objects/io0".to_owned(),
@@ -49,7 +49,7 @@ fn changes() -> [Action; 6] {
         Action::MovePages { process: PROCESS, ranges: vec![half], node: 1 },
         Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 2 },
         Action::Write { knob, value: "0".to_owned() },
-        poll("32768", "0"),
+        set_poll("32768", "0"),
     ]
 }
 
@@ -83,14 +83,14 @@ fn sessions_of_all_classes_work_side_by_side_and_undo_their_changes() {
 #[test]
 fn next_session_undoes_placement_after_a_kill_at_any_step() {
     let changes = changes();
-    for (number, action) in changes.iter().enumerate() {
+    for (i, action) in changes.iter().enumerate() {
         let class = action.class();
-        let own: Vec<&Action> = changes[..=number].iter().filter(|change| change.class() == class).collect();
+        let class_changes: Vec<&Action> = changes[..=i].iter().filter(|change| change.class() == class).collect();
         for applied in [false, true] {
             let (host, directory) = (host(), tempfile::tempdir().unwrap());
             let before = state(&host);
             let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
-            for change in &own[..own.len() - 1] {
+            for change in &class_changes[..class_changes.len() - 1] {
                 session.apply(change, ChangeLifetime::Temporary).unwrap();
             }
             session.journal_action(action, false).unwrap();
@@ -101,8 +101,8 @@ fn next_session_undoes_placement_after_a_kill_at_any_step() {
             session.journal.entries.clear();
             drop(session);
             fs::write(directory.path().join(class.journal_file()), journal).unwrap();
-            let (_, undone, remains) = Session::begin(&host, directory.path(), class).unwrap();
-            assert_eq!((undone.is_empty(), remains), (false, Vec::new()), "{action:?}");
+            let (_, undone, failed) = Session::begin(&host, directory.path(), class).unwrap();
+            assert_eq!((undone.is_empty(), failed), (false, Vec::new()), "{action:?}");
             assert_eq!(state(&host), before, "{action:?}, applied: {applied}");
         }
     }
@@ -114,8 +114,8 @@ fn placement_of_another_program_stays() {
     let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).unwrap();
     session.apply(&set_affinity("0-3", "1"), ChangeLifetime::Temporary).unwrap();
     host.put_file(CPUS_FILE, "2");
-    let remains = session.undo_all().unwrap();
-    let [failed] = &remains[..] else { panic!("{remains:?}") };
+    let failed = session.undo_all().unwrap();
+    let [failed] = &failed[..] else { panic!("{failed:?}") };
     assert!(!failed.will_retry && failed.to_string().contains("another program has changed it"), "{failed}");
     assert_eq!(state(&host).0[0], "2");
     let error = session.apply(&set_affinity("0-3", "1"), ChangeLifetime::Temporary).unwrap_err();
@@ -138,12 +138,12 @@ fn exchange_that_changes_nothing_is_not_undone() {
 fn pages_are_moved_back_only_in_the_same_mapping() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::MemoryPlacement).unwrap();
-    let movement = Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 1 };
-    session.apply(&movement, ChangeLifetime::Temporary).unwrap();
+    let move_pages = Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 1 };
+    session.apply(&move_pages, ChangeLifetime::Temporary).unwrap();
     host.unmap_pages(7, (PAGES.start, PAGES.end));
     host.map_pages(7, (PAGES.start, PAGES.start + 0x2000), "another", false);
-    let remains = session.undo_all().unwrap();
-    assert!(remains.len() == 1 && remains[0].why.contains("another mapping"), "{remains:?}");
+    let failed = session.undo_all().unwrap();
+    assert!(failed.len() == 1 && failed[0].why.contains("another mapping"), "{failed:?}");
     assert_eq!(state(&host).1, [Some(1), Some(1), None, None]);
 }
 
