@@ -237,7 +237,7 @@ fn run_census(
     let reuses_fingerprints = nodes.is_none() && sample.is_none();
     let reusable_cache = cache.as_deref().filter(|_| reuses_fingerprints);
     let scan = scan::Scan { host, scope: &scope, hasher, nodes, progress, stop, sample, cache: reusable_cache };
-    let PassResults { duplicates, failures, settled, reread } =
+    let PassResults { duplicates, failures, was_read_twice, reread } =
         threads.install(|| run_passes(&scan, &mut index, options));
     let partial = stop.load(Ordering::Relaxed);
 
@@ -274,7 +274,7 @@ fn run_census(
     census.bytes_read = progress.bytes_read();
     // The size of the full index, of which entries may have been dropped since.
     census.index_bytes = index_bytes;
-    census.pass_interval = settled.then_some(options.pass_interval);
+    census.pass_interval = was_read_twice.then_some(options.pass_interval);
     census.reread = reread;
     census.nodes_unknown = nodes_unknown;
     census.partial = partial;
@@ -290,7 +290,7 @@ struct PassResults {
     /// The subjects that could not be read, with the reason.
     failures: Vec<(usize, Absent)>,
     /// Whether pages were read twice, without a stop.
-    settled: bool,
+    was_read_twice: bool,
     /// Pages that the second pass read.
     reread: Pages,
 }
@@ -305,7 +305,7 @@ fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOpti
     failures.extend(scan.first_pass(index));
     let (duplicates, further_failures) = scan.build_duplicate_filter(index);
     failures.extend(further_failures);
-    let mut results = PassResults { duplicates, failures, settled: false, reread: Pages::ZERO };
+    let mut results = PassResults { duplicates, failures, was_read_twice: false, reread: Pages::ZERO };
     if options.pass_interval.is_zero() {
         return results;
     }
@@ -321,7 +321,7 @@ fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOpti
     let second_pass = scan.second_pass(index, only_candidates.then_some(&results.duplicates), &is_inactive);
     results.failures.extend(second_pass.failures);
     results.reread = second_pass.pages_read;
-    results.settled = !stop.load(Ordering::Relaxed);
+    results.was_read_twice = !stop.load(Ordering::Relaxed);
     results
 }
 

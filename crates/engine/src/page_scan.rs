@@ -59,7 +59,7 @@ impl SiftedChunk {
     }
 }
 
-/// Candidates that were scanned, one chunk per thread at a time. Only the fingerprint and the note bits of each page
+/// Candidates that were scanned, one chunk per thread at a time. Only the fingerprint and the content bits of each page
 /// are kept, because heap memory that a merge allocates may stay with the program.
 #[derive(Debug, Default)]
 pub struct ScannedChunk {

@@ -25,7 +25,7 @@ impl ResourceClass {
             Self::Ksm => "KSM",
             Self::MemoryPlacement => "the placement of memory",
             Self::CpuPlacement => "the placement of threads",
-            Self::Settings => "other settings",
+            Self::Settings => "settings of the kernel or of virtual machines",
         }
     }
 

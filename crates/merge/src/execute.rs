@@ -502,7 +502,7 @@ impl MergeRun<'_, '_> {
         action: &Action,
         lifetime: ChangeLifetime,
     ) -> Result<bool, session::Error> {
-        let merge_monitor::Acted { missed, is_busy } =
+        let merge_monitor::ApplyResult { missed, is_busy } =
             merge_monitor::apply_to_process(self.session, process, comm, action, lifetime, self.stop)?;
         self.any_enrolled |=
             lifetime == ChangeLifetime::PermanentOnCommit && missed.iter().all(|missed| missed.range.is_some());

@@ -366,7 +366,7 @@ fn verdict_reason(verdict: MemoryVerdict) -> Option<&'static str> {
 const MAX_BUSY_RETRIES: usize = 2;
 
 /// The result of an action on a process.
-pub struct Acted {
+pub struct ApplyResult {
     /// The failed changes: of ranges, or of the whole process without a range.
     pub missed: Vec<FailedChange>,
     /// Whether it was busy at the last try.
@@ -381,7 +381,7 @@ pub fn apply_to_process(
     action: &Action,
     lifetime: ChangeLifetime,
     stop: &AtomicBool,
-) -> Result<Acted, session::Error> {
+) -> Result<ApplyResult, session::Error> {
     let unenrolls = matches!(action, Action::Advise { advice: MergeAdvice::Unmergeable, .. });
     let change = if unenrolls { EnrollChange::Unenroll } else { EnrollChange::Enroll };
     let failure = |range, why| FailedChange { change, pid: process.pid, comm: comm.to_owned(), range, why };
@@ -404,7 +404,7 @@ pub fn apply_to_process(
         Err(session::Error::HostStateUnreadable(why)) => vec![failure(None, ActionError::from(why).to_string())],
         Err(error) => return Err(error),
     };
-    Ok(Acted { missed, is_busy })
+    Ok(ApplyResult { missed, is_busy })
 }
 
 /// Record a failure; a process without a range is recorded once.

@@ -19,7 +19,7 @@ const MAX_WALKED_ADDRESS_SPACE: Bytes = Bytes(256 << 30);
 
 /// Resident memory of the largest process whose `smaps_rollup` is read while it runs. Reading takes about a second of
 /// CPU time; during most of it the process cannot map or unmap memory.
-pub const LARGEST: Bytes = Bytes(64 << 30);
+pub const MAX_ROLLUP_RSS: Bytes = Bytes(64 << 30);
 
 /// Count the pages of a range that are mapped to a KSM frame, the pages that are mapped to the kernel's zero page, and
 /// all resident pages. A KSM page without another mapping saves nothing and does not count. The KSM frames are added to
@@ -162,7 +162,7 @@ pub fn net_savings(
 /// Zero pages freed between two measurements in each target that still runs, without those that KSM counts. The kernel
 /// frees them when it splits a huge page. Reads of memory that was never written map the same zero page. So the result
 /// is at most the huge pages that the process lost meanwhile, and zero where they cannot be read or reading takes too
-/// long ([`LARGEST`]).
+/// long ([`MAX_ROLLUP_RSS`]).
 pub fn split_zero_pages(
     plan: &MergePlan,
     page_size: PageSize,
@@ -260,10 +260,10 @@ fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget>
     Ok(measured)
 }
 
-/// Memory of a process in huge pages; `None` where they cannot be read, or where it has more memory than [`LARGEST`].
+/// Memory of a process in huge pages; `None` where they cannot be read, or where it has more memory than [`MAX_ROLLUP_RSS`].
 fn read_huge_page_bytes(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
     let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
-    if page_size.bytes_of(resident) > LARGEST {
+    if page_size.bytes_of(resident) > MAX_ROLLUP_RSS {
         return None;
     }
     observe::rollup(handle).ok()?.anon_huge.ok()
@@ -458,7 +458,7 @@ mod tests {
     #[test]
     fn huge_pages_of_processes_that_are_too_large_are_not_asked_for() {
         let fake = FakeHost::booted();
-        let largest = LARGEST.0 / fake.page_size().bytes();
+        let largest = MAX_ROLLUP_RSS.0 / fake.page_size().bytes();
         let mut plan = plan(3);
         for (pid, pages, huge) in [(0, largest, 4), (1, largest + 1, 4), (2, largest + 1, 0)] {
             fake.start_process(pid, pages);

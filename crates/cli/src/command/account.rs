@@ -149,9 +149,9 @@ pub fn take_account(
     freed_zeros: Reading<FreedZeroPages>,
 ) -> Result<AccountResult, pagefold_census::Error> {
     let (frames, ledger) = (footprint::check_frames_readable(host), Mutex::new(FrameLedger::new(host)));
-    let books = AccountBooks { host, frames, ledger, ksm: read_ksm(host), freed_zeros };
+    let reader = AccountReader { host, frames, ledger, ksm: read_ksm(host), freed_zeros };
     let (accounts, unscanned) =
-        scan_scope::inspect_selected(host, selection, |handle, process| books.account_process(handle, process))?;
+        scan_scope::inspect_selected(host, selection, |handle, process| reader.account_process(handle, process))?;
     if !explain {
         return Ok((accounts, unscanned, None));
     }
@@ -159,9 +159,9 @@ pub fn take_account(
     let (other_accounts, all_unscanned) =
         scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
             let is_new = !selected_ids.contains(&process.id);
-            is_new.then(|| books.account_process(handle, process)).transpose()
+            is_new.then(|| reader.account_process(handle, process)).transpose()
         })?;
-    let frames = books.ledger.into_inner().expect("no thread panicked").finish();
+    let frames = reader.ledger.into_inner().expect("no thread panicked").finish();
     let all_accounts: Vec<Account> = accounts.iter().cloned().chain(other_accounts.into_iter().flatten()).collect();
     // Read the counters right after the frames, so that they are from the same time.
     let memory = observe::memory(host).unwrap_or_else(|_| parse::meminfo(b""));
@@ -175,7 +175,7 @@ fn read_ksm(host: &dyn Host) -> Ksm {
 }
 
 /// The data that accounts are computed from.
-struct AccountBooks<'h> {
+struct AccountReader<'h> {
     host: &'h dyn Host,
     /// Whether frames can be read.
     frames: Reading<()>,
@@ -186,7 +186,7 @@ struct AccountBooks<'h> {
     freed_zeros: Reading<FreedZeroPages>,
 }
 
-impl AccountBooks<'_> {
+impl AccountReader<'_> {
     /// Account for a process: exactly if frames can be read, otherwise from the kernel's sums.
     fn account_process(&self, handle: &dyn Handle, process: Process) -> Reading<Account> {
         let page = self.host.page_size();

@@ -20,7 +20,7 @@ Examples:
   sudo pagefold recover                 undo the changes of a killed pagefold
   sudo pagefold recover --state /tmp/p  the same for one that ran with --state /tmp/p
 
-Every command that changes KSM does this first for KSM. A setting that another program has written since \
+Commands that change KSM first undo leftover changes of KSM. A setting that another program has written since \
 keeps its value.
 
 Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes remain.";

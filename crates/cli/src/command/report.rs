@@ -209,6 +209,7 @@ fn load_history(file: &Path, span: TimeSpanArgument) -> anyhow::Result<HistorySp
 /// Write all requested files, and return their names.
 fn write_outputs(
     options: &ReportArguments,
+    #[cfg_attr(not(feature = "parquet"), expect(unused_variables, reason = "only Parquet files hold all samples"))]
     sides: &[(String, HistorySpan)],
     report: &HistoryReport,
 ) -> anyhow::Result<Vec<PathBuf>> {

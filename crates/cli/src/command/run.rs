@@ -101,8 +101,8 @@ pub struct RunArguments {
     /// With --engine user: maximum slowdown of the program [default: 2]
     #[arg(long, value_name = "PERCENT", value_parser = parse_cpu_share)]
     max_slowdown: Option<f64>,
-    /// With --engine user: the minimum run time of each merged process. Merges with predicted net savings may use the
-    /// CPU time that --max-slowdown allows for all of it from the start, when there is most to merge [default: 0]
+    /// With --engine user: a run time that each merged process is sure to reach. The CPU time that --max-slowdown
+    /// allows for it may be spent early, when there is most to merge [default: 0]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     min_runtime: Option<Duration>,
     /// With --engine user: the smallest allocation that is merged [default: 1MiB]

@@ -70,7 +70,7 @@ pub(super) struct DaemonConfigSection {
     #[schemars(with = "Option<GroupConditions>")]
     tracked: Option<Spanned<GroupConditions>>,
     /// The file of the history. Read once, when the daemon starts.
-    #[schemars(with = "Option<schema::KeptIn>")]
+    #[schemars(with = "Option<schema::HistoryPath>")]
     history: OptionalWord,
     /// The listen address of the HTTP server. Read once, when the daemon starts.
     #[schemars(with = "Option<schema::Address>")]

@@ -69,7 +69,7 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
             max_pages.unwrap_or(default.max_pages.unsigned_abs()) as f64 * SCAN_MICROSECONDS_PER_PAGE / 1000.0;
         let percent = (work_millis / (work_millis + pause_millis) * 100.0).clamp(1.0, 100.0);
         section.push_str(&format!("cpu_rate = \"{percent:.0}%\"\n"));
-        effects.push((RATE_VARIABLES, format!("in cpu, which is {percent:.0} % of one CPU on average")));
+        effects.push((RATE_VARIABLES, format!("in cpu_rate, which is {percent:.0} % of one CPU on average")));
         defaults.push((RATE_VARIABLES[0], max_pages.is_none(), default.max_pages.unsigned_abs()));
         defaults.push((RATE_VARIABLES[1], sleep_millis.is_none(), default.sleep_millisecs));
     }

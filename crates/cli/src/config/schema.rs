@@ -63,7 +63,7 @@ word!(
     "127.0.0.1:9750",
     r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$"
 );
-word!(KeptIn, "An absolute path, or `off`.", "/var/lib/pagefold/history.db", "^(/.*|off)$");
+word!(HistoryPath, "An absolute path, or `off`.", "/var/lib/pagefold/history.db", "^(/.*|off)$");
 word!(HostName, "A host name without a port.", "node17", r"^[A-Za-z0-9._-]+$");
 word!(Glob, "A pattern with * and ?.", "web-*", "^.+$");
 

@@ -8,7 +8,7 @@
 //! change, too.
 //!
 //! While a region is walked, its process cannot map or unmap memory: `show_smaps_rollup` (fs/proc/task_mmu.c) drops
-//! `mmap_lock` between regions only. The RAM of a virtual machine is one region, so processes beyond [`LARGEST`] are
+//! `mmap_lock` between regions only. The RAM of a virtual machine is one region, so processes beyond [`MAX_ROLLUP_RSS`] are
 //! not walked. Their zero pages are still counted if a merge noted any. That reads `pagemap`, for which the kernel
 //! holds the lock for a few MiB at a time (`pagemap_read`), in a bounded part of the address space
 //! ([`verify::uncounted_zero_pages`]).
@@ -19,7 +19,7 @@ use super::{Message, WorkResult};
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
 use pagefold_host::{Host, observe, parse};
 use pagefold_merge::verify;
-pub(super) use pagefold_merge::verify::LARGEST;
+pub(super) use pagefold_merge::verify::MAX_ROLLUP_RSS;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, SystemTime};

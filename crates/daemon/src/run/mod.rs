@@ -439,7 +439,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let tracked_processes = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
         let walk_request = |(process, tracked): (&ProcessId, &TrackedProcess)| WalkRequest {
             process: *process,
-            wants_fair_share: tracked.resident <= fair_share::LARGEST,
+            wants_fair_share: tracked.resident <= fair_share::MAX_ROLLUP_RSS,
             wants_zero_pages: split_zeros.contains_key(process),
         };
         let requests =

@@ -427,7 +427,7 @@ fn work_progress_counts_host_answers() {
 fn split_zero_notes_are_capped_by_walks() {
     let (host, folder) = (host(), tempfile::tempdir().unwrap());
     let large = ProcessId { pid: Pid(FIRST_TRACKED_PID), start_time: 1 };
-    host.start_process(FIRST_TRACKED_PID, (fair_share::LARGEST.0 >> 12) + 1);
+    host.start_process(FIRST_TRACKED_PID, (fair_share::MAX_ROLLUP_RSS.0 >> 12) + 1);
     let directory = StateDirectory::open(folder.path()).unwrap();
     let note = |pages| split_zeros::note(&host, &directory, &BTreeMap::from([(large, Pages(pages))])).unwrap();
     let ((orders, _work), (walk_requests, walk_receiver)) = (mpsc::channel(), mpsc::channel());

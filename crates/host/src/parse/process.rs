@@ -1,5 +1,6 @@
-//! The files of `/proc/PID` other than its memory: `stat` and `status` (fs/proc/array.c), `cmdline` and `environ`
-//! (fs/proc/base.c), `cgroup` (kernel/cgroup/cgroup.c, `proc_cgroup_show`).
+//! The files of `/proc/PID` other than its memory: `stat`, `statm` and `status` (fs/proc/array.c), `cmdline`,
+//! `environ` and `auxv` (fs/proc/base.c), `numa_maps` (fs/proc/task_mmu.c), `cgroup` (kernel/cgroup/cgroup.c,
+//! `proc_cgroup_show`).
 
 use super::text::{field, kib, lines, malformed, number, number_list};
 use pagefold_base::identity::JOB_VARIABLES;

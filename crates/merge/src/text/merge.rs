@@ -50,14 +50,14 @@ fn render_title(report: &MergeReport) -> String {
             return format!("Nothing to merge: merging has no net savings in the {scanned} of {}.", report.host);
         }
         return format!(
-            "Plan for {}: {} net from {} of {scanned}. Nothing was changed.",
+            "Plan for {}: {} net savings in {} of {scanned}. Nothing was changed.",
             report.host,
             format_net(plan.savings.net),
             format_number(plan.targets.len() as u64),
         );
     };
     let end = match outcome.end {
-        MergeEndKind::Settled => "Settled.".to_owned(),
+        MergeEndKind::Settled => "Finished: nothing more merges.".to_owned(),
         MergeEndKind::Deadline => "Ended by its deadline before it settled.".to_owned(),
         MergeEndKind::Stopped => "Stopped before it settled; merged pages stay merged.".to_owned(),
         MergeEndKind::Yielded => {
@@ -142,7 +142,7 @@ fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextS
     }
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
         let change = format_net(after as i64 - before as i64);
-        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), change, String::new()]);
+        table.add_row(["gain in MemAvailable".to_owned(), format_net(plan.savings.net), change, String::new()]);
     }
     let mut text = style.render_table(&table);
     text.push_str(&render_differences(outcome, style));
@@ -325,9 +325,9 @@ fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String 
     }
     style.format_paragraph(
         &format!(
-            "{} that programs enrolled themselves are not profitable and {} unenrolled while ksmd works: {}.",
+            "{} unenrolled while ksmd works, because merging does not pay there although programs enrolled it: {}: {}.",
+            if report.outcome.is_some() { "Was" } else { "Would be" },
             Bytes(bytes),
-            if report.outcome.is_some() { "were" } else { "would be" },
             named.join(", "),
         ),
         2,

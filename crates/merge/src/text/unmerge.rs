@@ -138,9 +138,10 @@ fn render_processes(report: &UnmergeReport, max_rows: usize, style: TextStyle) -
 }
 
 fn render_limits(guard: &GuardReport, style: TextStyle) -> String {
-    let mut table = style.new_table(&["of", "limit", ">is", ">leaves", ">needed", ">swap", ""]);
+    let mut table = style.new_table(&["scope", "limit", ">value", ">headroom", ">needed", ">swap headroom", ""]);
     for limit in &guard.limits {
-        let fits = if limit.fits { colored_cell("fits", Color::Green) } else { colored_cell("binds", Color::Red) };
+        let fits =
+            if limit.fits { colored_cell("fits", Color::Green) } else { colored_cell("does not fit", Color::Red) };
         table.add_row([
             Cell::new(cut_start(&limit.scope, 48)),
             Cell::new(limit.kind),

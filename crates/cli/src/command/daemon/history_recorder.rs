@@ -7,7 +7,7 @@
 //! daemon logs that and continues without a history.
 
 use super::status::{self, ProcessScope};
-use super::{DaemonArguments, StatusDesk, log_line};
+use super::{DaemonArguments, StatusSource, log_line};
 use crate::command_line::GlobalOptions;
 use crate::config::{Config, HistoryLocation};
 use anyhow::Context;
@@ -95,11 +95,11 @@ pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow
 
 /// Record the history in this file.
 pub fn start_recorder(
-    desk: Arc<StatusDesk>,
+    status_source: Arc<StatusSource>,
     path: &Path,
     global: &GlobalOptions,
 ) -> anyhow::Result<Option<HistoryRecorder>> {
-    let host = if global.host == "live" { host_name() } else { desk.host.describe() };
+    let host = if global.host == "live" { host_name() } else { status_source.host.describe() };
     let writer = match open_writer(path, &host) {
         Ok(writer) => writer,
         Err(error) => {
@@ -109,7 +109,7 @@ pub fn start_recorder(
     };
     log_line(&format!("recording the history in {}", path.display()));
     let signal = Arc::new(RecorderSignal::default());
-    let recorder = RecorderThread { desk, writer, signal: Arc::clone(&signal), failure_logged: false };
+    let recorder = RecorderThread { status_source, writer, signal: Arc::clone(&signal), failure_logged: false };
     let thread = std::thread::Builder::new().name("history".to_owned()).spawn(move || recorder.run())?;
     Ok(Some(HistoryRecorder { signal, thread: Some(thread) }))
 }
@@ -213,7 +213,7 @@ impl RecorderSignal {
 }
 
 struct RecorderThread {
-    desk: Arc<StatusDesk>,
+    status_source: Arc<StatusSource>,
     writer: HistoryWriter,
     signal: Arc<RecorderSignal>,
     /// Whether a failed commit was already logged.
@@ -259,9 +259,9 @@ impl RecorderThread {
     /// daemon is ending.
     fn note_status(&mut self, with_all_processes: bool) -> Option<StatusReport> {
         self.signal.clear_note_due();
-        let snapshot = self.desk.request_snapshot()?;
+        let snapshot = self.status_source.request_snapshot()?;
         let scope = if with_all_processes { ProcessScope::All } else { ProcessScope::Unscanned };
-        let status = status::build_status(self.desk.host, &snapshot, scope, Vec::new());
+        let status = status::build_status(self.status_source.host, &snapshot, scope, Vec::new());
         self.writer.note_status(&status);
         if with_all_processes && !status.tracked_processes.is_empty() {
             self.writer.note_footprints(status.time, &status.tracked_processes);
@@ -271,7 +271,7 @@ impl RecorderThread {
 
     /// Sample the savings by KSM's counters.
     fn note_savings(&mut self) {
-        if let Some(gross) = status::gross_saved_by_ksm(self.desk.host) {
+        if let Some(gross) = status::gross_saved_by_ksm(self.status_source.host) {
             self.writer.note_saved_by_ksm(unix_now(), gross);
         }
     }

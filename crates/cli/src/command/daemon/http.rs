@@ -1,6 +1,6 @@
 //! The daemon's HTTP server: the status is published on a board at regular intervals.
 
-use super::{DaemonArguments, StatusDesk, history_recorder, log_line};
+use super::{DaemonArguments, StatusSource, history_recorder, log_line};
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
@@ -23,10 +23,10 @@ pub struct HttpStatusServer {
     _server: Server,
 }
 
-/// Serve the status of `desk` at the address of the command line or the configuration, with the points of the history
+/// Serve the status of `status_source` at the address of the command line or the configuration, with the points of the history
 /// at `history_path`.
 pub fn start_server(
-    desk: Arc<StatusDesk>,
+    status_source: Arc<StatusSource>,
     options: &DaemonArguments,
     history_path: Option<&Path>,
     global: &GlobalOptions,
@@ -44,8 +44,8 @@ pub fn start_server(
     std::thread::Builder::new().name("figures".to_owned()).spawn(move || {
         while !thread_board.is_closed() {
             // If the daemon's work hangs, publish nothing, so that probes fail like systemd's watchdog.
-            if let Some(snapshot) = desk.request_snapshot().filter(|snapshot| !snapshot.is_hung) {
-                thread_board.publish(desk.build_status(&snapshot));
+            if let Some(snapshot) = status_source.request_snapshot().filter(|snapshot| !snapshot.is_hung) {
+                thread_board.publish(status_source.build_status(&snapshot));
             }
             thread_board.wait_until_due(WATCHED_PUBLISH_INTERVAL, IDLE_PUBLISH_INTERVAL);
         }

@@ -52,8 +52,8 @@ The configuration sets what it does (`pagefold config default`). SIGHUP reads th
 except http, http_names and history.
 
 SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
-all that it enrolled, as far as there is memory, even if it is paused. It does not if it only observes or \
-advises by then, or another program controls KSM. It does not know what an earlier daemon enrolled; \
+all that it enrolled, as far as there is memory, even if it is paused. It skips this if its mode is observe or \
+advise at that time, or if another program controls KSM. It does not know what an earlier daemon enrolled; \
 `pagefold unmerge` unenrolls that, too. A pause and processes unenrolled by an operator outlast a daemon that is killed, but \
 not one that is stopped.
 
@@ -167,14 +167,16 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let control = ControlSocket::bind(&global.state)?;
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
-    let desk = Arc::new(StatusDesk { host, sender: sender.clone(), cached_findings: Mutex::default() });
+    let status_source = Arc::new(StatusSource { host, sender: sender.clone(), cached_findings: Mutex::default() });
     let history_path = history_recorder::history_path(options, global)?;
-    let http_server = http::start_server(Arc::clone(&desk), options, history_path.as_deref(), global)?;
+    let http_server = http::start_server(Arc::clone(&status_source), options, history_path.as_deref(), global)?;
     let recorder = history_path
-        .map(|path| history_recorder::start_recorder(Arc::clone(&desk), &path, global))
+        .map(|path| history_recorder::start_recorder(Arc::clone(&status_source), &path, global))
         .transpose()?
         .flatten();
-    control.serve_requests(Arc::new(move |request| desk.answer_request(request))).context("cannot start a thread")?;
+    control
+        .serve_requests(Arc::new(move |request| status_source.answer_request(request)))
+        .context("cannot start a thread")?;
     handle_signals(signals, sender.clone(), options, global)?;
 
     let mut notify = SystemdNotifier::from_environment();
@@ -298,14 +300,14 @@ fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
 }
 
 /// Answers requests, from snapshots of the daemon.
-struct StatusDesk {
+struct StatusSource {
     host: &'static dyn Host,
     sender: Sender<Message>,
     /// The doctor's findings, and when they expire.
     cached_findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
 
-impl StatusDesk {
+impl StatusSource {
     fn answer_request(&self, request: ControlRequest) -> ControlReply {
         let send_event = |event: Event, message: &str| match self.sender.send(Message::Event(event)) {
             Ok(()) => ControlReply::Done(message.to_owned()),

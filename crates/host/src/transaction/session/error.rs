@@ -58,7 +58,7 @@ pub enum Error {
     #[error(transparent)]
     Refused(#[from] ActionError),
     /// Another program has written a setting since.
-    #[error("another program writes {knob}: it was {wrote}, it is {found}")]
+    #[error("another program changed {knob}: this session wrote {wrote}, and it is {found} now")]
     SettingOverwritten {
         /// The setting.
         knob: Knob,
