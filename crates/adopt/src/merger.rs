@@ -242,11 +242,11 @@ impl ProcessMerger {
         let Self { round_count: rounds, merge_time: time, max_adopted, max_merged, freed_zeros, .. } = self;
         let safe_point_report = match CHECKED_SAFE_POINTS.load(Ordering::Relaxed) {
             0 => String::new(),
-            checked => format!("; {checked} safe points asked for one"),
+            checked => format!("; {checked} safe points checked whether to merge"),
         };
         process_hooks::write_to_stderr(&format!(
-            "adopted {max_adopted} and had {max_merged} merged at most; gave {freed_zeros} of zeros back; {rounds} \
-             merges took {:.2} s{safe_point_report}",
+            "{max_adopted} adopted, {max_merged} merged at most, {freed_zeros} of zeros freed; {rounds} merges took \
+             {:.2} s{safe_point_report}",
             time.as_secs_f64()
         ));
     }

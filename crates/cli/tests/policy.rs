@@ -120,7 +120,7 @@ fn policies_are_set_and_restored() {
 
 #[test]
 fn foreign_settings_are_not_restored() {
-    let Some((ksm, state)) = acquire_ksm_and_state("what_somebody_else_wrote_is_left_to_them") else { return };
+    let Some((ksm, state)) = acquire_ksm_and_state("value_of_another_program_stays") else { return };
     let state = state.path();
     expect_status(0, state, &["policy", "set", "flat-out"]);
     ksm.write_setting("sleep_millisecs", 33);
@@ -138,7 +138,7 @@ fn foreign_settings_are_not_restored() {
 fn recover_undoes_a_killed_follower() {
     let Some((ksm, state)) = acquire_ksm_and_state("a_killed_follower_is_put_back_by_recover") else { return };
     let (state, before) = (state.path(), read_settings());
-    assert!(expect_status(0, state, &["recover"]).contains("Nothing was left to put back."));
+    assert!(expect_status(0, state, &["recover"]).contains("Nothing was left to restore."));
     // Kill the command after various delays: it makes six changes, each of which takes less than a millisecond.
     for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000, 10_000, 50_000] {
         let mut child = policy_command(state, &["policy", "set", "flat-out"]).stdout(Stdio::null()).spawn().unwrap();

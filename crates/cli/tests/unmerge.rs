@@ -342,7 +342,7 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
 
     let (status, text, error) = run_unmerge(&targets)?;
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
-    assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
+    assert!(text.starts_with("Refused on this host: ") && text.contains("does not fit"), "{text}");
     assert!(text.contains("`--staged` would unenroll 1 of 2 parts now"), "{text}");
     let all_at_once = "is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls";
     let join_lines = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");

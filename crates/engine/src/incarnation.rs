@@ -155,7 +155,7 @@ impl DomainIncarnation {
         write_field(HeaderField::PidNamespace, namespace);
         write_field(HeaderField::LockInode, lock.inode()?);
         write_field(HeaderField::SlotsInode, inode(&slots));
-        fault::point("before a domain is founded");
+        fault::point("before a domain is created");
         write_field(HeaderField::Magic, DOMAIN_MAGIC);
         Ok(Self {
             identity: file_identity(&file)?,

@@ -208,7 +208,7 @@ impl EngineState {
         let deadline = time_limit.map(|limit| Instant::now() + limit.saturating_sub(self.survey_time) / 2);
         survey.exclude_unprotectable(exclusion, counters, page_bytes);
         let (healed, is_partial) = self.restore_in_batches(&survey, exclusion, deadline);
-        fault::point("after healing");
+        fault::point("after restoring written pages");
         let new_pages = survey.count_new_pages(page_bytes);
         let (zeros, scanned) = self.scan_candidates(&survey.candidates, deadline, terms, counters);
         counters.incomplete_merges = counters.incomplete_merges.max(u64::from(is_partial));
@@ -223,7 +223,7 @@ impl EngineState {
         let split_limit = huge_page_loss_bound.map(|bound| self.split_ledger.splittable_pages(bound, resident));
         let splittable = SplittableHugePages::choose(&zeros, &partners.pages, page_bytes, split_limit);
         let already_split = self.free_zeros(&zeros, &splittable, terms, counters);
-        fault::point("after giving zeros back");
+        fault::point("after freeing zeros");
         let headroom = survey.mapping_headroom(healed.len());
         let chosen = partners.choose_runs(&splittable, &already_split, page_bytes, headroom);
         self.note_unpaired(&pages, chosen.iter().flat_map(|run| &partners.pages[run.clone()]), now);

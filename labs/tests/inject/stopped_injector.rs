@@ -136,7 +136,7 @@ fn stopped_tracer_ends_with_pagefold() {
     // Killed with its parent, and killed by its timer.
     for kills_parent in [true, false] {
         let victim = SelfCheckingTarget::start("futex");
-        let mut injector = Injector::start(victim.pid(), "stop 1 call turned");
+        let mut injector = Injector::start(victim.pid(), "stop 1 system call replaced");
         let tracer = || {
             child_pids(injector.pid()).into_iter().find(|pid| {
                 let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

@@ -148,7 +148,7 @@ fn set_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::R
 /// Print the failed undos to standard error. Write errors are ignored, because the terminal may be closed.
 fn report_failed_undos(failed_undos: &[FailedUndo]) -> CommandOutcome {
     for failed_undo in failed_undos {
-        let _ = writeln!(std::io::stderr(), "pagefold: not put back: {failed_undo}");
+        let _ = writeln!(std::io::stderr(), "pagefold: not restored: {failed_undo}");
     }
     if failed_undos.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial }
 }

@@ -51,7 +51,7 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
     if undone.is_empty() && failed_undos.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0));
     }
-    let outcome = print_result(&undone, &failed_undos, options.json, "Nothing was left to put back.")?;
+    let outcome = print_result(&undone, &failed_undos, options.json, "Nothing was left to restore.")?;
     errors.iter().for_each(|error| eprintln!("not recovered: {error:#}"));
     Ok(if errors.is_empty() { outcome } else { CommandOutcome::Partial })
 }

@@ -335,7 +335,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn state(&self) -> &DaemonState {
-        self.state.as_ref().expect("the state is put back after every step")
+        self.state.as_ref().expect("the state is returned after every step")
     }
 
     /// Whether the running task makes progress. Logs once if it does not.
@@ -461,7 +461,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             summary.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
         self.save_operator_event(&event);
-        let state = self.state.take().expect("the state is put back after every step");
+        let state = self.state.take().expect("the state is returned after every step");
         let (state, effects) = step(state, self.event_time, event);
         self.state = Some(state);
         for effect in effects {
@@ -554,7 +554,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 self.walk_schedule.record_walk(self.event_time, process, cpu_time, has_changed);
             }
             WorkResult::Undone(description) => {
-                (self.log)(&format!("an earlier pagefold was killed; put back: {description}"))
+                (self.log)(&format!("an earlier pagefold was killed; restored: {description}"))
             }
             WorkResult::UndoFailed(failure) => {
                 (self.log)(&format!("not done: {failure}"));

@@ -325,9 +325,9 @@ fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String 
     }
     style.format_paragraph(
         &format!(
-            "{} unenrolled while ksmd works, because merging does not pay there although programs enrolled it: {}: {}.",
-            if report.outcome.is_some() { "Was" } else { "Would be" },
+            "Merging does not pay in {} that programs enrolled; they {} unenrolled while ksmd works: {}.",
             Bytes(bytes),
+            if report.outcome.is_some() { "were" } else { "would be" },
             named.join(", "),
         ),
         2,

@@ -150,7 +150,7 @@ impl StoppedThread<'_> {
         for _ in 0..MAX_CALL_RESTARTS {
             check_deadline(deadline)?;
             self.wait_for_syscall_stop(STOP_TIMEOUT)?;
-            fault::point("at the entry of the call that heals");
+            fault::point("at the entry of sigreturn");
             let registers = arch::read_registers(self.thread).map_err(operation_failed("reading registers"))?;
             if !arch::is_at_sigreturn_entry(&registers, self.sites) {
                 // Whatever code is at the stub now, it makes no call of its own here: seccomp is suspended.
@@ -160,7 +160,7 @@ impl StoppedThread<'_> {
             }
             arch::replace_call(self.thread, &self.parked_registers, self.frame_address, self.sites, number, arguments)
                 .map_err(operation_failed("writing registers"))?;
-            fault::point("call turned");
+            fault::point("system call replaced");
             self.wait_for_syscall_stop(CALL_TIMEOUT)?;
             fault::point("at the exit of the call");
             let registers = arch::read_registers(self.thread).map_err(operation_failed("reading registers"))?;
@@ -436,7 +436,7 @@ impl ParkedThread<'_> {
             .map_err(operation_failed("restoring its stack"))?;
         fault::point("stack restored");
         thread.detach().map_err(operation_failed("releasing it"))?;
-        fault::point("let go");
+        fault::point("detached");
         Ok(())
     }
 }

@@ -187,5 +187,5 @@ impl PolicyDriver {
 }
 
 fn failed_undos_message(failed_undo: &impl Display) -> String {
-    format!("not put back: {failed_undo}")
+    format!("not restored: {failed_undo}")
 }

@@ -387,7 +387,10 @@ fn setting_of_another_writer_stays() {
     session.write_settings(&busy_settings()).unwrap();
     host.put_setting("sleep_millisecs", "33");
     let error = session.check_not_overwritten().unwrap_err();
-    assert_eq!(error.to_string(), "another program changed /sys/kernel/mm/ksm/sleep_millisecs: this session wrote 1, and it is 33 now");
+    assert_eq!(
+        error.to_string(),
+        "another program changed /sys/kernel/mm/ksm/sleep_millisecs: this session wrote 1, and it is 33 now"
+    );
     assert!(matches!(session.write_settings(&busy_settings()), Err(Error::SettingOverwritten { .. })));
     let failed = session.undo_all().unwrap();
     assert_eq!(failed.len(), 1);
