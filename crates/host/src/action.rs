@@ -63,7 +63,7 @@ pub enum Action {
         ranges: Vec<AddressRange>,
     },
     /// Restricts a thread to CPUs (sched_setaffinity(2)). The kernel leaves out CPUs that are offline or that the
-    /// thread's cgroup does not permit, so a part of a set counts as the set. All online CPUs stand for no restriction.
+    /// thread's cgroup does not permit, so a part of the set counts as success. All online CPUs stand for no restriction.
     SetAffinity {
         /// The thread.
         thread: ThreadId,
@@ -241,7 +241,7 @@ pub enum MissedReason {
     #[error("not mapped any more")]
     NotMapped,
     /// Parts of it are no longer mapped. The other parts were changed.
-    #[error("not mapped any more in parts; the other parts were advised")]
+    #[error("not mapped any more in parts; the other parts were changed")]
     PartlyNotMapped,
     /// It cannot be merged, or the kernel refused it: as a phrase.
     #[error("{0}")]

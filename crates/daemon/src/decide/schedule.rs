@@ -239,7 +239,7 @@ impl DaemonState {
         let (unaffordable, affordable): (Vec<ProcessId>, Vec<ProcessId>) = due.iter().copied().partition(exceeds_burst);
         let chosen = self.choose_affordable(&affordable);
         if !unaffordable.is_empty() {
-            let why = "a census of it takes more CPU time than the burst: set a larger burst";
+            let why = "a census of it takes more CPU time than the burst: set a larger `cpu_burst`";
             effects.push(self.report_decision(DecisionKind::Refuse, &unaffordable, DecisionReason::Budget, why));
             self.back_off(&unaffordable);
         }
@@ -263,7 +263,7 @@ impl DaemonState {
         effects.push(self.report_decision(DecisionKind::Census, &due_chosen, cause.into(), why));
         if self.can_never_afford_partner(&chosen) {
             let why = "a census of it and another process takes more CPU time than the burst, so it is scanned \
-                       alone and no shared pages are found: set a larger burst";
+                       alone and no shared pages are found: set a larger `cpu_burst`";
             effects.push(self.report_decision(DecisionKind::Refuse, &due_chosen, DecisionReason::Budget, why));
         }
         for process in &due_chosen {

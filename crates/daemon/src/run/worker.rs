@@ -83,7 +83,7 @@ enum Error {
     Session(#[from] session::Error),
     #[error(transparent)]
     Census(#[from] pagefold_census::Error),
-    #[error("the host was not acquired")]
+    #[error("no session on the host is open")]
     HostNotAcquired,
 }
 

@@ -222,11 +222,11 @@ fn wait_for_trap(thread: TracedThread, deadline: Instant) -> Result<(), InjectEr
 
 /// Why an attempt on one thread failed.
 enum VisitError {
-    /// Another thread may work.
+    /// Another thread might succeed.
     TryAnotherThread(InjectError),
-    /// No thread will work.
+    /// No thread can succeed.
     Unreachable(InjectError),
-    /// This tracer may not trace the process. A thread of Pagefold may trace it if the process is a descendant (Yama).
+    /// This tracer is not permitted to trace the process. A thread of Pagefold may trace it if the process is a descendant (Yama).
     TracerDenied(InjectError),
 }
 
@@ -393,7 +393,7 @@ fn park_thread<'a>(
     }
     target.memory.write_all_at(&frame, frame_address).map_err(operation_failed("writing to its stack"))?;
     fault::point("frame written");
-    // Only now is it certain that its sequence was read from its own memory.
+    // Only now is it certain that the rseq critical section was read from the memory of this thread.
     let refusal = if thread_sees(&frame) { rseq_abort.err() } else { Some(InjectError::Vanished) };
     if let Some(error) = refusal {
         // Restore with the mark. Otherwise each visit would leave less untouched stack to the owner of this memory.

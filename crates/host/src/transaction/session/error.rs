@@ -35,8 +35,8 @@ pub enum Error {
     /// The journal cannot be read or written.
     #[error(transparent)]
     Journal(#[from] journal::Error),
-    /// The present state of the host cannot be read, so a change could not be undone.
-    #[error("nothing was changed: the present state cannot be read, so a change could not be undone later")]
+    /// The state of the host cannot be read: to record it for the undo of a change, or to measure the effect of one.
+    #[error("cannot read the state of the host: no further change is made, and temporary changes are undone")]
     HostStateUnreadable(#[source] Absent),
     /// A setting cannot be read, so a change could not be undone.
     #[error("cannot read {knob}{}", unreadable_hint(*.knob, .source))]
