@@ -116,7 +116,7 @@ check-kubernetes: ## Validate deploy/kubernetes against the schemas of Kubernete
 	target/kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/daemonset.yaml deploy/kubernetes/namespace.yaml
 
 .PHONY: lint
-lint: style deny ## Check formatting, lints, scripts, licenses and duplicate dependencies
+lint: style deny docs ## Check formatting, lints, scripts, licenses, duplicate dependencies and links of the API documentation
 
 .PHONY: style
 style: ## The quick part of lint: formatting, clippy, shell scripts

@@ -4,7 +4,7 @@
 //! has enrolled memory, which on a host with many merged pages costs more than the rest of the census. The contents of
 //! a process that has neither run nor had a page fault since it was read are unchanged. However, other writers may
 //! change its memory: a debugger, a device, a process that shares it since a clone(2), or a userfaultfd(2) handler.
-//! Contents are therefore cached for at most [`MAX_CACHE_AGE`]. A process is not cached if it was not read in full
+//! Contents are therefore cached for at most `MAX_CACHE_AGE`. A process is not cached if it was not read in full
 //! because pages left memory or changed meanwhile.
 //!
 //! Swapped-out pages are not cached, and swapoff(8) brings them back unnoticed. A cached process does not count as a

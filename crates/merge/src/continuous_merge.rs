@@ -8,7 +8,7 @@
 //! no CPU.
 //!
 //! Between rounds merged pages are checked every two seconds. Programs sometimes rewrite many of them with the same
-//! bytes. One scan of the enrolled ranges merges those again at once ([`remerge`]): a round needs a census and comes
+//! bytes. One scan of the enrolled ranges merges those again at once (`remerge`): a round needs a census and comes
 //! too late for them. Otherwise ksmd stays as the host had it, so every COW break is seen. Ranges that are written too
 //! often are unenrolled. The criterion is ksmd's CPU limit
 //! ([`pagefold_base::merge_lifetime::criterion_for_break_limit`]).

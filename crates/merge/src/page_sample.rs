@@ -7,7 +7,7 @@ use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 /// Maximum pages of a sample: 2 MiB with pages of 4 KiB, which take a millisecond to read.
 const MAX_SAMPLE_PAGES: u64 = 512;
 
-/// Contents of up to [`MAX_SAMPLE_PAGES`] pages, evenly spread over the ranges of a plan. Pages that cannot be read or
+/// Contents of up to `MAX_SAMPLE_PAGES` pages, evenly spread over the ranges of a plan. Pages that cannot be read or
 /// are not resident are left out, as are processes that have ended.
 pub fn sample_pages(host: &dyn Host, plan: &MergePlan) -> Vec<Vec<u8>> {
     let page_bytes = host.page_size().bytes();

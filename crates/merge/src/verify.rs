@@ -188,7 +188,7 @@ fn ksm_zero_pages(ksm: &ProcessKsm) -> Pages {
 
 /// Pages of private memory mapped to the kernel's zero page that KSM does not count, whether enrolled or not. They
 /// bound from above the zero pages that huge page splits freed; memory that was read but never written is among them.
-/// Of a process with more than [`MAX_WALKED_ADDRESS_SPACE`] of accessible memory the rest is left out, so the count may
+/// Of a process with more than `MAX_WALKED_ADDRESS_SPACE` of accessible memory the rest is left out, so the count may
 /// be too low.
 pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Pages> {
     let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
@@ -201,7 +201,7 @@ pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Read
 }
 
 /// The ranges in which zero pages are counted: private regions with access rights, the smallest first,
-/// [`MAX_WALKED_ADDRESS_SPACE`] in all.
+/// `MAX_WALKED_ADDRESS_SPACE` in all.
 fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRange> {
     // The kernel's half of the address space has `[vsyscall]` only.
     let may_have_zero_pages = |mapped: &&MapsEntry| {

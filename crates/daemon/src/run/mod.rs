@@ -2,12 +2,12 @@
 //!
 //! The main thread collects events, passes them to [`crate::decide::step`] and dispatches the resulting effects. A
 //! worker thread executes them, since a merge takes seconds during which an operator may ask for status or stop the
-//! daemon. New processes are reported by the host or found by polling ([`process_table`]).
+//! daemon. New processes are reported by the host or found by polling (`process_table`).
 //!
 //! While the daemon may act, it holds the host's only [`Session`](pagefold_host::transaction::Session) all the time,
 //! and ksmd is idle between merges. While it is paused, or another program tunes KSM, it releases the session and
 //! restores the settings. Waiting of programs is read at each tick while the daemon works, and now and then while it is
-//! idle ([`wait_reader`]). A third thread measures fair shares, seldom ([`fair_share`]).
+//! idle (`wait_reader`). A third thread measures fair shares, seldom (`fair_share`).
 
 mod cgroup_shortages;
 mod clock;

@@ -71,7 +71,7 @@ impl SafePoint {
         }
     }
 
-    /// Time of the next check after a negative answer: the proposed time, or after [`RECHECK_INTERVAL`], since another
+    /// Time of the next check after a negative answer: the proposed time, or after `RECHECK_INTERVAL`, since another
     /// time may be proposed by then.
     pub fn next_check(now: Duration, proposed_merge_time: Duration) -> Duration {
         let recheck = now + RECHECK_INTERVAL;
