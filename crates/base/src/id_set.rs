@@ -18,6 +18,16 @@ impl IdSet {
         self.0.iter().copied()
     }
 
+    /// Whether a number is in the set.
+    pub fn contains(&self, id: u32) -> bool {
+        self.0.contains(&id)
+    }
+
+    /// Whether there is no number.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Whether `other` contains all numbers.
     pub fn is_subset(&self, other: &Self) -> bool {
         self.0.is_subset(&other.0)

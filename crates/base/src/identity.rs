@@ -5,6 +5,7 @@
 
 mod container;
 mod job;
+pub mod virtual_nodes;
 mod vm;
 
 use std::collections::BTreeMap;

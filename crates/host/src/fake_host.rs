@@ -10,7 +10,7 @@ use crate::{
 };
 use pagefold_base::ksm::Setting;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -362,8 +362,12 @@ impl Host for FakeHost {
         self.files.lock().unwrap().get(path).map(|text| text.clone().into_bytes()).ok_or(Absent::NotOnThisKernel)
     }
 
-    fn list(&self, _: &str) -> Reading<Vec<String>> {
-        Err(Absent::NotOnThisKernel)
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        let files = self.files.lock().unwrap();
+        let first_part =
+            |file: &String| file.strip_prefix(path)?.strip_prefix('/')?.split('/').next().map(str::to_owned);
+        let names: BTreeSet<String> = files.keys().filter_map(first_part).collect();
+        if names.is_empty() { Err(Absent::NotOnThisKernel) } else { Ok(names.into_iter().collect()) }
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {

@@ -203,10 +203,10 @@ fn name_of_socket(path: &str) -> Option<String> {
     (!name.is_empty()).then(|| name.to_owned())
 }
 
-type Parameters = BTreeMap<String, String>;
+pub(super) type Parameters = BTreeMap<String, String>;
 
 /// QEMU's options, each with the next argument, which is its value if it takes one. One dash and two are equivalent.
-fn options(arguments: &[String]) -> impl Iterator<Item = (&str, &str)> {
+pub(super) fn options(arguments: &[String]) -> impl Iterator<Item = (&str, &str)> {
     arguments.iter().enumerate().filter_map(|(position, argument)| {
         let option = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-'))?;
         Some((option, arguments.get(position + 1).map_or("", String::as_str)))
@@ -234,7 +234,7 @@ fn option_values<'a>(arguments: &'a [String], name: &str) -> Vec<&'a str> {
 }
 
 /// Parse `key=value,...` or the same as JSON.
-fn parse_properties(value: &str, implied: &str) -> Parameters {
+pub(super) fn parse_properties(value: &str, implied: &str) -> Parameters {
     if !value.starts_with('{') {
         return parse_parameters(value, implied);
     }
@@ -250,7 +250,7 @@ fn parse_properties(value: &str, implied: &str) -> Parameters {
 
 /// The parameters of `key=value,...`; the last value of a key applies. `implied` is the key of a first value without a
 /// key.
-fn parse_parameters(value: &str, implied: &str) -> Parameters {
+pub(super) fn parse_parameters(value: &str, implied: &str) -> Parameters {
     let mut parts = split_at_commas(value);
     if let Some(first) = parts.first_mut().filter(|first| !first.contains('=')) {
         *first = format!("{implied}={first}");
@@ -270,7 +270,7 @@ fn parse_pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
 }
 
 /// The parts between commas; `,,` stands for a comma.
-fn split_at_commas(value: &str) -> Vec<String> {
+pub(super) fn split_at_commas(value: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = value.chars().peekable();
     while let Some(character) = rest.next() {
@@ -293,7 +293,7 @@ fn is_on(parameters: &Parameters, key: &str) -> Option<bool> {
 const MIB: u64 = 1 << 20;
 
 /// The bytes of `4G`, `1.5G`, `4194304k`, or of a bare number in units of `unit`.
-fn parse_size(text: &str, unit: u64) -> Option<u64> {
+pub(super) fn parse_size(text: &str, unit: u64) -> Option<u64> {
     let (digits, unit) = match text.bytes().last()?.to_ascii_lowercase() {
         b'b' => (&text[..text.len() - 1], 1),
         suffix @ (b'k' | b'm' | b'g' | b't' | b'p' | b'e') => {

@@ -4,7 +4,7 @@
 
 use super::text::{field, kib, lines, malformed, number, number_list};
 use pagefold_base::identity::JOB_VARIABLES;
-use pagefold_base::{Absent, Bytes, PageSize, Pages, Pid, Reading};
+use pagefold_base::{Absent, Bytes, IdSet, PageSize, Pages, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
@@ -33,6 +33,8 @@ pub struct Stat {
     pub stime: u64,
     /// Field 22, clock ticks from boot to the start of the process.
     pub start_time: u64,
+    /// Field 39, the CPU on which it ran last.
+    pub last_cpu: Reading<u32>,
 }
 
 /// `/proc/PID/statm` (fs/proc/task_mmu.c, `task_statm`): resident memory.
@@ -85,6 +87,7 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
         utime: at(14).and_then(number)?,
         stime: at(15).and_then(number)?,
         start_time: at(22).and_then(number)?,
+        last_cpu: at(39).and_then(number),
     })
 }
 
@@ -104,6 +107,10 @@ pub struct Status {
     /// `RssAnon:`: anonymous memory, including merged pages but not zero pages merged by KSM. Absent for a process
     /// without memory.
     pub rss_anon: Reading<Bytes>,
+    /// `Cpus_allowed_list:`: the CPUs on which the thread may run.
+    pub allowed_cpus: Reading<IdSet>,
+    /// `Mems_allowed_list:`: the nodes from which it may allocate memory.
+    pub allowed_nodes: Reading<IdSet>,
 }
 
 /// Parses `/proc/PID/status`.
@@ -117,6 +124,7 @@ pub fn status(bytes: &[u8]) -> Status {
         let (real, saved) = (user_id(ids, 0, "no real user")?, user_id(ids, 2, "no saved user")?);
         Ok([real, saved] != [effective(ids)?; 2])
     };
+    let ids = |list: &[u8]| Ok(number_list(list)?.into_iter().collect::<IdSet>());
     Status {
         uid: field(bytes, "Uid").and_then(effective),
         setuid: field(bytes, "Uid").and_then(setuid),
@@ -124,6 +132,8 @@ pub fn status(bytes: &[u8]) -> Status {
         pinned: field(bytes, "VmPin").and_then(kib),
         threads: field(bytes, "Threads").and_then(number),
         rss_anon: field(bytes, "RssAnon").and_then(kib),
+        allowed_cpus: field(bytes, "Cpus_allowed_list").and_then(ids),
+        allowed_nodes: field(bytes, "Mems_allowed_list").and_then(ids),
     }
 }
 
@@ -250,11 +260,22 @@ mod tests {
             utime: 4,
             stime: 3,
             start_time: 206_924,
+            last_cpu: Ok(1),
         };
         assert_eq!(stat(STAT_SAMPLE), Ok(expected));
         let anonymous = Ok(Bytes(10_571_776));
         let (uid, setuid, pinned) = (Ok(0), Ok(false), Ok(Bytes::ZERO));
-        let expected = Status { uid, setuid, seccomp: Ok(0), pinned, threads: Ok(1), rss_anon: anonymous };
+        let (allowed_cpus, allowed_nodes) = (Ok([0, 1].into_iter().collect()), Ok([0].into_iter().collect()));
+        let expected = Status {
+            uid,
+            setuid,
+            seccomp: Ok(0),
+            pinned,
+            threads: Ok(1),
+            rss_anon: anonymous,
+            allowed_cpus,
+            allowed_nodes,
+        };
         assert_eq!(status(include_bytes!("samples/status")), expected);
     }
 
@@ -272,7 +293,9 @@ mod tests {
         let whole = stat(STAT_SAMPLE);
         let start = STAT_SAMPLE.windows(8).position(|window| window == b" 206924 ").unwrap();
         for length in 0..=STAT_SAMPLE.len() {
-            let cut = stat(&STAT_SAMPLE[..length]);
+            // The last field that is read is absent from a line that ends before it.
+            let with_cpu = |stat| Stat { last_cpu: Ok(1), ..stat };
+            let cut = stat(&STAT_SAMPLE[..length]).map(with_cpu);
             assert_eq!(cut == whole, length >= start + 8, "cut at {length}: {cut:?}");
             assert!(cut == whole || is_malformed(&cut));
         }
@@ -393,12 +416,14 @@ mod tests {
             comm in "(?s).{0,15}",
             state in "[RSDZTtXI]",
             (flags, utime, stime, start_time) in any::<(u64, u64, u64, u64)>(),
+            cpu in any::<u32>(),
         ) {
             let text = format!(
-                "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time} 0 0\n"
+                "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time}{} {cpu} 0\n",
+                " 0".repeat(16)
             );
             let state = state.chars().next().unwrap();
-            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, page_faults: 18, utime, stime, start_time };
+            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, page_faults: 18, utime, stime, start_time, last_cpu: Ok(cpu) };
             prop_assert_eq!(stat(text.as_bytes()), Ok(expected));
         }
 
