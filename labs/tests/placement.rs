@@ -147,6 +147,7 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
             ["-smp", "2", "-m", "1G"],
             ["-object", "memory-backend-ram,id=m0,size=512M", "-object", "memory-backend-ram,id=m1,size=512M"],
             ["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
+            ["-numa", "dist,src=0,dst=1,val=21", "-numa", "dist,src=1,dst=0,val=21"],
         ]
         .concat(),
         kernel_arguments: "",
@@ -160,8 +161,28 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
         let value = |number: usize| words[number].split_once('=').unwrap().1;
         (value(0).parse().unwrap(), value(1).parse().unwrap(), value(2).to_owned())
     };
+    // The map counts pages by their frames; the steps count them from numa_maps.
+    let map = |name: &str| -> serde_json::Value {
+        let prefix = format!("MAP {name} ");
+        let json: String = output.lines().filter_map(|line| line.strip_prefix(&*prefix)).collect();
+        serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {output}"))
+    };
     let before = step("before");
     assert!(before.0 >= 2000 && before.1 == 0 && before.2 == "0", "{output}");
+    for (name, node) in [("before", 0), ("placed", 1), ("recovered", 0)] {
+        let map = map(name);
+        assert_eq!(map["nodes"][0]["cpus"], "0", "{map}");
+        assert_eq!(map["nodes"][1]["distances"], serde_json::json!([21, 10]), "{map}");
+        let process = &map["processes"][0];
+        let private_pages = |node: u64| -> u64 {
+            let on_node = process["memory"].as_array().unwrap().iter().filter(|pages| pages["node"] == node);
+            on_node.map(|pages| pages["small_pages"].as_u64().unwrap() + pages["huge_pages"].as_u64().unwrap()).sum()
+        };
+        // Small regions such as stacks and heaps, which the steps leave out, stay where they were.
+        let small_regions = private_pages(0) + private_pages(1) - before.0;
+        assert!(private_pages(node) >= before.0 && small_regions < 1000, "{name}: {map}");
+        assert_eq!(process["threads"][0]["node"], node, "{name}: {map}");
+    }
     for name in ["placed", "killed"] {
         assert_eq!(step(name), (0, before.0, "1".to_owned()), "{name}: {output}");
     }

@@ -71,6 +71,8 @@ pub enum PagefoldCommand {
     Merge(command::merge::MergeArguments),
     /// Show the true memory footprint of processes; RSS ignores merging
     Account(command::account::AccountArguments),
+    /// Show on which NUMA nodes virtual machines and processes have their memory and threads
+    Numa(command::numa::NumaArguments),
     /// Start a program with its process tree enrolled in KSM, or merged in user space
     Run(command::run::RunArguments),
     /// Merge pages with net savings continuously, within a CPU limit

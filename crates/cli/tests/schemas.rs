@@ -6,8 +6,21 @@ use std::process::Command;
 #[test]
 fn published_schemas_are_current() {
     for report in [
-        "census", "account", "doctor", "merge", "unmerge", "policy", "recover", "engine", "status", "history",
-        "report", "decision", "config",
+        "census",
+        "account",
+        "doctor",
+        "merge",
+        "unmerge",
+        "policy",
+        "recover",
+        "engine",
+        "status",
+        "history",
+        "report",
+        "decision",
+        "numa-map",
+        "numa-plan",
+        "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();
         assert!(output.status.success());

@@ -11,6 +11,7 @@ pub mod enrolled_domains;
 pub mod guest;
 pub mod man;
 pub mod merge;
+pub mod numa;
 pub mod policy;
 pub mod record;
 pub mod recover;

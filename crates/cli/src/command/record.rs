@@ -20,6 +20,8 @@ use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
+use pagefold_numa::threads::read_threads;
+use pagefold_numa::topology::Topology;
 use pagefold_recording::HostRecorder;
 use pagefold_recording::lines::format_content_line;
 use pagefold_recording::trace::TraceWriter;
@@ -253,6 +255,13 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
         }
     }
     let _ = observe::huge_page_bytes(recorder);
+    // For `numa`.
+    let _ = Topology::read(recorder);
+    for subject in &census.subjects {
+        if let Ok(handle) = recorder.open(subject.process.id.pid) {
+            let _ = read_threads(recorder, &*handle);
+        }
+    }
     // For `policy show` and `unmerge --dry-run`.
     for setting in Setting::ALL {
         let _ = Knob::from(setting).read(recorder);

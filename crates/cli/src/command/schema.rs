@@ -13,6 +13,8 @@ use pagefold_merge::wire::merge::MergeReport;
 use pagefold_merge::wire::policy::PolicyReport;
 use pagefold_merge::wire::recover::RecoverReport;
 use pagefold_merge::wire::unmerge::UnmergeReport;
+use pagefold_numa::wire::map::NumaMapReport;
+use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_output::wire;
 
 /// Arguments of `schema`.
@@ -32,6 +34,10 @@ enum SchemaName {
     Doctor,
     /// `pagefold account --json`
     Account,
+    /// `pagefold numa map --json`
+    NumaMap,
+    /// `pagefold numa plan --json`
+    NumaPlan,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
@@ -61,6 +67,8 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::Census => wire::json_schema::<CensusReport>(),
         SchemaName::Doctor => wire::json_schema::<DoctorReport>(),
         SchemaName::Account => wire::json_schema::<AccountReport>(),
+        SchemaName::NumaMap => wire::json_schema::<NumaMapReport>(),
+        SchemaName::NumaPlan => wire::json_schema::<NumaPlanReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),

@@ -1,0 +1,155 @@
+//! `pagefold numa`: where memory and threads are on a host with several NUMA nodes.
+
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_cpu_share, parse_duration};
+use crate::{CommandOutcome, host_selection, output};
+use anyhow::{anyhow, bail};
+use clap::{Args, Subcommand};
+use pagefold_host::Host;
+use pagefold_numa::decide::plan;
+use pagefold_numa::map::{self, MapError, NumaMap};
+use pagefold_numa::problem::{PlanLimits, placement_problem};
+use pagefold_numa::text;
+use pagefold_numa::wire::map::NumaMapReport;
+use pagefold_numa::wire::plan::NumaPlanReport;
+use pagefold_output::wire;
+use std::time::{Duration, Instant};
+
+const MAP_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa map                the nodes, and the largest processes on them
+  sudo pagefold numa map --vm 'web*'    virtual machines, with their virtual nodes and vCPUs
+  sudo pagefold numa map --pid 4711 --json
+
+It reads page tables and changes nothing. \"remote\" is the expected share of accesses to other nodes than that of the \
+CPU, and \"distance\" their mean distance relative to local memory, if each vCPU (or each thread of another program) \
+reads all of its memory equally often.";
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa plan                    all virtual machines of this host
+  sudo pagefold numa plan --vcpus-per-cpu 2  at most two vCPUs for each CPU
+  sudo pagefold numa plan --pid 4711 --pid 4712 --json
+
+It changes nothing. A virtual machine with several virtual nodes gets a node for each of them, and any other one gets \
+a single node, as far as CPUs and memory suffice. Machines that run most for each page of memory come first. Memory \
+that a device pins stays, and so do pages merged by KSM, which several machines may share.";
+
+/// Arguments of `numa`.
+#[derive(Args, Debug)]
+pub struct NumaArguments {
+    #[command(subcommand)]
+    command: NumaCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum NumaCommand {
+    /// Show on which NUMA nodes memory is, and where threads run
+    Map(MapArguments),
+    /// Plan on which NUMA nodes virtual machines should have their memory and vCPUs
+    Plan(PlanArguments),
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = MAP_EXAMPLES)]
+struct MapArguments {
+    /// Processes in the tables
+    #[arg(long, value_name = "N", default_value_t = 12)]
+    top: usize,
+    /// Print JSON (see `pagefold schema numa-map`)
+    #[arg(long)]
+    json: bool,
+    // Last, because its help heading applies to all options after it.
+    #[command(flatten)]
+    targets: ProcessOptions,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = PLAN_EXAMPLES)]
+struct PlanArguments {
+    /// vCPUs that a node may run for each of its CPUs
+    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_vcpus_per_cpu)]
+    vcpus_per_cpu: f64,
+    /// Share of each node's memory that stays free
+    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]
+    headroom: f64,
+    /// Time limit for the search of a better plan
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    deadline: Duration,
+    /// List the machines that stay, too
+    #[arg(long)]
+    all_machines: bool,
+    /// Print JSON (see `pagefold schema numa-plan`)
+    #[arg(long)]
+    json: bool,
+    // Last, because its help heading applies to all options after it.
+    #[command(flatten)]
+    targets: ProcessOptions,
+}
+
+fn parse_vcpus_per_cpu(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|ratio| (0.1..=100.0).contains(ratio))
+        .ok_or_else(|| "give a number of 0.1 to 100".to_owned())
+}
+
+/// Run the subcommand.
+pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match &options.command {
+        NumaCommand::Map(options) => run_map(options, global),
+        NumaCommand::Plan(options) => run_plan(options, global),
+    }
+}
+
+/// Read the map of the selected processes.
+fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
+    let selection = host_selection::process_selection(targets, global)?;
+    let map = map::read_map(host, &selection).map_err(|error| match error {
+        MapError::Nodes { .. } if global.host != "live" => {
+            anyhow!("the recording lacks the NUMA nodes of its host: record it again with this version of pagefold")
+        }
+        error => error.into(),
+    })?;
+    host_selection::check_any_seen(!map.processes.is_empty(), &selection, &map.unscanned, global)?;
+    Ok(map)
+}
+
+fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
+    let started = Instant::now();
+    let map = read_map(&*host, &options.targets, global)?;
+    let report = NumaMapReport::new(host.describe(), host.page_size(), &map, started.elapsed().as_secs_f64());
+    if options.json {
+        output::print_stdout(&wire::to_json(&report))?;
+    } else {
+        let remedy = host_selection::permission_remedy(global);
+        output::print_stdout(&text::map::render(&report, options.top, remedy, output::stdout_style(global)))?;
+    }
+    Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
+    let started = Instant::now();
+    let mut map = read_map(&*host, &options.targets, global)?;
+    // Without a selection by number, only virtual machines are moved.
+    if options.targets.pid.is_empty() {
+        map.processes.retain(|placement| placement.process.identity.vm.is_some());
+        if map.processes.is_empty() {
+            bail!("no virtual machine is running: name other processes with --pid to plan for them");
+        }
+    }
+    let limits = PlanLimits { vcpus_per_cpu: options.vcpus_per_cpu, headroom_share: options.headroom };
+    let problem = placement_problem(&map, host.page_size(), limits);
+    let plan = plan::plan(&problem, options.deadline);
+    let seconds = started.elapsed().as_secs_f64();
+    let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), seconds);
+    if options.json {
+        output::print_stdout(&wire::to_json(&report))?;
+    } else {
+        let remedy = host_selection::permission_remedy(global);
+        let text = text::plan::render(&report, options.all_machines, remedy, output::stdout_style(global));
+        output::print_stdout(&text)?;
+    }
+    Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}

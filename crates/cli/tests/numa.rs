@@ -1,0 +1,150 @@
+//! `pagefold numa` on this host: a process of known layout, and virtual nodes of QEMU.
+
+#![forbid(unsafe_code)]
+
+use pagefold_labs::assets::QEMU_PROGRAM;
+use pagefold_labs::client;
+use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// Maximum time until a virtual machine has its threads and memory.
+const QEMU_START_TIME: Duration = Duration::from_secs(60);
+
+/// A process that is killed with the value.
+struct KilledChild(Child);
+
+impl Drop for KilledChild {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn pagefold(arguments: &[&str]) -> Value {
+    let output = Command::new(PAGEFOLD_BINARY).arg("numa").args(arguments).arg("--json").output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The pages of a kind on all nodes.
+fn pages_of_kind(memory: &Value, kind: &str) -> u64 {
+    memory["memory"].as_array().unwrap().iter().map(|node| node[kind].as_u64().unwrap()).sum()
+}
+
+fn is_root() -> bool {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        println!("skipped: frames are visible to root only");
+    }
+    is_root
+}
+
+#[test]
+fn map_counts_the_pages_of_a_process() {
+    if !is_root() {
+        return;
+    }
+    let lab = client::lab_binary().unwrap();
+    let mut command = Command::new(&lab);
+    command.args(["layout", "unique=3000", "huge=512"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = KilledChild(command.spawn().unwrap());
+    let lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let regions: Vec<RegionLine> = lines
+        .take_while(|line| !line.starts_with(READY_PREFIX))
+        .map(|line| serde_json::from_str(&line).unwrap())
+        .collect();
+    assert_eq!(regions.len(), 2, "{regions:?}");
+    let pid = child.0.id().to_string();
+    let map = pagefold(&["map", "--pid", &pid]);
+    let process = &map["processes"][0];
+    let (small, huge) = (pages_of_kind(process, "small_pages"), pages_of_kind(process, "huge_pages"));
+    assert!(small + huge >= 3512 && small + huge < 4500, "{process}");
+    let thread = &process["threads"][0];
+    assert_eq!((&thread["role"], &thread["threads"]), (&"other".into(), &1.into()), "{process}");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:\t")).unwrap();
+    assert_eq!(thread["allowed_cpus"], allowed);
+    let text = Command::new(PAGEFOLD_BINARY).args(["numa", "map", "--pid", &pid]).output().unwrap();
+    let text = String::from_utf8(text.stdout).unwrap();
+    assert!(text.starts_with("NUMA map of this host: "), "{text}");
+    for expected in ["1 process.", "Memory by node", "Threads", " 1 thread "] {
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    if map["nodes"].as_array().unwrap().len() == 1 {
+        assert_eq!(process["accesses"]["remote_share"], 0.0);
+        let plan = pagefold(&["plan", "--pid", &pid]);
+        assert_eq!(plan["machines"][0]["reason"], "already_local", "{plan}");
+        assert_eq!(plan["gap"], 0.0);
+        let text = Command::new(PAGEFOLD_BINARY).args(["numa", "plan", "--pid", &pid]).output().unwrap();
+        let text = String::from_utf8(text.stdout).unwrap();
+        assert!(text.contains("nothing is worth moving. No plan is better. Nothing was changed."), "{text}");
+    }
+}
+
+#[test]
+fn virtual_nodes_of_qemu_are_told_apart() {
+    if !is_root() {
+        return;
+    }
+    let mut command = Command::new(QEMU_PROGRAM);
+    command
+        .args(["-accel", "tcg", "-S", "-display", "none", "-nodefaults", "-m", "96", "-smp", "3"])
+        .args(["-name", "guest=wide,debug-threads=on"])
+        // Two backends of equal size, of which only the second one has pages, and one of another size.
+        .args(["-object", "memory-backend-ram,id=empty,size=32M"])
+        .args(["-object", "memory-backend-ram,id=full,size=32M,prealloc=on"])
+        .args(["-object", "memory-backend-memfd,id=shared,size=32768K,prealloc=on"])
+        .args(["-numa", "node,nodeid=0,cpus=0,memdev=full"])
+        .args(["-numa", "node,nodeid=1,cpus=1,memdev=empty"])
+        .args(["-numa", "node,nodeid=2,cpus=2,memdev=shared"]);
+    let child = match command.spawn() {
+        Ok(child) => KilledChild(child),
+        Err(error) => return println!("skipped: {QEMU_PROGRAM}: {error}"),
+    };
+    let pid = child.0.id().to_string();
+    let started = Instant::now();
+    let process = loop {
+        // The command line and the memory come after the start.
+        let output = Command::new(PAGEFOLD_BINARY).args(["numa", "map", "--json", "--pid", &pid]).output().unwrap();
+        let map: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let process = map["processes"][0].clone();
+        let is_ready = process["threads"].as_array().is_some_and(|groups| {
+            groups
+                .iter()
+                .filter(|group| group["role"] == "vcpu")
+                .map(|group| group["threads"].as_u64().unwrap())
+                .sum::<u64>()
+                == 3
+        });
+        if is_ready {
+            break process;
+        }
+        assert!(started.elapsed() < QEMU_START_TIME, "{output:?}");
+        sleep(Duration::from_millis(100));
+    };
+    let resident: Vec<&Value> =
+        process["virtual_nodes"].as_array().unwrap().iter().map(|node| &node["resident_pages"]).collect();
+    assert_eq!(resident, [8192, 0, 8192], "{process}");
+    let shared = &process["virtual_nodes"][2];
+    assert_eq!(pages_of_kind(shared, "file_pages") + pages_of_kind(shared, "huge_pages"), 8192, "{process}");
+    let vcpus: Vec<&Value> = process["virtual_nodes"].as_array().unwrap().iter().map(|node| &node["vcpus"]).collect();
+    assert_eq!(vcpus, ["0", "1", "2"]);
+    let plan = pagefold(&["plan", "--pid", &pid, "--vcpus-per-cpu", "4"]);
+    assert_eq!(plan["machines"][0]["parts"].as_array().unwrap().len(), 3, "{plan}");
+}
+
+#[test]
+fn unknown_process_is_named() {
+    let output = Command::new(PAGEFOLD_BINARY).args(["numa", "map", "--pid", "4194304"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("4194304"), "{output:?}");
+    let output = Command::new(PAGEFOLD_BINARY).args(["numa", "plan", "--vcpus-per-cpu", "0"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("0.1 to 100"), "{output:?}");
+}

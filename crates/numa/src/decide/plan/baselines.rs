@@ -1,0 +1,70 @@
+//! Simple placements that a plan is compared with.
+
+use super::columns::{columns, spread_column};
+use super::{Column, Load, Pattern, PlacementProblem, overload};
+
+/// A simple placement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Baseline {
+    /// Everything stays as it is.
+    Nothing,
+    /// Memory and virtual CPUs of each machine over all nodes (`numactl --interleave=all`).
+    Interleave,
+    /// Each machine on the first node with room for it, in the given order; over all nodes if there is none.
+    FirstFit,
+}
+
+impl Baseline {
+    /// All baselines.
+    pub const ALL: [Self; 3] = [Self::Nothing, Self::Interleave, Self::FirstFit];
+
+    /// Its name in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "nothing",
+            Self::Interleave => "interleave",
+            Self::FirstFit => "first fit",
+        }
+    }
+}
+
+/// The result of a placement of all machines.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BaselineResult {
+    /// Remote reads, in pages with hotness 1 at twice the local distance.
+    pub remote_reads: f64,
+    /// Pages to move.
+    pub moved_pages: f64,
+    /// The load above the capacity of nodes.
+    pub overload: Load,
+}
+
+/// Place all machines in a simple way. Fixed machines stay.
+pub fn place(problem: &PlacementProblem, baseline: Baseline) -> BaselineResult {
+    let every_node: Vec<usize> = (0..problem.nodes.len()).collect();
+    let mut chosen: Vec<Column> = Vec::new();
+    for vm in &problem.vms {
+        let mut options = columns(problem, vm);
+        let spread = || spread_column(problem, vm, &every_node);
+        let column = match baseline {
+            Baseline::Nothing => options.swap_remove(0),
+            _ if vm.fixed || problem.nodes.is_empty() => options.swap_remove(0),
+            Baseline::Interleave => spread(),
+            Baseline::FirstFit => first_fit(problem, &chosen, &options).unwrap_or_else(spread),
+        };
+        chosen.push(column);
+    }
+    let sum = |figure: fn(&Column) -> f64| chosen.iter().map(figure).sum();
+    BaselineResult {
+        remote_reads: sum(|column| column.remote_reads),
+        moved_pages: sum(|column| column.moved_pages),
+        overload: overload(problem, chosen.iter()),
+    }
+}
+
+/// The column with the lowest node numbers that causes no overload.
+fn first_fit(problem: &PlacementProblem, placed: &[Column], options: &[Column]) -> Option<Column> {
+    let fits = |column: &&Column| overload(problem, placed.iter().chain([*column])) == Load::default();
+    let on_nodes = options.iter().filter(|column| matches!(column.pattern, Pattern::Nodes(_)));
+    on_nodes.filter(fits).min_by(|left, right| left.pattern.cmp(&right.pattern)).cloned()
+}

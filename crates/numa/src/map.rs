@@ -1,0 +1,208 @@
+//! The map: memory and threads of the selected processes by node.
+//!
+//! The RAM of a virtual machine with several virtual nodes is split by its memory backends. QEMU maps each backend as
+//! a region of exactly its size. Backends of equal size are told apart by their order: the kernel maps a new region
+//! below the earlier ones (`mmap_base` in arch/x86/mm/mmap.c), and QEMU creates backends in the order of its command
+//! line. If the numbers of backends and of regions of a size differ, these backends have no memory in the map.
+
+use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
+use crate::page_nodes::{PageNodeReader, PageNodes};
+use crate::threads::{self, ThreadPlacement, ThreadRole};
+use crate::topology::{LOCAL_DISTANCE, Topology};
+use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
+use pagefold_base::process::Process;
+use pagefold_base::region::Region;
+use pagefold_base::{Absent, IdSet, Pages, Reading};
+use pagefold_census::results::UnscannedProcess;
+use pagefold_census::{ProcessSelection, scan_scope};
+use pagefold_host::observe::NumaNodes;
+use pagefold_host::{Host, ProcessHandle, observe, parse};
+use std::collections::BTreeMap;
+
+/// The placement of the selected processes.
+#[derive(Clone, Debug)]
+pub struct NumaMap {
+    /// The nodes of the host.
+    pub topology: Topology,
+    /// The processes, the largest resident memory first.
+    pub processes: Vec<ProcessPlacement>,
+    /// The merged frames that these processes map, by the node of the frame.
+    pub merged: BTreeMap<u32, MergedFrames>,
+    /// Processes that were selected and could not be read.
+    pub unscanned: Vec<UnscannedProcess>,
+}
+
+/// The placement of a process.
+#[derive(Clone, Debug)]
+pub struct ProcessPlacement {
+    /// The process.
+    pub process: Process,
+    /// All its memory.
+    pub pages: PageNodes,
+    /// The virtual nodes of a virtual machine, if it has any.
+    pub virtual_nodes: Vec<VirtualNodePlacement>,
+    /// Its threads.
+    pub threads: Reading<Vec<ThreadPlacement>>,
+    /// The nodes from which it may allocate memory (`Mems_allowed_list:`).
+    pub allowed_nodes: Reading<IdSet>,
+    /// Devices of the host that are passed through.
+    pub devices: Vec<PassedThroughDevice>,
+    /// Its expected accesses; `None` if threads or memory are not known.
+    pub cost: Option<AccessCost>,
+}
+
+/// A virtual node with its memory and virtual CPUs.
+#[derive(Clone, Debug)]
+pub struct VirtualNodePlacement {
+    /// The node as configured.
+    pub node: VirtualNode,
+    /// Its memory; `None` if its region could not be identified.
+    pub pages: Option<PageNodes>,
+    /// The expected accesses of its virtual CPUs to its memory.
+    pub cost: Option<AccessCost>,
+}
+
+/// A device of the host that a virtual machine uses directly.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PassedThroughDevice {
+    /// Its PCI address: `0000:3b:00.0`.
+    pub address: String,
+    /// Its node; absent if the machine does not say (-1).
+    pub node: Reading<u32>,
+}
+
+/// Why there is no map.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// The nodes of the host cannot be read.
+    #[error("cannot read the NUMA nodes of {host}")]
+    Nodes {
+        /// The host.
+        host: String,
+        /// The reason.
+        source: Absent,
+    },
+    /// The processes cannot be listed or selected.
+    #[error(transparent)]
+    Selection(#[from] pagefold_census::Error),
+}
+
+/// Read the map of the selected processes.
+///
+/// # Errors
+/// If processes cannot be listed, or the nodes of the host cannot be read.
+pub fn read_map(host: &dyn Host, selection: &ProcessSelection) -> Result<NumaMap, MapError> {
+    let unreadable = |source| MapError::Nodes { host: host.describe(), source };
+    let topology = Topology::read(host).map_err(unreadable)?;
+    let frame_nodes = NumaNodes::read(host).map_err(unreadable)?;
+    let reader = PageNodeReader::new(host, &frame_nodes);
+    let (found, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
+        read_process(host, &topology, &reader, handle, process)
+    })?;
+    let (mut processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
+    let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
+    processes.sort_by_key(|placement| std::cmp::Reverse(placement.pages.resident()));
+    Ok(NumaMap { topology, processes, merged, unscanned })
+}
+
+fn read_process(
+    host: &dyn Host,
+    topology: &Topology,
+    reader: &PageNodeReader<'_>,
+    handle: &dyn ProcessHandle,
+    process: Process,
+) -> Reading<(ProcessPlacement, FrameReader)> {
+    let arguments = process.arguments.as_deref().unwrap_or_default();
+    let configured = process.identity.vm.as_ref().map_or_else(Vec::new, |_| virtual_nodes::virtual_nodes(arguments));
+    let devices = virtual_nodes::passed_through_devices(arguments)
+        .into_iter()
+        .map(|address| PassedThroughDevice { node: read_device_node(host, &address), address })
+        .collect();
+    let regions = observe::regions(handle)?;
+    let node_of_region = assign_regions(&configured, &regions);
+    let mut pages = PageNodes::default();
+    let mut pages_by_virtual_node: BTreeMap<u32, PageNodes> = BTreeMap::new();
+    let mut frames = Vec::new();
+    for region in &regions {
+        let found = reader.read_region(handle, region)?;
+        pages.add(&found.pages);
+        frames.extend(found.merged_frames);
+        if let Some(node) = node_of_region.get(&region.range.start) {
+            pages_by_virtual_node.entry(*node).or_default().add(&found.pages);
+        }
+    }
+    let threads = threads::read_threads(host, handle);
+    let known_threads = threads.as_deref().unwrap_or_default();
+    let cpu_shares = cpu_shares(topology, working_threads(known_threads));
+    let virtual_nodes: Vec<VirtualNodePlacement> = configured
+        .into_iter()
+        .map(|node| {
+            let pages = pages_by_virtual_node.remove(&node.id);
+            let vcpus = known_threads
+                .iter()
+                .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
+            let cost =
+                pages.as_ref().and_then(|pages| access_cost(topology, &self::cpu_shares(topology, vcpus), pages));
+            VirtualNodePlacement { node, pages, cost }
+        })
+        .collect();
+    let by_virtual_node = virtual_nodes.iter().filter_map(|node| Some((node.pages.as_ref()?.resident(), node.cost?)));
+    let cost = decide::mean_cost(by_virtual_node).or_else(|| access_cost(topology, &cpu_shares, &pages));
+    let main_node = cpu_shares.iter().max_by(|left, right| left.1.total_cmp(right.1)).map(|(&node, _)| node);
+    let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
+    let placement = ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, devices, cost };
+    Ok((placement, FrameReader { node: main_node, frames }))
+}
+
+/// The threads that access the memory of a virtual machine most: its virtual CPUs; else all threads.
+fn working_threads(threads: &[ThreadPlacement]) -> impl Iterator<Item = &ThreadPlacement> {
+    let is_vcpu = |thread: &ThreadPlacement| matches!(thread.role, ThreadRole::Vcpu(_));
+    let has_vcpus = threads.iter().any(is_vcpu);
+    threads.iter().filter(move |thread| !has_vcpus || is_vcpu(thread))
+}
+
+/// The shares of nodes in the CPU time of threads, each at the node where it runs next. A thread counts one tick at
+/// least.
+fn cpu_shares<'t>(topology: &Topology, threads: impl IntoIterator<Item = &'t ThreadPlacement>) -> NodeShares {
+    decide::shares(
+        threads
+            .into_iter()
+            .filter_map(|thread| Some((topology.node_of_cpu(thread.next_cpu())?, thread.cpu_ticks.max(1)))),
+    )
+}
+
+fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Option<AccessCost> {
+    let memory = decide::shares(pages.by_node.iter().map(|(&node, kinds)| (node, kinds.total().0)));
+    decide::access_cost(cpus, &memory, |from, to| topology.distance(from, to), LOCAL_DISTANCE)
+}
+
+/// The virtual node of each region that is the memory of one, by the address of the region.
+fn assign_regions(nodes: &[VirtualNode], regions: &[Region]) -> BTreeMap<u64, u32> {
+    let mut assigned = BTreeMap::new();
+    let mut sizes: Vec<u64> = nodes.iter().filter_map(|node| node.memory_bytes).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    for size in sizes {
+        let mut same: Vec<&VirtualNode> = nodes.iter().filter(|node| node.memory_bytes == Some(size)).collect();
+        same.sort_by_key(|node| node.backend_position);
+        let regions: Vec<&Region> = regions.iter().filter(|region| region.range.bytes().0 == size).collect();
+        if regions.len() == same.len() {
+            let descending = regions.into_iter().rev();
+            assigned.extend(descending.zip(same).map(|(region, node)| (region.range.start, node.id)));
+        }
+    }
+    assigned
+}
+
+/// The node of a PCI device (`numa_node`, drivers/pci/pci-sysfs.c): -1 if firmware does not say.
+fn read_device_node(host: &dyn Host, address: &str) -> Reading<u32> {
+    let node: i64 = parse::number(&host.read(&format!("sys/bus/pci/devices/{address}/numa_node"))?)?;
+    u32::try_from(node).map_err(|_| Absent::NotOnThisKernel)
+}
+
+/// The share of pages on the node with most of them, and that node.
+pub fn main_memory_node(pages: &PageNodes) -> Option<(u32, f64)> {
+    let total = pages.resident();
+    let (&node, kinds) = pages.by_node.iter().max_by_key(|(_, kinds)| kinds.total())?;
+    (total > Pages::ZERO).then(|| (node, kinds.total().0 as f64 / total.0 as f64))
+}

@@ -1,0 +1,126 @@
+//! The planning problem of a host: its map as the planner sees it.
+
+use crate::decide;
+use crate::decide::plan::{NodeCapacity, PlacementProblem, PlannedPart, PlannedVm};
+use crate::map::{NumaMap, ProcessPlacement};
+use crate::page_nodes::PageNodes;
+use crate::threads::{ThreadPlacement, ThreadRole};
+use crate::topology::Topology;
+use pagefold_base::{PageSize, Pages};
+use std::collections::BTreeMap;
+
+/// What a plan may use.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PlanLimits {
+    /// Virtual CPUs for each CPU.
+    pub vcpus_per_cpu: f64,
+    /// The share of a node's memory that stays free.
+    pub headroom_share: f64,
+}
+
+/// The problem of placing the processes of a map, all of which are moved as virtual machines are.
+///
+/// Memory of other processes stays where it is: a node offers its free memory and that of the placed processes. Pages
+/// that are merged are not part of the problem, because several processes map them.
+pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits) -> PlacementProblem {
+    let used = |node: u32| -> Pages {
+        let pages = map.processes.iter().filter_map(|placement| placement.pages.by_node.get(&node));
+        pages.map(|kinds| kinds.movable()).sum()
+    };
+    let capacity = |(&id, node): (&u32, &crate::topology::NumaNode)| {
+        let memory = node.memory.clone().unwrap_or_default();
+        let headroom = memory.total.0 as f64 * limits.headroom_share;
+        let free = (memory.free.0 as f64 - headroom) / page_size.bytes() as f64;
+        NodeCapacity {
+            id,
+            vcpus: node.cpus.iter().count() as f64 * limits.vcpus_per_cpu,
+            pages: (free + used(id).0 as f64).max(0.0),
+        }
+    };
+    let heat: Vec<f64> = map.processes.iter().map(cpu_seconds_per_page).collect();
+    let hottest = heat.iter().copied().fold(0.0, f64::max);
+    let relative = |heat: f64| if hottest > 0.0 { (heat / hottest).max(MIN_HOTNESS) } else { 1.0 };
+    let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
+    PlacementProblem {
+        nodes: map.topology.nodes.iter().map(capacity).collect(),
+        distances: ids
+            .iter()
+            .flat_map(|&from| ids.iter().map(move |&to| (from, to)))
+            .map(|(from, to)| ((from, to), map.topology.distance(from, to)))
+            .collect(),
+        vms: map
+            .processes
+            .iter()
+            .zip(heat)
+            .map(|(placement, heat)| planned_vm(placement, &map.topology, relative(heat)))
+            .collect(),
+    }
+}
+
+/// The hotness of a machine that does not run at all. It may run again.
+const MIN_HOTNESS: f64 = 0.01;
+
+/// CPU time for each page of memory so far, in ticks: an estimate of how often a page is read.
+fn cpu_seconds_per_page(placement: &ProcessPlacement) -> f64 {
+    let ticks: u64 = placement.threads.iter().flatten().map(|thread| thread.cpu_ticks).sum();
+    ticks as f64 / (placement.pages.resident().0 as f64).max(1.0)
+}
+
+fn planned_vm(placement: &ProcessPlacement, topology: &Topology, hotness: f64) -> PlannedVm {
+    let threads = placement.threads.as_deref().unwrap_or_default();
+    let vcpus: Vec<&ThreadPlacement> =
+        threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect();
+    let has_parts = placement.virtual_nodes.len() > 1
+        && placement.virtual_nodes.iter().all(|node| node.pages.is_some() && !node.node.vcpus.is_empty());
+    let parts = if has_parts {
+        let part = |node: &crate::map::VirtualNodePlacement| {
+            let in_node = vcpus
+                .iter()
+                .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.node.vcpus.contains(number)));
+            let pages = node.pages.clone().unwrap_or_default();
+            planned_part(topology, &in_node.copied().collect::<Vec<_>>(), movable_pages(&pages), hotness)
+        };
+        let mut parts: Vec<PlannedPart> = placement.virtual_nodes.iter().map(part).collect();
+        // The monitor's own memory goes with the first virtual node.
+        for (node, pages) in movable_pages(&placement.pages) {
+            let in_parts: f64 = parts.iter().filter_map(|part| part.pages.get(&node)).sum();
+            *parts[0].pages.entry(node).or_default() += (pages - in_parts).max(0.0);
+        }
+        parts
+    } else {
+        let all: Vec<&ThreadPlacement> = if vcpus.is_empty() { threads.iter().collect() } else { vcpus };
+        vec![planned_part(topology, &all, movable_pages(&placement.pages), hotness)]
+    };
+    let is_pinned = placement.process.pinned.as_ref().is_ok_and(|pinned| pinned.0 > 0) || !placement.devices.is_empty();
+    PlannedVm {
+        name: placement
+            .process
+            .identity
+            .vm
+            .as_ref()
+            .and_then(|vm| vm.name.clone())
+            .unwrap_or_else(|| placement.process.comm.clone()),
+        parts,
+        allowed_nodes: placement.allowed_nodes.as_ref().map(|nodes| nodes.iter().collect()).unwrap_or_default(),
+        fixed: is_pinned,
+    }
+}
+
+fn planned_part(
+    topology: &Topology,
+    threads: &[&ThreadPlacement],
+    pages: BTreeMap<u32, f64>,
+    hotness: f64,
+) -> PlannedPart {
+    let node = |thread: &&ThreadPlacement| Some((topology.node_of_cpu(thread.next_cpu())?, thread.cpu_ticks.max(1)));
+    PlannedPart {
+        vcpus: threads.len() as f64,
+        cpu_shares: decide::shares(threads.iter().filter_map(node)),
+        pages,
+        hotness,
+    }
+}
+
+fn movable_pages(pages: &PageNodes) -> BTreeMap<u32, f64> {
+    pages.by_node.iter().map(|(&node, kinds)| (node, kinds.movable().0 as f64)).collect()
+}

@@ -1,0 +1,236 @@
+//! The map as text for the terminal.
+
+use crate::wire::map::{AccessReport, MemoryReport, NumaMapReport, ProcessPlacementReport, ThreadGroupReport};
+use comfy_table::{Cell, CellAlignment};
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
+use std::fmt::Write;
+
+/// Columns of the name of a process.
+pub(super) const NAME_COLUMNS: usize = 24;
+
+/// Nodes of the host that have a column each; more are named in one column.
+const MAX_NODE_COLUMNS: usize = 8;
+
+/// Renders the whole map, with at most `max_rows` processes. `remedy` says what to do about processes that could not be
+/// read.
+pub fn render(report: &NumaMapReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_title(report), 0);
+    text.push_str(&render_nodes(report, style));
+    let shown = &report.processes[..report.processes.len().min(max_rows)];
+    if !shown.is_empty() {
+        text.push_str(&style.format_heading("Memory by node"));
+        text.push_str(&render_memory(report, shown, style));
+        if report.processes.len() > shown.len() {
+            let all = report.processes.len();
+            let _ = writeln!(text, "… and {} more (--top {all} shows all)", all - shown.len());
+        }
+        text.push_str(&style.format_heading("Threads"));
+        text.push_str(&render_threads(shown, style));
+    }
+    text.push_str(&render_merged(report, style));
+    if !report.unscanned_processes.is_empty() {
+        let count = report.unscanned_processes.len();
+        text.push('\n');
+        text.push_str(
+            &style.format_paragraph(&format!("{} could not be read. {remedy}", format_process_count(count)), 0),
+        );
+    }
+    text
+}
+
+fn render_title(report: &NumaMapReport) -> String {
+    let nodes = report.nodes.len();
+    format!(
+        "NUMA map of {}: {nodes} node{}, {}.",
+        report.host,
+        if nodes == 1 { "" } else { "s" },
+        format_process_count(report.processes.len())
+    )
+}
+
+/// `1 process`, `1,200 processes`.
+pub(super) fn format_process_count(count: usize) -> String {
+    format!("{} process{}", format_number(count as u64), if count == 1 { "" } else { "es" })
+}
+
+fn render_nodes(report: &NumaMapReport, style: TextStyle) -> String {
+    let distances: Vec<String> = report.nodes.iter().map(|node| format!(">to {}", node.node)).collect();
+    let mut headings = vec![">node", "CPUs", ">memory", ">free"];
+    headings.extend(distances.iter().map(String::as_str));
+    let mut table = style.new_table(&headings);
+    for node in &report.nodes {
+        let mut row = vec![
+            node.node.to_string(),
+            if node.cpus.is_empty() { "none".to_owned() } else { node.cpus.clone() },
+            format_optional_bytes(node.total_bytes),
+            format_optional_bytes(node.free_bytes),
+        ];
+        row.extend(node.distances.iter().map(u32::to_string));
+        table.add_row(row);
+    }
+    format!("\n{}", style.render_table(&table))
+}
+
+fn format_optional_bytes(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| "?".to_owned(), format_bytes)
+}
+
+fn render_memory(report: &NumaMapReport, shown: &[ProcessPlacementReport], style: TextStyle) -> String {
+    let has_columns = report.nodes.len() <= MAX_NODE_COLUMNS;
+    let node_headings: Vec<String> = if has_columns {
+        report.nodes.iter().map(|node| format!(">node {}", node.node)).collect()
+    } else {
+        vec!["nodes".to_owned()]
+    };
+    let kinds: Vec<&MemoryKind> =
+        MEMORY_KINDS.iter().filter(|kind| shown.iter().any(|process| (kind.pages)(process) > 0)).collect();
+    let kind_headings: Vec<String> = kinds.iter().map(|kind| format!(">{}", kind.heading)).collect();
+    let mut headings = vec![">pid", "name", ">resident"];
+    headings.extend(node_headings.iter().map(String::as_str));
+    headings.extend([">remote", ">distance"]);
+    headings.extend(kind_headings.iter().map(String::as_str));
+    let mut table = style.new_table(&headings);
+    let bytes = |pages: u64| format_bytes(pages * report.page_size);
+    for process in shown {
+        let name = cut_end(&escape_unprintable(&process.process.label()), NAME_COLUMNS);
+        let mut row = vec![right(process.process.pid), Cell::new(name), right(bytes(process.memory.resident_pages))];
+        row.extend(node_cells(report, &process.memory, has_columns));
+        row.extend(access_cells(process.accesses));
+        row.extend(kinds.iter().map(|kind| right(bytes((kind.pages)(process)))));
+        table.add_row(row);
+        for node in &process.virtual_nodes {
+            let name = format!("  virtual node {}", node.virtual_node);
+            let mut row = vec![Cell::new(""), Cell::new(name)];
+            match &node.memory {
+                Some(memory) => {
+                    row.push(right(bytes(memory.resident_pages)));
+                    row.extend(node_cells(report, memory, has_columns));
+                }
+                None => row.extend((0..=node_headings.len()).map(|_| right("?"))),
+            }
+            row.extend(access_cells(node.accesses));
+            table.add_row(row);
+        }
+    }
+    style.render_table(&table)
+}
+
+/// A kind of memory with a column of its own, if any process has some.
+struct MemoryKind {
+    heading: &'static str,
+    pages: fn(&ProcessPlacementReport) -> u64,
+}
+
+const MEMORY_KINDS: [MemoryKind; 6] = [
+    MemoryKind { heading: "huge", pages: |process| process.memory.memory.iter().map(|node| node.huge_pages).sum() },
+    MemoryKind {
+        heading: "hugetlb",
+        pages: |process| process.memory.memory.iter().map(|node| node.hugetlb_pages).sum(),
+    },
+    MemoryKind { heading: "merged", pages: |process| process.memory.memory.iter().map(|node| node.merged_pages).sum() },
+    MemoryKind { heading: "file", pages: |process| process.memory.memory.iter().map(|node| node.file_pages).sum() },
+    MemoryKind { heading: "swapped", pages: |process| process.memory.swapped_pages },
+    MemoryKind { heading: "pinned", pages: |process| process.pinned_pages.unwrap_or(0) },
+];
+
+fn node_cells(report: &NumaMapReport, memory: &MemoryReport, has_columns: bool) -> Vec<Cell> {
+    let bytes = |pages: u64| format_bytes(pages * report.page_size);
+    if !has_columns {
+        let nodes: Vec<String> =
+            memory.memory.iter().map(|node| format!("{}: {}", node.node, bytes(node.pages))).collect();
+        return vec![Cell::new(nodes.join(", "))];
+    }
+    let pages = |id: u32| memory.memory.iter().find(|node| node.node == id).map_or(0, |node| node.pages);
+    report.nodes.iter().map(|node| right(bytes(pages(node.node)))).collect()
+}
+
+fn access_cells(accesses: Option<AccessReport>) -> [Cell; 2] {
+    match accesses {
+        Some(accesses) => [
+            right(format!("{:.0} %", 100.0 * accesses.remote_share)),
+            right(format!("{:.2}", accesses.relative_distance)),
+        ],
+        None => [right("?"), right("?")],
+    }
+}
+
+/// A cell with right-aligned text.
+pub(super) fn right(text: impl ToString) -> Cell {
+    Cell::new(text.to_string()).set_alignment(CellAlignment::Right)
+}
+
+fn render_threads(shown: &[ProcessPlacementReport], style: TextStyle) -> String {
+    let mut table = style.new_table(&[">pid", "name", "threads", ">node", "ran last on CPUs", "may run on CPUs"]);
+    for process in shown {
+        let name = cut_end(&escape_unprintable(&process.process.label()), NAME_COLUMNS);
+        let Some(groups) = &process.threads else {
+            table.add_row(vec![right(process.process.pid), Cell::new(name), Cell::new("?")]);
+            continue;
+        };
+        for (position, group) in groups.iter().enumerate() {
+            let first = position == 0;
+            table.add_row(vec![
+                right(if first { process.process.pid.to_string() } else { String::new() }),
+                Cell::new(if first { name.clone() } else { String::new() }),
+                Cell::new(describe_threads(group)),
+                right(group.node.map_or_else(|| "?".to_owned(), |node| node.to_string())),
+                Cell::new(&group.last_cpus),
+                Cell::new(&group.allowed_cpus),
+            ]);
+        }
+        for device in &process.devices {
+            table.add_row(vec![
+                right(""),
+                Cell::new(""),
+                Cell::new(format!("device {}", device.address)),
+                right(device.node.map_or_else(|| "?".to_owned(), |node| node.to_string())),
+            ]);
+        }
+    }
+    style.render_table(&table)
+}
+
+fn describe_threads(group: &ThreadGroupReport) -> String {
+    let name = group.name.as_deref().map(|name| escape_unprintable(name).into_owned()).unwrap_or_default();
+    match (group.role, group.threads) {
+        ("vcpu", 1) => format!("vCPU {name}"),
+        ("vcpu", _) => format!("vCPUs {name}"),
+        ("iothread", _) => format!("iothread {name}"),
+        ("vhost", 1) => "vhost worker".to_owned(),
+        ("vhost", count) => format!("{count} vhost workers"),
+        (_, 1) => "1 thread".to_owned(),
+        (_, count) => format!("{count} threads"),
+    }
+}
+
+fn render_merged(report: &NumaMapReport, style: TextStyle) -> String {
+    if report.merged_frames.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("Frames merged by KSM");
+    let headings: Vec<String> = report.nodes.iter().map(|node| format!(">pages of node {}", node.node)).collect();
+    let mut all = vec![">node", ">frames", ">shared", ">read from others"];
+    let has_columns = report.nodes.len() <= MAX_NODE_COLUMNS;
+    all.extend(headings.iter().filter(|_| has_columns).map(String::as_str));
+    let mut table = style.new_table(&all);
+    for merged in &report.merged_frames {
+        let mut row = vec![
+            merged.node.to_string(),
+            format_number(merged.frames),
+            format_number(merged.shared_frames),
+            format_number(merged.remote_frames),
+        ];
+        if has_columns {
+            let pages =
+                |id: u32| merged.readers.iter().find(|reader| reader.node == id).map_or(0, |reader| reader.pages);
+            row.extend(report.nodes.iter().map(|node| format_number(pages(node.node))));
+        }
+        table.add_row(row);
+    }
+    text.push_str(&style.render_table(&table));
+    text.push_str(&style.format_paragraph(
+        "Shared frames are mapped by several of these processes: moving one of them moves the frame for all.",
+        0,
+    ));
+    text
+}

@@ -1,0 +1,122 @@
+//! A plan as text for the terminal.
+
+use super::map::{NAME_COLUMNS, format_process_count, right};
+use crate::wire::plan::{ComparedPlacementReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
+use comfy_table::Cell;
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
+use std::fmt::Write;
+
+/// Renders the plan. Machines that stay are summed up, unless `shows_all`. `remedy` says what to do about processes that
+/// could not be read.
+pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_title(report), 0);
+    let shown: Vec<&MachinePlanReport> = report.machines.iter().filter(|machine| shows_all || machine.moved).collect();
+    if !shown.is_empty() {
+        text.push('\n');
+        text.push_str(&render_machines(report, &shown, style));
+    }
+    let hidden = report.machines.len() - shown.len();
+    if hidden > 0 {
+        let _ = writeln!(text, "… and {hidden} that stay (--all-machines shows them)");
+    }
+    text.push_str(&style.format_heading("Compared with simple placements"));
+    text.push_str(&render_comparison(report, style));
+    text.push_str(&style.format_paragraph(
+        "Remote reads: pages times the extra distance from the CPUs that read them, weighted by CPU time for each page; \
+         given as memory of the hottest machine at twice the local distance.",
+        0,
+    ));
+    if !report.unscanned_processes.is_empty() {
+        let count = report.unscanned_processes.len();
+        text.push('\n');
+        text.push_str(
+            &style.format_paragraph(&format!("{} could not be read. {remedy}", format_process_count(count)), 0),
+        );
+    }
+    text
+}
+
+fn render_title(report: &NumaPlanReport) -> String {
+    let moved = report.machines.iter().filter(|machine| machine.moved);
+    let bytes: u64 = moved.clone().map(|machine| machine.moved_pages * report.page_size).sum();
+    let proof = match report.gap {
+        Some(gap) if gap <= 0.001 => "No plan is better.".to_owned(),
+        Some(gap) => format!("A better plan could save at most {:.1} % of its cost.", 100.0 * gap),
+        None => "How much better another plan could be is not known.".to_owned(),
+    };
+    match moved.count() {
+        0 => format!("Plan for {}: nothing is worth moving. {proof} Nothing was changed.", report.host),
+        count => format!(
+            "Plan for {}: move {} of {} machines, {} of memory. {proof} Nothing was changed.",
+            report.host,
+            format_number(count as u64),
+            format_number(report.machines.len() as u64),
+            format_bytes(bytes),
+        ),
+    }
+}
+
+fn render_machines(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: TextStyle) -> String {
+    let headings = [">pid", "name", ">vCPUs", ">memory", "nodes", ">to move", ">remote now", ">planned", "reason"];
+    let mut table = style.new_table(&headings);
+    let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
+    let part_cells = |part: &PartPlanReport| {
+        let nodes: Vec<String> = part.nodes.iter().map(u32::to_string).collect();
+        [right(format!("{:.0}", part.vcpus)), right(bytes(part.pages as f64)), Cell::new(nodes.join(","))]
+    };
+    for machine in shown {
+        let name = cut_end(&escape_unprintable(&machine.process.label()), NAME_COLUMNS);
+        let mut row = vec![right(machine.process.pid), Cell::new(name)];
+        match &machine.parts[..] {
+            [part] => row.extend(part_cells(part)),
+            parts => row.extend([
+                right(format!("{:.0}", parts.iter().map(|part| part.vcpus).sum::<f64>())),
+                right(bytes(parts.iter().map(|part| part.pages as f64).sum())),
+                Cell::new(""),
+            ]),
+        }
+        row.extend([
+            right(bytes(machine.moved_pages as f64)),
+            right(bytes(machine.remote_reads_before)),
+            right(bytes(machine.remote_reads_after)),
+            Cell::new(describe_reason(machine.reason)),
+        ]);
+        table.add_row(row);
+        for part in machine.parts.iter().filter(|part| part.virtual_node.is_some()) {
+            let name = format!("  virtual node {}", part.virtual_node.unwrap_or_default());
+            let mut row = vec![Cell::new(""), Cell::new(name)];
+            row.extend(part_cells(part));
+            table.add_row(row);
+        }
+    }
+    style.render_table(&table)
+}
+
+fn describe_reason(reason: &str) -> &'static str {
+    match reason {
+        "fixed" => "stays: its memory is pinned",
+        "already_local" => "stays: all of it is local",
+        "not_worth_moving" => "stays: moving costs more than remote reads",
+        "nodes_full" => "stays: others need the nodes more",
+        "one_node" => "fits on one node",
+        "node_per_part" => "each virtual node on a node",
+        _ => "no single node has room",
+    }
+}
+
+fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
+    let mut table = style.new_table(&["placement", ">remote reads", ">to move", ">excess vCPUs", ">excess memory"]);
+    let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
+    for ComparedPlacementReport { placement, remote_reads, moved_pages, excess_vcpus, excess_pages } in
+        &report.comparison
+    {
+        table.add_row([
+            (*placement).to_owned(),
+            bytes(*remote_reads),
+            bytes(*moved_pages as f64),
+            if *excess_vcpus > 0.0 { format!("{excess_vcpus:.0}") } else { "·".to_owned() },
+            bytes(*excess_pages as f64),
+        ]);
+    }
+    style.render_table(&table)
+}

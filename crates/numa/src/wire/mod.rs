@@ -1,0 +1,4 @@
+//! The reports in JSON.
+
+pub mod map;
+pub mod plan;

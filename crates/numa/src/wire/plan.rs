@@ -1,0 +1,189 @@
+//! A plan in JSON.
+
+use crate::decide::plan::baselines::{self, Baseline, BaselineResult};
+use crate::decide::plan::{Pattern, PlacementPlan, PlacementProblem, PlanReason, PlannedMove, PlannedVm};
+use crate::map::{NumaMap, ProcessPlacement};
+use pagefold_base::PageSize;
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
+use schemars::JsonSchema;
+use serde::Serialize;
+
+/// The result of `pagefold numa plan`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NumaPlanReport {
+    /// `pagefold.numa-plan/1`.
+    pub schema: &'static str,
+    /// What was read: `this host` or a recording.
+    pub host: String,
+    /// Bytes of a base page.
+    pub page_size: u64,
+    /// Wall time in seconds.
+    pub seconds: f64,
+    /// What the nodes offer to these machines.
+    pub nodes: Vec<NodeCapacityReport>,
+    /// The planned placement of each machine.
+    pub machines: Vec<MachinePlanReport>,
+    /// The plan and simple placements.
+    pub comparison: Vec<ComparedPlacementReport>,
+    /// The share of the plan's cost that a better plan could save at most; absent if the solver found no bound in time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gap: Option<f64>,
+    /// Processes that were selected and could not be read.
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
+}
+
+/// The capacity of a node.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct NodeCapacityReport {
+    /// The node.
+    pub node: u32,
+    /// Virtual CPUs that it may run.
+    pub vcpus: f64,
+    /// Pages for the machines, including those that they have there now.
+    pub pages: u64,
+}
+
+/// The plan for a machine.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MachinePlanReport {
+    /// The process.
+    #[serde(flatten)]
+    pub process: ProcessInfo,
+    /// Its virtual nodes; one part for a machine without any.
+    pub parts: Vec<PartPlanReport>,
+    /// Whether anything is to be moved.
+    pub moved: bool,
+    /// Pages to move.
+    pub moved_pages: u64,
+    /// Remote reads now, in pages of the hottest machine at twice the local distance.
+    pub remote_reads_before: f64,
+    /// The same as planned.
+    pub remote_reads_after: f64,
+    /// How often a page is read, relative to the hottest machine.
+    pub hotness: f64,
+    /// `fixed`, `already_local`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
+    pub reason: &'static str,
+}
+
+/// The plan for a part of a machine.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct PartPlanReport {
+    /// Its virtual node; absent for a machine without any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub virtual_node: Option<u32>,
+    /// Its virtual CPUs, or threads.
+    pub vcpus: f64,
+    /// Its movable pages.
+    pub pages: u64,
+    /// The nodes for its memory and virtual CPUs; as now if the machine is not moved.
+    pub nodes: Vec<u32>,
+}
+
+/// A placement of all machines.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct ComparedPlacementReport {
+    /// `plan`, `nothing`, `interleave` or `first fit`.
+    pub placement: &'static str,
+    /// Remote reads of all machines.
+    pub remote_reads: f64,
+    /// Pages to move.
+    pub moved_pages: u64,
+    /// Virtual CPUs above the capacity of nodes.
+    pub excess_vcpus: f64,
+    /// Pages above the capacity of nodes.
+    pub excess_pages: u64,
+}
+
+impl NumaPlanReport {
+    /// The report of a plan for the processes of a map.
+    pub fn new(
+        host: String,
+        page_size: PageSize,
+        map: &NumaMap,
+        (problem, plan): (&PlacementProblem, &PlacementPlan),
+        seconds: f64,
+    ) -> Self {
+        let planned = BaselineResult {
+            remote_reads: plan.remote_reads.1,
+            moved_pages: plan.moves.iter().map(|planned| planned.moved_pages).sum(),
+            overload: plan.overload,
+        };
+        let baselines = Baseline::ALL.map(|baseline| (baseline.name(), baselines::place(problem, baseline)));
+        let comparison = [("plan", planned)].into_iter().chain(baselines);
+        Self {
+            schema: "pagefold.numa-plan/1",
+            host,
+            page_size: page_size.bytes(),
+            seconds,
+            nodes: problem
+                .nodes
+                .iter()
+                .map(|node| NodeCapacityReport { node: node.id, vcpus: node.vcpus, pages: node.pages as u64 })
+                .collect(),
+            machines: map
+                .processes
+                .iter()
+                .zip(&problem.vms)
+                .zip(&plan.moves)
+                .map(|((placement, vm), planned)| machine_report(placement, vm, planned))
+                .collect(),
+            comparison: comparison.map(|(name, result)| placement_report(name, result)).collect(),
+            gap: plan.gap,
+            unscanned_processes: super::map::unscanned_reports(map),
+        }
+    }
+
+    /// Whether something could not be read.
+    pub fn is_incomplete(&self) -> bool {
+        !self.unscanned_processes.is_empty()
+    }
+}
+
+fn placement_report(placement: &'static str, result: BaselineResult) -> ComparedPlacementReport {
+    ComparedPlacementReport {
+        placement,
+        remote_reads: result.remote_reads,
+        moved_pages: result.moved_pages.round() as u64,
+        excess_vcpus: result.overload.vcpus,
+        excess_pages: result.overload.pages.round() as u64,
+    }
+}
+
+fn machine_report(placement: &ProcessPlacement, vm: &PlannedVm, planned: &PlannedMove) -> MachinePlanReport {
+    let has_parts = vm.parts.len() > 1;
+    let part = |position: usize| {
+        let part = &vm.parts[position];
+        PartPlanReport {
+            virtual_node: placement.virtual_nodes.get(position).filter(|_| has_parts).map(|node| node.node.id),
+            vcpus: part.vcpus,
+            pages: part.total_pages().round() as u64,
+            nodes: match &planned.pattern {
+                Pattern::Leave => part.pages.iter().filter(|(_, pages)| **pages > 0.0).map(|(&node, _)| node).collect(),
+                Pattern::Nodes(nodes) => vec![nodes[position]],
+                Pattern::Spread(nodes) => nodes.clone(),
+            },
+        }
+    };
+    MachinePlanReport {
+        process: ProcessInfo::from_process(&placement.process, None),
+        parts: (0..vm.parts.len()).map(part).collect(),
+        moved: planned.pattern != Pattern::Leave,
+        moved_pages: planned.moved_pages.round() as u64,
+        remote_reads_before: planned.remote_reads.0,
+        remote_reads_after: planned.remote_reads.1,
+        hotness: vm.parts.first().map_or(0.0, |part| part.hotness),
+        reason: reason_word(planned.reason),
+    }
+}
+
+fn reason_word(reason: PlanReason) -> &'static str {
+    match reason {
+        PlanReason::Fixed => "fixed",
+        PlanReason::AlreadyLocal => "already_local",
+        PlanReason::NotWorthMoving => "not_worth_moving",
+        PlanReason::NodesFull => "nodes_full",
+        PlanReason::OneNode => "one_node",
+        PlanReason::NodePerPart => "node_per_part",
+        PlanReason::NoSingleNode => "no_single_node",
+    }
+}
