@@ -10,9 +10,9 @@ use crate::page_nodes::{PageNodeReader, PageNodes};
 use crate::threads::{self, ThreadPlacement, ThreadRole};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
-use pagefold_base::process::Process;
+use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
-use pagefold_base::{Absent, IdSet, Pages, Reading};
+use pagefold_base::{Absent, IdSet, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::observe::NumaNodes;
@@ -30,6 +30,8 @@ pub struct NumaMap {
     pub merged: BTreeMap<u32, MergedFrames>,
     /// Processes that were selected and could not be read.
     pub unscanned: Vec<UnscannedProcess>,
+    /// The time since boot, in ticks of 10 ms.
+    pub uptime_ticks: Reading<u64>,
 }
 
 /// The placement of a process.
@@ -102,7 +104,7 @@ pub fn read_map(host: &dyn Host, selection: &ProcessSelection) -> Result<NumaMap
     let (mut processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
     let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
     processes.sort_by_key(|placement| std::cmp::Reverse(placement.pages.resident()));
-    Ok(NumaMap { topology, processes, merged, unscanned })
+    Ok(NumaMap { topology, processes, merged, unscanned, uptime_ticks: read_uptime_ticks(host) })
 }
 
 fn read_process(
@@ -131,7 +133,7 @@ fn read_process(
             pages_by_virtual_node.entry(*node).or_default().add(&found.pages);
         }
     }
-    let threads = threads::read_threads(host, handle);
+    let threads = threads::read_threads(host, handle, process.identity.vm.is_some());
     let known_threads = threads.as_deref().unwrap_or_default();
     let cpu_shares = cpu_shares(topology, working_threads(known_threads));
     let virtual_nodes: Vec<VirtualNodePlacement> = configured
@@ -194,15 +196,18 @@ fn assign_regions(nodes: &[VirtualNode], regions: &[Region]) -> BTreeMap<u64, u3
     assigned
 }
 
-/// The node of a PCI device (`numa_node`, drivers/pci/pci-sysfs.c): -1 if firmware does not say.
-fn read_device_node(host: &dyn Host, address: &str) -> Reading<u32> {
-    let node: i64 = parse::number(&host.read(&format!("sys/bus/pci/devices/{address}/numa_node"))?)?;
-    u32::try_from(node).map_err(|_| Absent::NotOnThisKernel)
+/// The first number of `/proc/uptime` (fs/proc/uptime.c), in ticks of 10 ms.
+pub fn read_uptime_ticks(host: &dyn Host) -> Reading<u64> {
+    let bytes = host.read("proc/uptime")?;
+    let text = String::from_utf8_lossy(&bytes);
+    let seconds = text.split_whitespace().next().and_then(|seconds| seconds.parse::<f64>().ok());
+    let seconds =
+        seconds.filter(|seconds| *seconds >= 0.0).ok_or_else(|| Absent::Malformed("proc/uptime".to_owned()))?;
+    Ok((seconds * USER_HZ) as u64)
 }
 
-/// The share of pages on the node with most of them, and that node.
-pub fn main_memory_node(pages: &PageNodes) -> Option<(u32, f64)> {
-    let total = pages.resident();
-    let (&node, kinds) = pages.by_node.iter().max_by_key(|(_, kinds)| kinds.total())?;
-    (total > Pages::ZERO).then(|| (node, kinds.total().0 as f64 / total.0 as f64))
+/// The node of a PCI device (`numa_node`, drivers/pci/pci-sysfs.c). `NotOnThisKernel` if firmware does not say (-1).
+pub fn read_device_node(host: &dyn Host, address: &str) -> Reading<u32> {
+    let node: i64 = parse::number(&host.read(&format!("sys/bus/pci/devices/{address}/numa_node"))?)?;
+    u32::try_from(node).map_err(|_| Absent::NotOnThisKernel)
 }

@@ -3,12 +3,12 @@
 //! Frames come from `/proc/PID/pagemap`, kinds from `/proc/kpageflags`, and the node of a frame from the memory blocks
 //! of each node ([`NumaNodes`]). This needs CAP_SYS_ADMIN, and works on recordings.
 //!
-//! All pages of an aligned run of frames as long as a huge page are one huge page if its first and its last frame have
-//! the flags of one. So a range of huge pages costs two lookups of flags for 512 pages.
+//! Swapped-out memory is that of smaps, because page tables do not show swapped-out shared memory. Zero pages are counted
+//! where page tables are read: not in regions without resident memory.
 
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
-use pagefold_host::observe::{self, NumaNodes};
+use pagefold_host::observe::NumaNodes;
 use pagefold_host::page_state::PageState;
 use pagefold_host::{FrameFlags, Host, ProcessHandle};
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ const SPARSE_RATIO: u64 = 8;
 pub struct PageKinds {
     /// Private base pages.
     pub small: Pages,
-    /// Base pages of transparent huge pages, also of shared memory.
+    /// Private base pages of transparent huge pages, also of those smaller than a PMD.
     pub huge: Pages,
     /// Base pages of hugetlb pages.
     pub hugetlb: Pages,
@@ -41,7 +41,7 @@ impl PageKinds {
         self.small + self.huge + self.hugetlb + self.merged + self.file
     }
 
-    /// The pages that can be moved without moving memory of other processes.
+    /// The pages without those that KSM merged, of which moving one may move memory of other processes.
     pub fn movable(self) -> Pages {
         self.total().saturating_sub(self.merged)
     }
@@ -64,7 +64,7 @@ pub struct PageNodes {
     pub by_node: BTreeMap<u32, PageKinds>,
     /// Pages that are swapped out.
     pub swapped: Pages,
-    /// Pages of the kernel's zero page, which is on no node of the process's choice.
+    /// Pages of the kernel's zero page in the page tables that were read. Its node says nothing of the process.
     pub zero: Pages,
 }
 
@@ -88,7 +88,6 @@ impl PageNodes {
 pub struct PageNodeReader<'h> {
     host: &'h dyn Host,
     nodes: &'h NumaNodes,
-    huge_page_frames: u64,
 }
 
 /// The pages of a range, and the frames of its KSM pages.
@@ -100,19 +99,10 @@ pub struct RegionPages {
     pub merged_frames: Vec<Pfn>,
 }
 
-/// Consecutive frames within one huge page of frames, mapped by pages with one value of the `file` bit.
-#[derive(Clone, Copy, Debug)]
-struct FrameRun {
-    first: Pfn,
-    frames: u64,
-    is_file: bool,
-}
-
 impl<'h> PageNodeReader<'h> {
     /// A reader for a host with these nodes.
     pub fn new(host: &'h dyn Host, nodes: &'h NumaNodes) -> Self {
-        let huge_page_bytes = observe::huge_page_bytes(host).unwrap_or(2 << 20);
-        Self { host, nodes, huge_page_frames: (huge_page_bytes / host.page_size().bytes()).max(1) }
+        Self { host, nodes }
     }
 
     /// Count the pages of a region of a process.
@@ -121,8 +111,10 @@ impl<'h> PageNodeReader<'h> {
     /// `Denied` if the kernel hides the frames, `Vanished` if the process has ended.
     pub fn read_region(&self, handle: &dyn ProcessHandle, region: &Region) -> Reading<RegionPages> {
         let mut found = RegionPages::default();
-        let is_empty = [region.rss, region.hugetlb, region.swap].iter().all(|bytes| *bytes == Bytes::ZERO);
-        if is_empty || region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO)) {
+        found.pages.swapped = self.host.page_size().pages_in(region.swap);
+        if region.rss == Bytes::ZERO && region.hugetlb == Bytes::ZERO
+            || region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO))
+        {
             return Ok(found);
         }
         for range in self.populated_ranges(handle, region)? {
@@ -140,11 +132,11 @@ impl<'h> PageNodeReader<'h> {
         self.host.page_size().bytes_of(Pages(ENTRIES_PER_READ)).0
     }
 
-    /// The parts of a region to read. Swapped-out pages and pages of files are only found by reading everything.
+    /// The parts of a region to read. Pages of files and hugetlb pages are only found by reading everything.
     fn populated_ranges(&self, handle: &dyn ProcessHandle, region: &Region) -> Reading<Vec<AddressRange>> {
         let is_sparse = region.rss.0.saturating_mul(SPARSE_RATIO) < region.range.bytes().0
             && region.rss == region.anonymous
-            && region.swap == Bytes::ZERO
+            && region.hugetlb == Bytes::ZERO
             && region.range.bytes().0 > self.bytes_per_read();
         if !is_sparse {
             return Ok(vec![region.range]);
@@ -160,57 +152,27 @@ impl<'h> PageNodeReader<'h> {
 
     fn read_range(&self, handle: &dyn ProcessHandle, range: AddressRange, found: &mut RegionPages) -> Reading<()> {
         let entries = handle.mappings(range)?;
-        let mut runs: Vec<FrameRun> = Vec::new();
-        for entry in &entries {
-            if entry.swapped {
-                found.pages.swapped += Pages(1);
-            }
-            if !entry.present {
-                continue;
-            }
-            let frame = entry.frame.ok_or(Absent::Denied)?;
-            let continues = |run: &&mut FrameRun| {
-                frame.0 == run.first.0 + run.frames && frame.0 % self.huge_page_frames != 0 && run.is_file == entry.file
-            };
-            match runs.last_mut().filter(continues) {
-                Some(run) => run.frames += 1,
-                None => runs.push(FrameRun { first: frame, frames: 1, is_file: entry.file }),
-            }
+        let mut frames: Vec<(Pfn, bool)> = Vec::new();
+        for entry in entries.iter().filter(|entry| entry.present) {
+            frames.push((entry.frame.ok_or(Absent::Denied)?, entry.file));
         }
-        self.count_runs(&runs, found)
-    }
-
-    fn count_runs(&self, runs: &[FrameRun], found: &mut RegionPages) -> Reading<()> {
-        // Of a whole huge page the two ends suffice, unless they are not of one.
-        let is_whole = |run: &FrameRun| run.frames == self.huge_page_frames && run.frames > 2;
-        let ends = |run: &FrameRun| [run.first, Pfn(run.first.0 + run.frames - 1)];
-        let mut flags = FlagTable::default();
-        flags.read(self.host, runs.iter().filter(|run| is_whole(run)).flat_map(ends))?;
-        let is_huge = |run: &FrameRun, flags: &FlagTable| {
-            is_whole(run)
-                && ends(run).iter().all(|frame| flags.get(*frame).is_thp() || flags.get(*frame).is_hugetlb())
-                && !flags.get(run.first).is_zero_page()
-        };
-        let each_frame = |run: &FrameRun| (run.first.0..run.first.0 + run.frames).map(Pfn);
-        let mut single = FlagTable::default();
-        single.read(self.host, runs.iter().filter(|run| !is_huge(run, &flags)).flat_map(each_frame))?;
-        for run in runs {
-            if is_huge(run, &flags) {
-                self.count_frames(run.first, Pages(run.frames), run.is_file, flags.get(run.first), found);
-            } else {
-                for frame in each_frame(run) {
-                    self.count_frames(frame, Pages(1), run.is_file, single.get(frame), found);
-                }
+        frames.sort_unstable();
+        let mut distinct: Vec<Pfn> = frames.iter().map(|&(frame, _)| frame).collect();
+        distinct.dedup();
+        let flags = if distinct.is_empty() { Vec::new() } else { self.host.frame_flags(&distinct)? };
+        let mut frames = frames.into_iter().peekable();
+        for (frame, flags) in distinct.into_iter().zip(flags) {
+            while let Some((_, is_file)) = frames.next_if(|&(other, _)| other == frame) {
+                self.count_page(frame, is_file, flags, found);
             }
         }
         Ok(())
     }
 
-    /// Count pages that begin at a frame and have the same flags and node.
-    fn count_frames(&self, first: Pfn, pages: Pages, is_file: bool, flags: FrameFlags, found: &mut RegionPages) {
-        let kind: fn(&mut PageKinds) -> &mut Pages = match PageState::of_frame(first, flags) {
+    fn count_page(&self, frame: Pfn, is_file: bool, flags: FrameFlags, found: &mut RegionPages) {
+        let kind: fn(&mut PageKinds) -> &mut Pages = match PageState::of_frame(frame, flags) {
             PageState::ZeroPage { .. } => {
-                found.pages.zero += pages;
+                found.pages.zero += Pages(1);
                 return;
             }
             PageState::Ksm(frame) => {
@@ -218,35 +180,10 @@ impl<'h> PageNodeReader<'h> {
                 |kinds| &mut kinds.merged
             }
             _ if flags.is_hugetlb() => |kinds| &mut kinds.hugetlb,
-            _ if flags.is_thp() => |kinds| &mut kinds.huge,
             _ if is_file => |kinds| &mut kinds.file,
+            _ if flags.is_thp() => |kinds| &mut kinds.huge,
             _ => |kinds| &mut kinds.small,
         };
-        *kind(found.pages.by_node.entry(self.nodes.node_of_frame(first)).or_default()) += pages;
-    }
-}
-
-/// The flags of frames, by frame.
-#[derive(Debug, Default)]
-struct FlagTable {
-    frames: Vec<Pfn>,
-    flags: Vec<FrameFlags>,
-}
-
-impl FlagTable {
-    fn read(&mut self, host: &dyn Host, frames: impl Iterator<Item = Pfn>) -> Reading<()> {
-        self.frames = frames.collect();
-        self.frames.sort_unstable();
-        self.frames.dedup();
-        self.flags = if self.frames.is_empty() { Vec::new() } else { host.frame_flags(&self.frames)? };
-        Ok(())
-    }
-
-    fn get(&self, frame: Pfn) -> FrameFlags {
-        self.frames
-            .binary_search(&frame)
-            .ok()
-            .and_then(|position| self.flags.get(position).copied())
-            .unwrap_or_default()
+        *kind(found.pages.by_node.entry(self.nodes.node_of_frame(frame)).or_default()) += Pages(1);
     }
 }

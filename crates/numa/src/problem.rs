@@ -6,7 +6,7 @@ use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::PageNodes;
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::{PageSize, Pages};
+use pagefold_base::{IdSet, PageSize, Pages, Reading};
 use std::collections::BTreeMap;
 
 /// What a plan may use.
@@ -20,8 +20,9 @@ pub struct PlanLimits {
 
 /// The problem of placing the processes of a map, all of which are moved as virtual machines are.
 ///
-/// Memory of other processes stays where it is: a node offers its free memory and that of the placed processes. Pages
-/// that are merged are not part of the problem, because several processes map them.
+/// Memory of other processes stays where it is: a node offers its free memory, its file cache and the memory of the
+/// placed processes. CPU time of other processes is not considered. Pages that are merged are not part of the problem,
+/// because several processes map them.
 pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits) -> PlacementProblem {
     let used = |node: u32| -> Pages {
         let pages = map.processes.iter().filter_map(|placement| placement.pages.by_node.get(&node));
@@ -30,14 +31,16 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
     let capacity = |(&id, node): (&u32, &crate::topology::NumaNode)| {
         let memory = node.memory.clone().unwrap_or_default();
         let headroom = memory.total.0 as f64 * limits.headroom_share;
-        let free = (memory.free.0 as f64 - headroom) / page_size.bytes() as f64;
+        let available = (memory.free + memory.file_cache).0 as f64;
+        let free = (available - headroom).max(0.0) / page_size.bytes() as f64;
         NodeCapacity {
             id,
             vcpus: node.cpus.iter().count() as f64 * limits.vcpus_per_cpu,
-            pages: (free + used(id).0 as f64).max(0.0),
+            pages: free + used(id).0 as f64,
         }
     };
-    let heat: Vec<f64> = map.processes.iter().map(cpu_seconds_per_page).collect();
+    let heat: Vec<f64> =
+        map.processes.iter().map(|placement| cpu_share_per_page(placement, &map.uptime_ticks)).collect();
     let hottest = heat.iter().copied().fold(0.0, f64::max);
     let relative = |heat: f64| if hottest > 0.0 { (heat / hottest).max(MIN_HOTNESS) } else { 1.0 };
     let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
@@ -52,7 +55,7 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .processes
             .iter()
             .zip(heat)
-            .map(|(placement, heat)| planned_vm(placement, &map.topology, relative(heat)))
+            .map(|(placement, heat)| planned_vm(placement, &map.topology, page_size, relative(heat)))
             .collect(),
     }
 }
@@ -60,13 +63,18 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
 /// The hotness of a machine that does not run at all. It may run again.
 const MIN_HOTNESS: f64 = 0.01;
 
-/// CPU time for each page of memory so far, in ticks: an estimate of how often a page is read.
-fn cpu_seconds_per_page(placement: &ProcessPlacement) -> f64 {
+/// The CPU time of a process since its start, in CPUs, for each page of its memory: an estimate of how often a page is
+/// read. If the time since boot is unknown, all processes count as equally old.
+fn cpu_share_per_page(placement: &ProcessPlacement, uptime_ticks: &Reading<u64>) -> f64 {
     let ticks: u64 = placement.threads.iter().flatten().map(|thread| thread.cpu_ticks).sum();
-    ticks as f64 / (placement.pages.resident().0 as f64).max(1.0)
+    let age = uptime_ticks.as_ref().map_or(1, |uptime| uptime.saturating_sub(placement.process.id.start_time).max(1));
+    ticks as f64 / age as f64 / (placement.pages.resident().0 as f64).max(1.0)
 }
 
-fn planned_vm(placement: &ProcessPlacement, topology: &Topology, hotness: f64) -> PlannedVm {
+/// A process is not moved if devices pin at least one page in this many.
+const PINNED_PAGES_RATIO: u64 = 100;
+
+fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize, hotness: f64) -> PlannedVm {
     let threads = placement.threads.as_deref().unwrap_or_default();
     let vcpus: Vec<&ThreadPlacement> =
         threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect();
@@ -78,7 +86,9 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, hotness: f64) -
                 .iter()
                 .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.node.vcpus.contains(number)));
             let pages = node.pages.clone().unwrap_or_default();
-            planned_part(topology, &in_node.copied().collect::<Vec<_>>(), movable_pages(&pages), hotness)
+            let part = planned_part(topology, &in_node.copied().collect::<Vec<_>>(), movable_pages(&pages), hotness);
+            // Threads without names of vCPUs are not found.
+            PlannedPart { vcpus: part.vcpus.max(node.node.vcpus.iter().count() as f64), ..part }
         };
         let mut parts: Vec<PlannedPart> = placement.virtual_nodes.iter().map(part).collect();
         // The monitor's own memory goes with the first virtual node.
@@ -91,7 +101,16 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, hotness: f64) -
         let all: Vec<&ThreadPlacement> = if vcpus.is_empty() { threads.iter().collect() } else { vcpus };
         vec![planned_part(topology, &all, movable_pages(&placement.pages), hotness)]
     };
-    let is_pinned = placement.process.pinned.as_ref().is_ok_and(|pinned| pinned.0 > 0) || !placement.devices.is_empty();
+    let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
+    let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
+        || pinned > 0 && pinned >= placement.pages.resident().0 / PINNED_PAGES_RATIO;
+    let allowed_cpus: IdSet = threads.iter().flat_map(|thread| thread.allowed_cpus.iter()).collect();
+    let cpu_nodes = topology.nodes_of_cpus(&allowed_cpus);
+    let is_permitted = |node: &u32| {
+        (allowed_cpus.is_empty() || cpu_nodes.contains(*node))
+            && placement.allowed_nodes.as_ref().is_ok_and(|nodes| nodes.contains(*node))
+    };
+    let allowed_nodes: Vec<u32> = topology.nodes.keys().copied().filter(is_permitted).collect();
     PlannedVm {
         name: placement
             .process
@@ -101,8 +120,9 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, hotness: f64) -
             .and_then(|vm| vm.name.clone())
             .unwrap_or_else(|| placement.process.comm.clone()),
         parts,
-        allowed_nodes: placement.allowed_nodes.as_ref().map(|nodes| nodes.iter().collect()).unwrap_or_default(),
-        fixed: is_pinned,
+        // Without a permitted node it cannot be placed.
+        fixed: is_pinned || allowed_nodes.is_empty(),
+        allowed_nodes,
     }
 }
 

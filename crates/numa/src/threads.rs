@@ -60,23 +60,23 @@ impl ThreadPlacement {
     }
 }
 
-/// Reads the threads of a process, ascending by number. Threads that end meanwhile are left out.
+/// Reads the threads of a process, ascending by number. Only those of a virtual machine have roles. Threads that end meanwhile are left out.
 ///
 /// # Errors
 /// If the threads cannot be listed: `Vanished` if the process has ended.
-pub fn read_threads(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Vec<ThreadPlacement>> {
+pub fn read_threads(host: &dyn Host, handle: &dyn ProcessHandle, is_vm: bool) -> Reading<Vec<ThreadPlacement>> {
     let names = host.list(&format!("proc/{}/task", handle.id().pid))?;
     let mut tids: Vec<Pid> = names.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
     tids.sort_unstable();
-    Ok(tids.into_iter().filter_map(|tid| read_thread(handle, tid).ok()).collect())
+    Ok(tids.into_iter().filter_map(|tid| read_thread(handle, tid, is_vm).ok()).collect())
 }
 
-fn read_thread(handle: &dyn ProcessHandle, tid: Pid) -> Reading<ThreadPlacement> {
+fn read_thread(handle: &dyn ProcessHandle, tid: Pid, is_vm: bool) -> Reading<ThreadPlacement> {
     let stat = parse::stat(&handle.read(&format!("task/{tid}/stat"))?)?;
     let status = parse::status(&handle.read(&format!("task/{tid}/status"))?);
     Ok(ThreadPlacement {
         tid,
-        role: ThreadRole::from_thread_name(&stat.comm),
+        role: if is_vm { ThreadRole::from_thread_name(&stat.comm) } else { ThreadRole::Other },
         last_cpu: stat.last_cpu?,
         allowed_cpus: status.allowed_cpus?,
         cpu_ticks: stat.utime.saturating_add(stat.stime),

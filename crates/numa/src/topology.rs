@@ -31,6 +31,8 @@ pub struct NodeMemory {
     pub total: Bytes,
     /// `MemFree:` of the node.
     pub free: Bytes,
+    /// Pages of files, most of which the kernel gives up when memory is needed: `Active(file):` and `Inactive(file):`.
+    pub file_cache: Bytes,
 }
 
 /// The nodes of a host by their numbers. There is at least one.
@@ -46,15 +48,18 @@ impl Topology {
     /// # Errors
     /// If the directory of nodes or the CPUs of a node cannot be read.
     pub fn read(host: &dyn Host) -> Reading<Self> {
-        let ids: Vec<u32> = match host.list(NODE_DIRECTORY) {
+        let mut ids: Vec<u32> = match host.list(NODE_DIRECTORY) {
             Ok(names) => names.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok()).collect(),
             Err(Absent::NotOnThisKernel) => Vec::new(),
             Err(why) => return Err(why),
         };
+        // Names are sorted as text: node10 before node2.
+        ids.sort_unstable();
         if ids.is_empty() {
             let cpus = read_ids(host, "sys/devices/system/cpu/online").unwrap_or_default();
-            let memory = pagefold_host::observe::memory(host)
-                .and_then(|memory| Ok(NodeMemory { total: memory.total?, free: memory.free? }));
+            let memory = pagefold_host::observe::memory(host).and_then(|memory| {
+                Ok(NodeMemory { total: memory.total?, free: memory.free?, file_cache: Bytes::ZERO })
+            });
             let node = NumaNode { cpus, memory, distances: [(0, LOCAL_DISTANCE)].into() };
             return Ok(Self { nodes: [(0, node)].into() });
         }
@@ -103,11 +108,13 @@ fn read_ids(host: &dyn Host, path: &str) -> Reading<IdSet> {
 fn parse_node_memory(bytes: &[u8]) -> Reading<NodeMemory> {
     let text = String::from_utf8_lossy(bytes);
     let field = |name: &str| {
-        let line = text.lines().find_map(|line| line.split_once(name).map(|(_, value)| value.trim()));
+        let line = text.lines().find_map(|line| line.split_once(&format!(" {name}")).map(|(_, value)| value.trim()));
         let kib = line.and_then(|value| value.strip_suffix("kB")?.trim().parse().ok());
         kib.map(Bytes::from_kib).ok_or_else(|| Absent::Malformed(format!("no {name} in the meminfo of a node")))
     };
-    Ok(NodeMemory { total: field("MemTotal:")?, free: field("MemFree:")? })
+    let cache = |name: &str| field(name).unwrap_or_default();
+    let file_cache = cache("Active(file):") + cache("Inactive(file):");
+    Ok(NodeMemory { total: field("MemTotal:")?, free: field("MemFree:")?, file_cache })
 }
 
 #[cfg(test)]
@@ -128,11 +135,14 @@ mod tests {
         let host = FakeHost::booted();
         put_node(&host, 0, "0-1,4", 1000, "10 21 31");
         put_node(&host, 2, "2-3", 2000, "21 10 17");
-        put_node(&host, 5, "", 3000, "31 17 10");
+        put_node(&host, 10, "", 3000, "31 17 10");
         let topology = Topology::read(&host).unwrap();
-        assert_eq!(topology.nodes.keys().copied().collect::<Vec<_>>(), [0, 2, 5]);
-        assert_eq!(topology.nodes[&2].memory, Ok(NodeMemory { total: Bytes(2_048_000), free: Bytes(1_024_000) }));
-        assert_eq!((topology.distance(0, 5), topology.distance(5, 0), topology.distance(2, 2)), (31, 31, 10));
+        assert_eq!(topology.nodes.keys().copied().collect::<Vec<_>>(), [0, 2, 10]);
+        assert_eq!(
+            topology.nodes[&2].memory,
+            Ok(NodeMemory { total: Bytes(2_048_000), free: Bytes(1_024_000), file_cache: Bytes::ZERO })
+        );
+        assert_eq!((topology.distance(0, 10), topology.distance(10, 0), topology.distance(2, 2)), (31, 31, 10));
         assert_eq!(topology.distance(0, 9), REMOTE_DISTANCE, "an unknown node");
         assert_eq!([4, 3, 9].map(|cpu| topology.node_of_cpu(cpu)), [Some(0), Some(2), None]);
         assert_eq!(topology.nodes_of_cpus(&"1-2".parse().unwrap()).to_string(), "0,2");

@@ -36,7 +36,7 @@ pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
     let mut nodes: Vec<VirtualNode> = Vec::new();
     for value in declared.filter(|value| value.split(',').next() == Some("node")) {
         let parameters = parse_parameters(value, "type");
-        let next_id = nodes.last().map_or(0, |node| node.id + 1);
+        let next_id = nodes.len() as u32;
         let backend = parameters.get("memdev").cloned();
         let position = objects.iter().position(|object| backend.is_some() && object.get("id") == backend.as_ref());
         let object = position.and_then(|position| objects.get(position));

@@ -9,6 +9,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_base::domain::DomainRule;
 use pagefold_base::identity::Identity;
+use pagefold_base::identity::virtual_nodes::passed_through_devices;
 use pagefold_base::ksm::Setting;
 use pagefold_base::tuner::identify_tuner;
 use pagefold_base::{Bytes, Pid};
@@ -20,6 +21,7 @@ use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
+use pagefold_numa::map::{read_device_node, read_uptime_ticks};
 use pagefold_numa::threads::read_threads;
 use pagefold_numa::topology::Topology;
 use pagefold_recording::HostRecorder;
@@ -256,10 +258,15 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     }
     let _ = observe::huge_page_bytes(recorder);
     // For `numa`.
-    let _ = Topology::read(recorder);
+    let _ = (Topology::read(recorder), read_uptime_ticks(recorder));
+    for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
+        for address in passed_through_devices(arguments) {
+            let _ = read_device_node(recorder, &address);
+        }
+    }
     for subject in &census.subjects {
         if let Ok(handle) = recorder.open(subject.process.id.pid) {
-            let _ = read_threads(recorder, &*handle);
+            let _ = read_threads(recorder, &*handle, true);
         }
     }
     // For `policy show` and `unmerge --dry-run`.

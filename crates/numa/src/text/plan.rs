@@ -40,8 +40,10 @@ fn render_title(report: &NumaPlanReport) -> String {
     let moved = report.machines.iter().filter(|machine| machine.moved);
     let bytes: u64 = moved.clone().map(|machine| machine.moved_pages * report.page_size).sum();
     let proof = match report.gap {
-        Some(gap) if gap <= 0.001 => "No plan is better.".to_owned(),
-        Some(gap) => format!("A better plan could save at most {:.1} % of its cost.", 100.0 * gap),
+        Some(0.0) => "No other choice of the considered placements is better.".to_owned(),
+        Some(gap) => {
+            format!("Another choice of the considered placements could save at most {:.1} % of its cost.", 100.0 * gap)
+        }
         None => "How much better another plan could be is not known.".to_owned(),
     };
     match moved.count() {
@@ -96,6 +98,7 @@ fn describe_reason(reason: &str) -> &'static str {
     match reason {
         "fixed" => "stays: its memory is pinned",
         "already_local" => "stays: all of it is local",
+        "no_better_placement" => "stays: no placement is better",
         "not_worth_moving" => "stays: moving costs more than remote reads",
         "nodes_full" => "stays: others need the nodes more",
         "one_node" => "fits on one node",

@@ -25,7 +25,8 @@ pub struct NumaPlanReport {
     pub machines: Vec<MachinePlanReport>,
     /// The plan and simple placements.
     pub comparison: Vec<ComparedPlacementReport>,
-    /// The share of the plan's cost that a better plan could save at most; absent if the solver found no bound in time.
+    /// The share of the plan's avoidable cost that a better choice of the listed placements could save at most; absent if
+    /// the solver failed. At most 256 placements are listed for each machine.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gap: Option<f64>,
     /// Processes that were selected and could not be read.
@@ -61,7 +62,7 @@ pub struct MachinePlanReport {
     pub remote_reads_after: f64,
     /// How often a page is read, relative to the hottest machine.
     pub hotness: f64,
-    /// `fixed`, `already_local`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
+    /// `fixed`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
     pub reason: &'static str,
 }
 
@@ -180,6 +181,7 @@ fn reason_word(reason: PlanReason) -> &'static str {
     match reason {
         PlanReason::Fixed => "fixed",
         PlanReason::AlreadyLocal => "already_local",
+        PlanReason::NoBetterPlacement => "no_better_placement",
         PlanReason::NotWorthMoving => "not_worth_moving",
         PlanReason::NodesFull => "nodes_full",
         PlanReason::OneNode => "one_node",

@@ -164,8 +164,10 @@ pub struct PlannedMove {
 pub enum PlanReason {
     /// It is fixed.
     Fixed,
-    /// No pattern has fewer remote reads.
+    /// It has no remote reads.
     AlreadyLocal,
+    /// No pattern has fewer remote reads.
+    NoBetterPlacement,
     /// Fewer remote reads would not repay moving it.
     NotWorthMoving,
     /// A better pattern is taken by other machines.
@@ -185,8 +187,8 @@ pub struct PlacementPlan {
     pub moves: Vec<PlannedMove>,
     /// Remote reads of all machines as they are and as planned.
     pub remote_reads: (f64, f64),
-    /// The part of the cost that a better plan could save at most; 0 if the plan is proven optimal. `None` if the solver
-    /// had no time for a bound.
+    /// The part of the cost that can be avoided at all which a better choice of the listed patterns could save at most; 0
+    /// if there is none. `None` if the solver failed.
     pub gap: Option<f64>,
     /// The load above the capacity of nodes.
     pub overload: Load,
@@ -227,7 +229,8 @@ fn planned_move(vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMov
     let cheapest = columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
     let reason = match &column.pattern {
         _ if vm.fixed => PlanReason::Fixed,
-        Pattern::Leave if leave.remote_reads <= best => PlanReason::AlreadyLocal,
+        Pattern::Leave if leave.remote_reads <= 1e-6 => PlanReason::AlreadyLocal,
+        Pattern::Leave if leave.remote_reads <= best => PlanReason::NoBetterPlacement,
         Pattern::Leave if leave.cost <= cheapest => PlanReason::NotWorthMoving,
         Pattern::Leave => PlanReason::NodesFull,
         Pattern::Spread(_) => PlanReason::NoSingleNode,
@@ -296,8 +299,10 @@ fn solve(
     // No choice costs less than the sum of the cheapest patterns, which needs no solver.
     let cheapest = |columns: &Vec<Column>| columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
     let simple_bound: f64 = columns.iter().map(cheapest).sum();
-    if first_cost <= simple_bound * (1.0 + TARGET_GAP) + 1e-6 {
-        return (first.to_vec(), Some(relative_gap(first_cost, simple_bound)));
+    let unavoidable = unavoidable_cost(problem, columns, costs);
+    let first_gap = relative_gap(first_cost - unavoidable, simple_bound - unavoidable);
+    if first_gap <= TARGET_GAP {
+        return (first.to_vec(), Some(first_gap));
     }
     let mut program = Problem::new(OptimizationDirection::Minimize);
     let variables: Vec<Vec<Variable>> = columns
@@ -342,7 +347,8 @@ fn solve(
     }
     let mut options = SolveOptions::default();
     options.time_limit = Some(time_limit);
-    options.mip_gap = TARGET_GAP;
+    // The solver's gap is relative to the whole cost.
+    options.mip_gap = TARGET_GAP * ((first_cost - unavoidable) / first_cost.max(1.0)).clamp(0.0, 1.0);
     options.warm_start = Some(warm_start);
     let Ok(outcome) = program.solve_with(options) else { return (first.to_vec(), None) };
     let bound = outcome.stats().best_bound.map_or(simple_bound, |bound| bound.max(simple_bound));
@@ -353,13 +359,24 @@ fn solve(
         };
         variables.iter().map(largest).collect::<Vec<usize>>()
     });
-    let candidates = [Some(first.to_vec()), solved].into_iter().flatten();
+    let candidates = [Some(first.to_vec()), solved, Some(vec![0; columns.len()])].into_iter().flatten();
     let cost = |chosen: &Vec<usize>| total_cost(problem, columns, costs, chosen);
     let best = candidates.min_by(|left, right| cost(left).total_cmp(&cost(right))).unwrap_or_else(|| first.to_vec());
-    let gap = relative_gap(cost(&best), bound);
+    let gap = relative_gap(cost(&best) - unavoidable, bound - unavoidable);
     (best, Some(gap))
 }
 
+/// The cost of machines without a choice, and of load above the capacity of the whole host.
+fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> f64 {
+    let fixed: f64 = columns.iter().filter(|columns| columns.len() == 1).map(|columns| columns[0].cost).sum();
+    let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
+    let capacity = |axis: fn(&NodeCapacity) -> f64| problem.nodes.iter().map(axis).sum::<f64>();
+    let vcpus: f64 = parts().map(|part| part.vcpus).sum::<f64>() - capacity(|node| node.vcpus);
+    let pages: f64 = parts().map(PlannedPart::total_pages).sum::<f64>() - capacity(|node| node.pages);
+    fixed + costs.cost(Load { vcpus: vcpus.max(0.0), pages: pages.max(0.0) })
+}
+
+/// Costs that differ by less than a page count as equal.
 fn relative_gap(cost: f64, bound: f64) -> f64 {
-    if cost <= bound + 1e-6 { 0.0 } else { (cost - bound) / cost }
+    if cost <= bound.max(0.0) + 1.0 { 0.0 } else { ((cost - bound) / cost).min(1.0) }
 }
