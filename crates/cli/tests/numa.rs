@@ -83,7 +83,10 @@ fn map_counts_the_pages_of_a_process() {
         assert_eq!(plan["gap"], 0.0);
         let text = Command::new(PAGEFOLD_BINARY).args(["numa", "plan", "--pid", &pid]).output().unwrap();
         let text = String::from_utf8(text.stdout).unwrap();
-        assert!(text.contains("nothing is worth moving. No other choice of the considered placements is better."), "{text}");
+        assert!(
+            text.contains("nothing is worth moving. No other choice of the considered placements is better."),
+            "{text}"
+        );
     }
 }
 
