@@ -7,7 +7,7 @@
 
 use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
 use crate::page_nodes::{PageNodeReader, PageNodes};
-use crate::threads::{self, ThreadPlacement, ThreadRole};
+use crate::threads::{self, ThreadPlacement};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::process::{Process, USER_HZ};
@@ -135,16 +135,14 @@ fn read_process(
     }
     let threads = threads::read_threads(host, handle, process.identity.vm.is_some());
     let known_threads = threads.as_deref().unwrap_or_default();
-    let cpu_shares = cpu_shares(topology, working_threads(known_threads));
+    let cpu_shares = threads::cpu_shares(topology, threads::working_threads(known_threads));
     let virtual_nodes: Vec<VirtualNodePlacement> = configured
         .into_iter()
         .map(|node| {
             let pages = pages_by_virtual_node.remove(&node.id);
-            let vcpus = known_threads
-                .iter()
-                .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
+            let vcpus = threads::vcpu_threads(known_threads, &node);
             let cost =
-                pages.as_ref().and_then(|pages| access_cost(topology, &self::cpu_shares(topology, vcpus), pages));
+                pages.as_ref().and_then(|pages| access_cost(topology, &threads::cpu_shares(topology, vcpus), pages));
             VirtualNodePlacement { node, pages, cost }
         })
         .collect();
@@ -154,23 +152,6 @@ fn read_process(
     let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
     let placement = ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, devices, cost };
     Ok((placement, FrameReader { node: main_node, frames }))
-}
-
-/// The threads that access the memory of a virtual machine most: its virtual CPUs; else all threads.
-fn working_threads(threads: &[ThreadPlacement]) -> impl Iterator<Item = &ThreadPlacement> {
-    let is_vcpu = |thread: &ThreadPlacement| matches!(thread.role, ThreadRole::Vcpu(_));
-    let has_vcpus = threads.iter().any(is_vcpu);
-    threads.iter().filter(move |thread| !has_vcpus || is_vcpu(thread))
-}
-
-/// The shares of nodes in the CPU time of threads, each at the node where it runs next. A thread counts one tick at
-/// least.
-fn cpu_shares<'t>(topology: &Topology, threads: impl IntoIterator<Item = &'t ThreadPlacement>) -> NodeShares {
-    decide::shares(
-        threads
-            .into_iter()
-            .filter_map(|thread| Some((topology.node_of_cpu(thread.next_cpu())?, thread.cpu_ticks.max(1)))),
-    )
 }
 
 fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Option<AccessCost> {

@@ -1,13 +1,18 @@
 //! The planning problem of a host: its map as the planner sees it.
 
-use crate::decide;
 use crate::decide::plan::{NodeCapacity, PlacementProblem, PlannedPart, PlannedVm};
-use crate::map::{NumaMap, ProcessPlacement};
+use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
 use crate::page_nodes::PageNodes;
-use crate::threads::{ThreadPlacement, ThreadRole};
-use crate::topology::Topology;
+use crate::threads::{self, ThreadPlacement};
+use crate::topology::{NumaNode, Topology};
 use pagefold_base::{IdSet, PageSize, Pages, Reading};
 use std::collections::BTreeMap;
+
+/// The hotness of a machine that does not run at all. It may run again.
+const MIN_HOTNESS: f64 = 0.01;
+
+/// A process is not moved if devices pin at least one page in this many.
+const PINNED_PAGES_RATIO: u64 = 100;
 
 /// What a plan may use.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -28,7 +33,7 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
         let pages = map.processes.iter().filter_map(|placement| placement.pages.by_node.get(&node));
         pages.map(|kinds| kinds.movable()).sum()
     };
-    let capacity = |(&id, node): (&u32, &crate::topology::NumaNode)| {
+    let capacity = |(&id, node): (&u32, &NumaNode)| {
         let memory = node.memory.clone().unwrap_or_default();
         let headroom = memory.total.0 as f64 * limits.headroom_share;
         let available = (memory.free + memory.file_cache).0 as f64;
@@ -39,10 +44,10 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             pages: free + used(id).0 as f64,
         }
     };
-    let heat: Vec<f64> =
+    let cpu_shares: Vec<f64> =
         map.processes.iter().map(|placement| cpu_share_per_page(placement, &map.uptime_ticks)).collect();
-    let hottest = heat.iter().copied().fold(0.0, f64::max);
-    let relative = |heat: f64| if hottest > 0.0 { (heat / hottest).max(MIN_HOTNESS) } else { 1.0 };
+    let hottest = cpu_shares.iter().copied().fold(0.0, f64::max);
+    let relative = |cpu_share: f64| if hottest > 0.0 { (cpu_share / hottest).max(MIN_HOTNESS) } else { 1.0 };
     let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
     PlacementProblem {
         nodes: map.topology.nodes.iter().map(capacity).collect(),
@@ -54,14 +59,11 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
         vms: map
             .processes
             .iter()
-            .zip(heat)
-            .map(|(placement, heat)| planned_vm(placement, &map.topology, page_size, relative(heat)))
+            .zip(cpu_shares)
+            .map(|(placement, cpu_share)| planned_vm(placement, &map.topology, page_size, relative(cpu_share)))
             .collect(),
     }
 }
-
-/// The hotness of a machine that does not run at all. It may run again.
-const MIN_HOTNESS: f64 = 0.01;
 
 /// The CPU time of a process since its start, in CPUs, for each page of its memory: an estimate of how often a page is
 /// read. If the time since boot is unknown, all processes count as equally old.
@@ -71,22 +73,15 @@ fn cpu_share_per_page(placement: &ProcessPlacement, uptime_ticks: &Reading<u64>)
     ticks as f64 / age as f64 / (placement.pages.resident().0 as f64).max(1.0)
 }
 
-/// A process is not moved if devices pin at least one page in this many.
-const PINNED_PAGES_RATIO: u64 = 100;
-
 fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize, hotness: f64) -> PlannedVm {
     let threads = placement.threads.as_deref().unwrap_or_default();
-    let vcpus: Vec<&ThreadPlacement> =
-        threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect();
     let has_parts = placement.virtual_nodes.len() > 1
         && placement.virtual_nodes.iter().all(|node| node.pages.is_some() && !node.node.vcpus.is_empty());
     let parts = if has_parts {
-        let part = |node: &crate::map::VirtualNodePlacement| {
-            let in_node = vcpus
-                .iter()
-                .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.node.vcpus.contains(number)));
-            let pages = node.pages.clone().unwrap_or_default();
-            let part = planned_part(topology, &in_node.copied().collect::<Vec<_>>(), movable_pages(&pages), hotness);
+        let part = |node: &VirtualNodePlacement| {
+            let vcpus: Vec<&ThreadPlacement> = threads::vcpu_threads(threads, &node.node).collect();
+            let pages = node.pages.as_ref().map(movable_pages).unwrap_or_default();
+            let part = planned_part(topology, &vcpus, pages, hotness);
             // Threads without names of vCPUs are not found.
             PlannedPart { vcpus: part.vcpus.max(node.node.vcpus.iter().count() as f64), ..part }
         };
@@ -98,8 +93,8 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         }
         parts
     } else {
-        let all: Vec<&ThreadPlacement> = if vcpus.is_empty() { threads.iter().collect() } else { vcpus };
-        vec![planned_part(topology, &all, movable_pages(&placement.pages), hotness)]
+        let working: Vec<&ThreadPlacement> = threads::working_threads(threads).collect();
+        vec![planned_part(topology, &working, movable_pages(&placement.pages), hotness)]
     };
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
@@ -132,13 +127,8 @@ fn planned_part(
     pages: BTreeMap<u32, f64>,
     hotness: f64,
 ) -> PlannedPart {
-    let node = |thread: &&ThreadPlacement| Some((topology.node_of_cpu(thread.next_cpu())?, thread.cpu_ticks.max(1)));
-    PlannedPart {
-        vcpus: threads.len() as f64,
-        cpu_shares: decide::shares(threads.iter().filter_map(node)),
-        pages,
-        hotness,
-    }
+    let cpu_shares = threads::cpu_shares(topology, threads.iter().copied());
+    PlannedPart { vcpus: threads.len() as f64, cpu_shares, pages, hotness }
 }
 
 fn movable_pages(pages: &PageNodes) -> BTreeMap<u32, f64> {

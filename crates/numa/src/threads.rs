@@ -1,5 +1,8 @@
 //! Where the threads of a process run and may run.
 
+use crate::decide::{self, NodeShares};
+use crate::topology::Topology;
+use pagefold_base::identity::virtual_nodes::VirtualNode;
 use pagefold_base::{IdSet, Pid, Reading};
 use pagefold_host::{Host, ProcessHandle, parse};
 
@@ -58,6 +61,29 @@ impl ThreadPlacement {
         let is_allowed = self.allowed_cpus.is_empty() || self.allowed_cpus.contains(self.last_cpu);
         if is_allowed { self.last_cpu } else { self.allowed_cpus.iter().next().unwrap_or(self.last_cpu) }
     }
+}
+
+/// The threads that run the virtual CPUs of a virtual node.
+pub fn vcpu_threads<'t>(
+    threads: &'t [ThreadPlacement],
+    node: &'t VirtualNode,
+) -> impl Iterator<Item = &'t ThreadPlacement> {
+    threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)))
+}
+
+/// The threads that access the memory of a virtual machine most: its virtual CPUs; else all threads.
+pub fn working_threads(threads: &[ThreadPlacement]) -> impl Iterator<Item = &ThreadPlacement> {
+    let is_vcpu = |thread: &ThreadPlacement| matches!(thread.role, ThreadRole::Vcpu(_));
+    let has_vcpus = threads.iter().any(is_vcpu);
+    threads.iter().filter(move |thread| !has_vcpus || is_vcpu(thread))
+}
+
+/// The shares of nodes in the CPU time of threads, each at the node where it runs next. A thread counts one tick at
+/// least.
+pub fn cpu_shares<'t>(topology: &Topology, threads: impl IntoIterator<Item = &'t ThreadPlacement>) -> NodeShares {
+    let node_ticks =
+        |thread: &ThreadPlacement| Some((topology.node_of_cpu(thread.next_cpu())?, thread.cpu_ticks.max(1)));
+    decide::shares(threads.into_iter().filter_map(node_ticks))
 }
 
 /// Reads the threads of a process, ascending by number. Only those of a virtual machine have roles. Threads that end meanwhile are left out.

@@ -28,13 +28,7 @@ pub fn render(report: &NumaMapReport, max_rows: usize, remedy: &str, style: Text
         text.push_str(&render_threads(shown, style));
     }
     text.push_str(&render_merged(report, style));
-    if !report.unscanned_processes.is_empty() {
-        let count = report.unscanned_processes.len();
-        text.push('\n');
-        text.push_str(
-            &style.format_paragraph(&format!("{} could not be read. {remedy}", format_process_count(count)), 0),
-        );
-    }
+    text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
     text
 }
 
@@ -48,8 +42,17 @@ fn render_title(report: &NumaMapReport) -> String {
     )
 }
 
+/// What to do about processes that could not be read; empty if all were read.
+pub(super) fn render_unscanned(count: usize, remedy: &str, style: TextStyle) -> String {
+    if count == 0 {
+        return String::new();
+    }
+    let text = format!("{} could not be read. {remedy}", format_process_count(count));
+    format!("\n{}", style.format_paragraph(&text, 0))
+}
+
 /// `1 process`, `1,200 processes`.
-pub(super) fn format_process_count(count: usize) -> String {
+fn format_process_count(count: usize) -> String {
     format!("{} process{}", format_number(count as u64), if count == 1 { "" } else { "es" })
 }
 

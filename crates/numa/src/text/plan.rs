@@ -1,6 +1,6 @@
 //! A plan as text for the terminal.
 
-use super::map::{NAME_COLUMNS, format_process_count, right};
+use super::map::{NAME_COLUMNS, render_unscanned, right};
 use crate::wire::plan::{ComparedPlacementReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
@@ -26,13 +26,7 @@ pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: Tex
          given as memory of the hottest machine at twice the local distance.",
         0,
     ));
-    if !report.unscanned_processes.is_empty() {
-        let count = report.unscanned_processes.len();
-        text.push('\n');
-        text.push_str(
-            &style.format_paragraph(&format!("{} could not be read. {remedy}", format_process_count(count)), 0),
-        );
-    }
+    text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
     text
 }
 

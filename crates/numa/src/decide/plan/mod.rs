@@ -376,7 +376,8 @@ fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: 
     fixed + costs.cost(Load { vcpus: vcpus.max(0.0), pages: pages.max(0.0) })
 }
 
-/// Costs that differ by less than a page count as equal.
+/// The gap between a cost and its lower bound; no cost is negative. Costs that differ by less than a page count as equal.
 fn relative_gap(cost: f64, bound: f64) -> f64 {
-    if cost <= bound.max(0.0) + 1.0 { 0.0 } else { ((cost - bound) / cost).min(1.0) }
+    let bound = bound.max(0.0);
+    if cost <= bound + 1.0 { 0.0 } else { (cost - bound) / cost }
 }
