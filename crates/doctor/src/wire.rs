@@ -103,7 +103,7 @@ impl From<Finding> for FindingReport {
     fn from(finding: Finding) -> Self {
         let process = match finding.scope {
             Scope::Host => None,
-            Scope::Process(id) => Some(id),
+            Scope::Process(id) | Scope::Guest(id) => Some(id),
         };
         Self {
             rule: finding.rule.into(),

@@ -130,6 +130,12 @@ impl Action {
         }
     }
 
+    /// Whether a session may leave it behind for a later session to undo: all but enrollments, which either stay for
+    /// good or are undone at once.
+    pub fn can_be_kept(&self) -> bool {
+        matches!(self, Self::Write { .. }) || self.class() != ResourceClass::Ksm
+    }
+
     /// The same action for parts of its ranges.
     #[must_use]
     pub fn with_ranges(&self, ranges: Vec<AddressRange>) -> Self {

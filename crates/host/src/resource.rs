@@ -49,13 +49,13 @@ impl ResourceClass {
         }
     }
 
-    /// The file in the state directory with the changes that are undone when the policy is removed.
-    pub const fn policy_file(self) -> &'static str {
+    /// The file in the state directory with the changes that stay until a later session undoes them.
+    pub const fn kept_changes_file(self) -> &'static str {
         match self {
             Self::Ksm => "ksm.policy.json",
-            Self::MemoryPlacement => "memory-placement.policy.json",
-            Self::CpuPlacement => "cpu-placement.policy.json",
-            Self::Settings => "settings.policy.json",
+            Self::MemoryPlacement => "memory-placement.kept.json",
+            Self::CpuPlacement => "cpu-placement.kept.json",
+            Self::Settings => "settings.kept.json",
         }
     }
 }

@@ -68,7 +68,7 @@ pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
 /// only a former policy had changed.
 pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
     let mut combined = Settings::new();
-    for entry in session.load_policy_journal()?.into_iter().flat_map(|policy| policy.entries) {
+    for entry in session.load_kept_changes()?.into_iter().flat_map(|policy| policy.entries) {
         if let Action::Write { knob, value } = entry.undo
             && let Some(setting) = knob.ksm_setting()
         {
@@ -83,7 +83,7 @@ pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Se
     Ok(combined)
 }
 
-/// Apply a policy's settings to a host until [`Session::restore_policy`]; for a policy that adapts, the settings of one
+/// Apply a policy's settings to a host until [`Session::undo_kept_changes`]; for a policy that adapts, the settings of one
 /// step. Returns them, and the session's other changes that could not be undone.
 ///
 /// # Errors
@@ -95,7 +95,7 @@ pub fn set_policy(
 ) -> Result<(Settings, Vec<FailedUndo>), Error> {
     let settings = policy.one_shot_settings(&observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
     let to_write = settings_to_write(session, settings.clone())?;
-    match session.write_settings(&to_write).and_then(|()| session.keep_as_policy(name)) {
+    match session.write_settings(&to_write).and_then(|()| session.keep_changes(name)) {
         Ok(failed_undos) => Ok((settings, failed_undos)),
         Err(error) => Err(session.abort(error)),
     }
@@ -137,7 +137,7 @@ pub fn follow_policy(
 pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
     let boot = pagefold_host::transaction::session::read_boot_id(host);
     let policy = match journal::StateDirectory::open(directory) {
-        Ok(directory) => journal::Journal::load(&directory, ResourceClass::Ksm.policy_file())?,
+        Ok(directory) => journal::Journal::load(&directory, ResourceClass::Ksm.kept_changes_file())?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(source) => return Err(journal::Error::Io { path: directory.to_owned(), source }),
     };
@@ -261,7 +261,7 @@ mod tests {
             assert_eq!(host.setting_value("use_zero_pages"), if name == "file" { "1" } else { "0" });
         }
         assert_eq!(host.setting_value("advisor_mode"), "scan-time");
-        let (_, failed_undos) = begin(&host, directory.path()).restore_policy().unwrap();
+        let (_, failed_undos) = begin(&host, directory.path()).undo_kept_changes().unwrap();
         assert_eq!(failed_undos, Vec::new());
         assert_eq!(host.setting_values(), before);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
@@ -325,7 +325,7 @@ mod tests {
 
     #[test]
     fn unrecordable_policy_is_undone() {
-        for file in [ResourceClass::Ksm.policy_file(), ResourceClass::Ksm.journal_file()] {
+        for file in [ResourceClass::Ksm.kept_changes_file(), ResourceClass::Ksm.journal_file()] {
             let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             let before = host.setting_values();
             let mut session = begin(&host, directory.path());

@@ -179,7 +179,7 @@ fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow
 fn restore_policy(print: &PolicyPrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let mut session = begin_session(&*host, global)?;
-    let (undone, failed_undos) = session.restore_policy().map_err(with_remedy)?;
+    let (undone, failed_undos) = session.undo_kept_changes().map_err(with_remedy)?;
     print_result(&undone, &failed_undos, print.json, "No policy is set: there is nothing to restore.")
 }
 

@@ -15,6 +15,7 @@
 //! Limits: facts are from one point in time. Rates since boot are averages, and the counters of merged pages are those
 //! of ksmd's last scan.
 
+pub mod change;
 mod cost;
 mod enrollment;
 mod host_processes;
@@ -28,6 +29,7 @@ mod writers;
 
 pub use pace::{SCAN_MICROSECONDS_PER_PAGE, pages_to_scan_for, pass_seconds};
 
+use change::{SettingChange, SettingDetails};
 use host_processes::HostProcesses;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::ksm::Ksm;
@@ -129,6 +131,8 @@ pub enum Scope {
     Host,
     /// One process.
     Process(ProcessId),
+    /// The guest in a virtual machine, by the process of the machine.
+    Guest(ProcessId),
 }
 
 /// Result of a rule.
@@ -146,6 +150,8 @@ pub struct Finding {
     pub source: String,
     /// The value that was read.
     pub value: String,
+    /// The recommended value, if the rule has one.
+    pub expected: Option<String>,
     /// Why it matters.
     pub why: &'static str,
     /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
@@ -153,6 +159,10 @@ pub struct Finding {
     pub remedy: Vec<String>,
     /// A shell command that succeeds once the remedy has worked.
     pub verify: Option<String>,
+    /// Benefit, risk and sources, for rules about settings of the host, of virtual machines and of guests.
+    pub details: Option<&'static SettingDetails>,
+    /// Changes that resolve the finding, for `pagefold tune`; empty if nothing is to be changed or only an operator can.
+    pub changes: Vec<SettingChange>,
 }
 
 /// The worst verdict of a list; [`Verdict::NotApplicable`] for an empty one.
@@ -220,9 +230,12 @@ impl RuleInfo {
             title: title.into(),
             source: self.source.to_owned(),
             value: value.into(),
+            expected: None,
             why: self.why,
             remedy: Vec::new(),
             verify: None,
+            details: None,
+            changes: Vec::new(),
         }
     }
 

@@ -534,7 +534,7 @@ mod tests {
     use std::fs;
 
     const SESSION_FILE: &str = ResourceClass::Ksm.journal_file();
-    const POLICY_FILE: &str = ResourceClass::Ksm.policy_file();
+    const POLICY_FILE: &str = ResourceClass::Ksm.kept_changes_file();
 
     fn open_directory(directory: &tempfile::TempDir) -> StateDirectory {
         StateDirectory::open(directory.path()).unwrap()

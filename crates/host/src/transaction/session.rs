@@ -21,8 +21,8 @@
 //! undone. This needs free memory for copies of the merged pages, without memory pressure; otherwise the entries stay
 //! in the journal.
 //!
-//! Settings that a policy leaves behind on purpose ([`Session::keep_as_policy`]) are stored in a separate file until
-//! [`Session::restore_policy`].
+//! Changes that a command leaves behind on purpose ([`Session::keep_changes`]), such as the settings of a policy or the
+//! placement of machines, are stored in a separate file until [`Session::undo_kept_changes`].
 
 mod error;
 mod extents;
@@ -323,28 +323,35 @@ impl<'a> Session<'a> {
         if failed.is_empty() { error } else { Error::UndoFailed { failed_undos: failed, source: Box::new(error) } }
     }
 
-    /// Ends the session and keeps its settings as those of a policy. Stores their values from before the first policy.
-    /// All other temporary changes are undone.
-    pub fn keep_as_policy(&mut self, name: &str) -> Result<Vec<FailedUndo>, Error> {
-        let mut policy =
-            self.load_policy_journal()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
-        let is_setting = |entry: &JournalEntry| matches!(entry.undo, Action::Write { .. });
-        for entry in self.journal.entries.iter().filter(|entry| is_setting(entry)) {
-            let Action::Write { knob, value } = &entry.undo else { continue };
-            match policy.entries.iter_mut().find(|entry| is_entry_of_knob(entry, *knob)) {
+    /// Ends the session and keeps its changes, with their undo and with the purpose, until
+    /// [`Self::undo_kept_changes`]. The undo of a setting is its value from before the first kept change. Enrollments are
+    /// not kept: they are undone, unless [`Self::commit`] came before.
+    ///
+    /// # Errors
+    /// If the changes cannot be stored. They are then undone when the session ends.
+    pub fn keep_changes(&mut self, purpose: &str) -> Result<Vec<FailedUndo>, Error> {
+        let mut kept =
+            self.load_kept_changes()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
+        for entry in self.journal.entries.iter().filter(|entry| entry.undo.can_be_kept()) {
+            let Action::Write { knob, value } = &entry.undo else {
+                // Undone newest first, so the state before the first change comes back.
+                kept.entries.push(entry.clone());
+                continue;
+            };
+            match kept.entries.iter_mut().find(|entry| is_entry_of_knob(entry, *knob)) {
                 Some(saved) => {
-                    // The previous policy's value is restored if this process ends before its own journal is removed.
+                    // The previous value is restored if this process ends before its own journal is removed.
                     saved.written_values.retain(|written| written == value);
                     saved.written_values.extend(entry.written_values.last().cloned());
                 }
-                None => policy.entries.push(entry.clone()),
+                None => kept.entries.push(entry.clone()),
             }
         }
-        policy.purpose = Some(name.to_owned());
-        policy.store(&self.directory, self.class.policy_file())?;
+        kept.purpose = Some(purpose.to_owned());
+        kept.store(&self.directory, self.class.kept_changes_file())?;
         let entries = self.journal.entries.clone();
-        self.journal.entries.retain(|entry| !is_setting(entry));
-        // While the session's own journal contains the settings, they are restored.
+        self.journal.entries.retain(|entry| !entry.undo.can_be_kept());
+        // While the session's own journal contains the changes, they are undone.
         if let Err(error) = self.rewrite_journal() {
             self.journal.entries = entries;
             return Err(error);
@@ -352,19 +359,20 @@ impl<'a> Session<'a> {
         self.undo_all()
     }
 
-    /// The journal of the settings before a policy was set, with the policy's name, if a policy is set.
-    pub fn load_policy_journal(&self) -> Result<Option<Journal>, Error> {
-        Ok(Journal::load(&self.directory, self.class.policy_file())?
+    /// The changes that earlier sessions kept, with their purpose, if there are any.
+    pub fn load_kept_changes(&self) -> Result<Option<Journal>, Error> {
+        Ok(Journal::load(&self.directory, self.class.kept_changes_file())?
             .filter(|journal| journal.boot == self.journal.boot))
     }
 
-    /// Restores the settings from before a policy was set. Returns the undone actions and the failed ones.
-    pub fn restore_policy(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
-        let Some(policy) = self.load_policy_journal()? else { return Ok((Vec::new(), Vec::new())) };
-        self.journal.entries.extend(policy.entries);
+    /// Undoes the kept changes, newest first. Returns the undone actions and the failed ones.
+    pub fn undo_kept_changes(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
+        let Some(kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
+        self.journal.entries.extend(kept.entries);
         // From here on this session undoes the entries, even after a kill.
         self.rewrite_journal()?;
-        Journal { entries: Vec::new(), ..self.journal.clone() }.store(&self.directory, self.class.policy_file())?;
+        Journal { entries: Vec::new(), ..self.journal.clone() }
+            .store(&self.directory, self.class.kept_changes_file())?;
         self.undo_entries()
     }
 

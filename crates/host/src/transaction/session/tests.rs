@@ -16,7 +16,7 @@ use std::thread;
 use std::time::Instant;
 
 const SESSION_FILE: &str = ResourceClass::Ksm.journal_file();
-const POLICY_FILE: &str = ResourceClass::Ksm.policy_file();
+const POLICY_FILE: &str = ResourceClass::Ksm.kept_changes_file();
 
 fn settings(values: &[(Setting, &str)]) -> Settings {
     values.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
@@ -511,12 +511,12 @@ fn undo_never_writes_run_2() {
         fs::write(directory.path().join(file), &journal).unwrap();
         let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
         let run =
-            session.load_policy_journal().unwrap().into_iter().flat_map(|policy| policy.entries).find_map(|entry| {
+            session.load_kept_changes().unwrap().into_iter().flat_map(|policy| policy.entries).find_map(|entry| {
                 matches!(entry.undo, Action::Write { knob, .. } if knob == Setting::Run.into()).then_some(entry.undo)
             });
         let zero = Action::Write { knob: Setting::Run.into(), value: "0".to_owned() };
         assert_eq!(run, (file == POLICY_FILE).then_some(zero));
-        assert_eq!(session.restore_policy().unwrap().1, Vec::new());
+        assert_eq!(session.undo_kept_changes().unwrap().1, Vec::new());
         assert_eq!(host.setting_value("run"), "0");
     }
     assert!(!host.written_settings().contains(&"run=2".to_owned()));
@@ -543,8 +543,8 @@ fn restore_skips_intermediate_policies() {
     {
         let mut session = begin_clean_session(&host, directory.path());
         session.write_settings(&wanted).unwrap();
-        assert_eq!(session.keep_as_policy(name).unwrap(), Vec::new());
-        assert_eq!(session.load_policy_journal().unwrap().unwrap().purpose.as_deref(), Some(name));
+        assert_eq!(session.keep_changes(name).unwrap(), Vec::new());
+        assert_eq!(session.load_kept_changes().unwrap().unwrap().purpose.as_deref(), Some(name));
         drop(session);
         assert_eq!(host.setting_value("run"), "1", "a policy outlives its session");
     }
@@ -555,11 +555,11 @@ fn restore_skips_intermediate_policies() {
     assert_eq!(host.setting_value("advisor_mode"), "scan-time");
 
     let mut session = begin_clean_session(&host, directory.path());
-    let (undone, failed) = session.restore_policy().unwrap();
+    let (undone, failed) = session.undo_kept_changes().unwrap();
     assert!(undone.len() >= 4 && failed.is_empty(), "{undone:?} {failed:?}");
     assert_eq!(host.setting_values(), before);
-    assert_eq!(session.load_policy_journal().unwrap(), None);
-    assert_eq!(session.restore_policy().unwrap(), (Vec::new(), Vec::new()));
+    assert_eq!(session.load_kept_changes().unwrap(), None);
+    assert_eq!(session.undo_kept_changes().unwrap(), (Vec::new(), Vec::new()));
 }
 
 #[test]
@@ -568,7 +568,7 @@ fn killed_policy_change_keeps_old_policy() {
     let before = host.setting_values();
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&settings(&[(Setting::PagesToScan, "777"), (Setting::Run, "1")])).unwrap();
-    session.keep_as_policy("first").unwrap();
+    session.keep_changes("first").unwrap();
     drop(session);
     let first = host.setting_values();
     // Killed twice after the policy was stored and before the session's own journal was removed.
@@ -576,13 +576,13 @@ fn killed_policy_change_keeps_old_policy() {
         let mut session = begin_clean_session(&host, directory.path());
         session.write_settings(&busy_settings()).unwrap();
         let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
-        session.keep_as_policy("second").unwrap();
+        session.keep_changes("second").unwrap();
         drop(session);
         fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
         drop(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap());
         assert_eq!(host.setting_values(), first);
     }
-    let (_, failed) = begin_clean_session(&host, directory.path()).restore_policy().unwrap();
+    let (_, failed) = begin_clean_session(&host, directory.path()).undo_kept_changes().unwrap();
     assert_eq!(failed, Vec::new());
     assert_eq!(host.setting_values(), before);
 }

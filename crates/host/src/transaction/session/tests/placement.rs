@@ -156,3 +156,32 @@ fn session_changes_its_own_class_only() {
         assert!(matches!(error, Error::ClassNotLocked { session: ResourceClass::Ksm, .. }), "{error}");
     }
 }
+
+#[test]
+fn kept_changes_outlive_their_sessions_and_are_undone_newest_first() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = state(&host);
+    let keep_all = |changes: &[Action]| {
+        for class in ResourceClass::ALL {
+            let (mut session, undone, failed) = Session::begin(&host, directory.path(), class).unwrap();
+            assert_eq!((undone, failed), (Vec::new(), Vec::new()));
+            for action in changes.iter().filter(|action| action.class() == class) {
+                session.apply(action, ChangeLifetime::Temporary).unwrap();
+            }
+            if class != ResourceClass::Ksm {
+                assert_eq!(session.keep_changes("placement").unwrap(), Vec::new());
+            }
+        }
+    };
+    keep_all(&changes());
+    let first = state(&host);
+    assert_ne!(first, before);
+    keep_all(&[set_affinity("1", "2-3")]);
+    assert_ne!(state(&host), first);
+    for class in ResourceClass::ALL {
+        let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
+        assert_eq!(session.undo_kept_changes().unwrap().1, Vec::new());
+        assert_eq!(session.load_kept_changes().unwrap(), None);
+    }
+    assert_eq!(state(&host), before);
+}
