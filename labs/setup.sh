@@ -92,6 +92,29 @@ if [ ! -s "$cache/vmlinuz" ]; then
     mv "$work/vmlinuz" "$cache/vmlinuz"
 fi
 
+# A recent kernel, for guests with features that Debian's stable kernel lacks (PAGEMAP_SCAN: Linux 6.7). It comes from
+# Debian's backports, by package lists of its own, so that the system's lists stay as they are.
+if [ ! -s "$cache/vmlinuz-recent" ]; then
+    mkdir -p "$work/apt/lists/partial"
+    echo "deb http://deb.debian.org/debian trixie-backports main" > "$work/apt/sources.list"
+    set -- -q -o "Dir::Etc::SourceList=$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
+        -o "Dir::State::Lists=$work/apt/lists" -o "Dir::Cache::pkgcache=" -o "Dir::Cache::srcpkgcache=" \
+        -o APT::Sandbox::User=root
+    # linux-image-VERSION of these kernels has no files: the kernel is in linux-binary-VERSION.
+    if apt-get "$@" update > /dev/null &&
+        image=$(apt-cache "$@" depends linux-image-cloud-amd64 |
+            awk '$1 == "Depends:" && $2 ~ /^linux-image-/ { print $2; exit }') && [ -n "$image" ]; then
+        package=linux-binary-${image#linux-image-}
+        say "downloading $package"
+        mkdir "$work/recent"
+        (cd "$work/recent" && apt-get "$@" download "$package" >&2 && dpkg -x ./*.deb kernel)
+        mv "$work"/recent/kernel/usr/lib/modules/*/vmlinuz "$work/vmlinuz-recent"
+        mv "$work/vmlinuz-recent" "$cache/vmlinuz-recent"
+    else
+        say "no recent kernel: tests that need one will be skipped"
+    fi
+fi
+
 if [ ! -s "$cache/initramfs.cpio" ] || [ "$labs/guest/init" -nt "$cache/initramfs.cpio" ]; then
     say "building the initramfs"
     root=$work/root

@@ -35,6 +35,15 @@ impl GuestAssets {
         Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("fleet")
     }
 
+    /// A kernel with features that the other one lacks, such as `PAGEMAP_SCAN`, in `directory`.
+    ///
+    /// # Errors
+    /// If it is missing.
+    pub fn find_recent_kernel(directory: &Path) -> Result<PathBuf, MissingAsset> {
+        let path = directory.join("vmlinuz-recent");
+        if path.is_file() { Ok(path) } else { Err(MissingAsset::File(path)) }
+    }
+
     /// The assets in `directory`, if they and QEMU exist.
     ///
     /// # Errors

@@ -56,7 +56,8 @@ impl EmulatedMachine<'_> {
         let (initramfs, log) = (self.build_initramfs(work_directory)?, work_directory.join("log"));
         let mut running = QemuProcess(
             Command::new(QEMU_PROGRAM)
-                .args(["-accel", "tcg", "-M", "pc", "-nodefaults", "-no-user-config"])
+                // With several threads, a CPU may execute the breakpoint with which the kernel patches its code on another.
+                .args(["-accel", "tcg,thread=single", "-M", "pc", "-nodefaults", "-no-user-config"])
                 .args(["-display", "none", "-no-reboot", "-nic", "none"])
                 .args(self.options)
                 .arg("-kernel")

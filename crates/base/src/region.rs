@@ -144,6 +144,20 @@ impl Ineligible {
 }
 
 impl Region {
+    /// Whether it maps memory rather than a file on a disk: no file at all, a memfd, POSIX and System V shared memory,
+    /// anonymous shared memory (mm/shmem.c `shmem_zero_setup`, ipc/shm.c `newseg`), hugetlb pages, or a file in the
+    /// folders where libvirt and QEMU keep guest RAM.
+    pub fn is_memory(&self) -> bool {
+        self.inode == 0 || self.flags.has(VmFlags::HUGETLB) || self.is_memory_object()
+    }
+
+    /// Whether its name is that of a memory object that several processes can map.
+    pub fn is_memory_object(&self) -> bool {
+        ["/memfd:", "/dev/shm/", "/dev/zero", "/SYSV", "/run/shm/", "/var/lib/libvirt/qemu/ram/"]
+            .iter()
+            .any(|prefix| self.name.starts_with(prefix))
+    }
+
     /// Why none of the region's pages can be merged, or `None` if its anonymous pages can.
     ///
     /// Mirrors `vma_ksm_compatible` (mm/ksm.c, 6.18): not VM_SHARED, VM_MAYSHARE, VM_SPECIAL (VM_IO, VM_DONTEXPAND,

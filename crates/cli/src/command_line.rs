@@ -134,6 +134,14 @@ pub struct ProcessOptions {
     pub all: bool,
 }
 
+impl ProcessOptions {
+    /// Whether it selects some processes rather than all.
+    pub fn selects_some(&self) -> bool {
+        let Self { pid, name, cgroup, user, vm, all: _ } = self;
+        !(pid.is_empty() && name.is_empty() && cgroup.is_empty() && user.is_empty() && vm.is_empty())
+    }
+}
+
 /// How processes are sorted into trust domains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DomainRuleArgument {

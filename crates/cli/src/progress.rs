@@ -1,9 +1,10 @@
 //! Progress display on a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use pagefold_base::PageSize;
+use pagefold_base::{Bytes, PageSize};
 use pagefold_census::ScanProgress;
 use pagefold_merge::execute::{MergeProgress, MergeStage};
+use pagefold_numa::apply::ApplyProgress;
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -37,6 +38,22 @@ pub fn run_merge_with_progress<T: Send>(
         bar.tick();
     };
     run_with_bar("enrolling", draw, || work(&progress))
+}
+
+/// Move memory and show its progress in the same way. `total` is what is to be moved.
+pub fn run_move_with_progress<T: Send>(
+    total: Bytes,
+    stop: &AtomicBool,
+    work: impl FnOnce(&ApplyProgress) -> T + Send,
+) -> T {
+    let progress = ApplyProgress::default();
+    let draw = |bar: &ProgressBar| {
+        let stage = if stop.load(Ordering::Relaxed) { "stopping" } else { "moving memory" };
+        let moved = Bytes(progress.moved_bytes.load(Ordering::Relaxed));
+        bar.set_message(format!("{stage}: {moved} of {total}"));
+        bar.tick();
+    };
+    run_with_bar("placing threads", draw, || work(&progress))
 }
 
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.

@@ -20,6 +20,8 @@ fn published_schemas_are_current() {
         "decision",
         "numa-map",
         "numa-plan",
+        "numa-apply",
+        "numa-verify",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

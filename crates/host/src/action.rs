@@ -7,7 +7,7 @@ use crate::knob::Knob;
 use crate::resource::ResourceClass;
 use crate::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_base::region::VmFlags;
-use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, Pages, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
@@ -249,6 +249,9 @@ pub enum MissedReason {
     /// Parts of it are no longer mapped. The other parts were changed.
     #[error("not mapped any more in parts; the other parts were changed")]
     PartlyNotMapped,
+    /// Its pages cannot be moved, because several processes map them.
+    #[error("several processes map it")]
+    MappedBySeveral,
     /// It cannot be merged, or the kernel refused it: as a phrase.
     #[error("{0}")]
     Refused(String),
@@ -288,6 +291,8 @@ pub struct ActionOutcome {
     pub stop_durations: Vec<Duration>,
     /// Ranges that had changed or that the kernel refused, with the reason. All other ranges were changed.
     pub missed_ranges: Vec<(AddressRange, MissedReason)>,
+    /// Pages that were moved to another node.
+    pub moved_pages: Pages,
     /// Whether the host was as requested before the action, as far as the action tests it. There is nothing to undo.
     pub unchanged: bool,
 }
@@ -418,7 +423,8 @@ fn ranges_by_node(
         for (start, node) in starts.zip(handle.page_nodes(*range)?) {
             let Some(ranges) = node.map(|node| by_node.entry(node).or_default()) else { continue };
             match ranges.last_mut() {
-                Some(last) if last.end == start => last.end += page_bytes,
+                // Adjacent ranges may be of different mappings, and are undone one by one.
+                Some(last) if last.end == start && start > range.start => last.end += page_bytes,
                 _ => ranges.push(AddressRange { start, end: start + page_bytes }),
             }
         }

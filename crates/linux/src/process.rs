@@ -9,7 +9,6 @@ use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
-use pagefold_sys::numa;
 use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
@@ -350,16 +349,7 @@ impl ProcessHandle for LiveProcess<'_> {
     }
 
     fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
-        let page_bytes = self.host.page_size.bytes() as usize;
-        let addresses: Vec<u64> = (range.start..range.end).step_by(page_bytes).collect();
-        let mut nodes = Vec::with_capacity(addresses.len());
-        for part in addresses.chunks(PAGEMAP_ENTRIES_PER_READ) {
-            // The number may belong to another process only after this one has ended.
-            self.read("stat")?;
-            let status = numa::page_nodes(self.id.pid.0, part).map_err(|error| absence_reason(&error))?;
-            nodes.extend(status.into_iter().map(|node| u32::try_from(node).ok()));
-        }
-        Ok(nodes)
+        crate::page_nodes::page_nodes(self, range)
     }
 
     fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
@@ -428,7 +418,7 @@ impl RunClipper<'_> {
 }
 
 /// Whether the kernel does not support PAGEMAP_SCAN.
-fn lacks_pagemap_scan(error: &io::Error) -> bool {
+pub(crate) fn lacks_pagemap_scan(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTTY | Errno::INVAL))
 }
 

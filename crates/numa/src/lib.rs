@@ -8,9 +8,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod apply;
 pub mod decide;
 pub mod map;
 pub mod page_nodes;
+pub mod placement_record;
 pub mod problem;
 pub mod text;
 pub mod threads;

@@ -160,7 +160,7 @@ fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Opt
 }
 
 /// The virtual node of each region that is the memory of one, by the address of the region.
-fn assign_regions(nodes: &[VirtualNode], regions: &[Region]) -> BTreeMap<u64, u32> {
+pub(crate) fn assign_regions(nodes: &[VirtualNode], regions: &[Region]) -> BTreeMap<u64, u32> {
     let mut assigned = BTreeMap::new();
     let mut sizes: Vec<u64> = nodes.iter().filter_map(|node| node.memory_bytes).collect();
     sizes.sort_unstable();

@@ -31,19 +31,21 @@ pub struct PageKinds {
     pub hugetlb: Pages,
     /// KSM pages.
     pub merged: Pages,
-    /// Base pages of files and of shared memory.
+    /// Base pages of shared memory, such as a memfd, whether in huge pages or not.
+    pub shared: Pages,
+    /// Base pages of files, such as those of programs and libraries.
     pub file: Pages,
 }
 
 impl PageKinds {
     /// The pages of all kinds.
     pub fn total(self) -> Pages {
-        self.small + self.huge + self.hugetlb + self.merged + self.file
+        self.small + self.huge + self.hugetlb + self.merged + self.shared + self.file
     }
 
-    /// The pages without those that KSM merged, of which moving one may move memory of other processes.
+    /// The pages that are moved to other nodes. Pages of files and pages that KSM merged may belong to several processes.
     pub fn movable(self) -> Pages {
-        self.total().saturating_sub(self.merged)
+        self.total().saturating_sub(self.merged + self.file)
     }
 }
 
@@ -53,6 +55,7 @@ impl AddAssign for PageKinds {
         self.huge += other.huge;
         self.hugetlb += other.hugetlb;
         self.merged += other.merged;
+        self.shared += other.shared;
         self.file += other.file;
     }
 }
@@ -121,7 +124,7 @@ impl<'h> PageNodeReader<'h> {
             let mut start = range.start;
             while start < range.end {
                 let end = range.end.min(start.saturating_add(self.bytes_per_read()));
-                self.read_range(handle, AddressRange { start, end }, &mut found)?;
+                self.read_range(handle, AddressRange { start, end }, region.is_memory(), &mut found)?;
                 start = end;
             }
         }
@@ -150,7 +153,13 @@ impl<'h> PageNodeReader<'h> {
         Ok(AddressRange::union(ranges.collect()))
     }
 
-    fn read_range(&self, handle: &dyn ProcessHandle, range: AddressRange, found: &mut RegionPages) -> Reading<()> {
+    fn read_range(
+        &self,
+        handle: &dyn ProcessHandle,
+        range: AddressRange,
+        is_memory: bool,
+        found: &mut RegionPages,
+    ) -> Reading<()> {
         let entries = handle.mappings(range)?;
         let mut frames: Vec<(Pfn, bool)> = Vec::new();
         for entry in entries.iter().filter(|entry| entry.present) {
@@ -163,13 +172,14 @@ impl<'h> PageNodeReader<'h> {
         let mut frames = frames.into_iter().peekable();
         for (frame, flags) in distinct.into_iter().zip(flags) {
             while let Some((_, is_file)) = frames.next_if(|&(other, _)| other == frame) {
-                self.count_page(frame, is_file, flags, found);
+                self.count_page(frame, is_file.then_some(is_memory), flags, found);
             }
         }
         Ok(())
     }
 
-    fn count_page(&self, frame: Pfn, is_file: bool, flags: FrameFlags, found: &mut RegionPages) {
+    /// `is_shared_memory` is absent for anonymous pages, and otherwise tells shared memory from files.
+    fn count_page(&self, frame: Pfn, is_shared_memory: Option<bool>, flags: FrameFlags, found: &mut RegionPages) {
         let kind: fn(&mut PageKinds) -> &mut Pages = match PageState::of_frame(frame, flags) {
             PageState::ZeroPage { .. } => {
                 found.pages.zero += Pages(1);
@@ -180,7 +190,8 @@ impl<'h> PageNodeReader<'h> {
                 |kinds| &mut kinds.merged
             }
             _ if flags.is_hugetlb() => |kinds| &mut kinds.hugetlb,
-            _ if is_file => |kinds| &mut kinds.file,
+            _ if is_shared_memory == Some(true) => |kinds| &mut kinds.shared,
+            _ if is_shared_memory == Some(false) => |kinds| &mut kinds.file,
             _ if flags.is_thp() => |kinds| &mut kinds.huge,
             _ => |kinds| &mut kinds.small,
         };

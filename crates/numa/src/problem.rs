@@ -99,10 +99,10 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
         || pinned > 0 && pinned >= placement.pages.resident().0 / PINNED_PAGES_RATIO;
-    let allowed_cpus: IdSet = threads.iter().flat_map(|thread| thread.allowed_cpus.iter()).collect();
-    let cpu_nodes = topology.nodes_of_cpus(&allowed_cpus);
+    let permitted_cpus: IdSet = threads.iter().flat_map(|thread| thread.permitted_cpus.iter()).collect();
+    let cpu_nodes = topology.nodes_of_cpus(&permitted_cpus);
     let is_permitted = |node: &u32| {
-        (allowed_cpus.is_empty() || cpu_nodes.contains(*node))
+        (permitted_cpus.is_empty() || cpu_nodes.contains(*node))
             && placement.allowed_nodes.as_ref().is_ok_and(|nodes| nodes.contains(*node))
     };
     let allowed_nodes: Vec<u32> = topology.nodes.keys().copied().filter(is_permitted).collect();

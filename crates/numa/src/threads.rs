@@ -45,12 +45,16 @@ impl ThreadRole {
 pub struct ThreadPlacement {
     /// Its number.
     pub tid: Pid,
+    /// When it began, in clock ticks since boot.
+    pub start_time: u64,
     /// What it does.
     pub role: ThreadRole,
     /// The CPU on which it ran last.
     pub last_cpu: u32,
     /// The CPUs on which it may run.
     pub allowed_cpus: IdSet,
+    /// The CPUs that its owner permits: those above, unless Pagefold has restricted it further.
+    pub permitted_cpus: IdSet,
     /// The CPU time that it has used, in ticks of 10 ms.
     pub cpu_ticks: u64,
 }
@@ -100,11 +104,14 @@ pub fn read_threads(host: &dyn Host, handle: &dyn ProcessHandle, is_vm: bool) ->
 fn read_thread(handle: &dyn ProcessHandle, tid: Pid, is_vm: bool) -> Reading<ThreadPlacement> {
     let stat = parse::stat(&handle.read(&format!("task/{tid}/stat"))?)?;
     let status = parse::status(&handle.read(&format!("task/{tid}/status"))?);
+    let allowed_cpus = status.allowed_cpus?;
     Ok(ThreadPlacement {
         tid,
+        start_time: stat.start_time,
         role: if is_vm { ThreadRole::from_thread_name(&stat.comm) } else { ThreadRole::Other },
         last_cpu: stat.last_cpu?,
-        allowed_cpus: status.allowed_cpus?,
+        permitted_cpus: allowed_cpus.clone(),
+        allowed_cpus,
         cpu_ticks: stat.utime.saturating_add(stat.stime),
     })
 }
@@ -117,9 +124,11 @@ mod tests {
     fn thread_that_was_moved_runs_on_a_permitted_cpu() {
         let thread = |allowed: &str| ThreadPlacement {
             tid: Pid(1),
+            start_time: 1,
             role: ThreadRole::Other,
             last_cpu: 3,
             allowed_cpus: allowed.parse().unwrap(),
+            permitted_cpus: IdSet::default(),
             cpu_ticks: 0,
         };
         assert_eq!(["0-7", "4-5", ""].map(|allowed| thread(allowed).next_cpu()), [3, 4, 3]);

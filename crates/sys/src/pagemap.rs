@@ -195,7 +195,8 @@ fn is_any_page_in_memory(range: Range<u64>) -> bool {
     })
 }
 
-fn scan_mapped_by_ioctl(
+/// As [`scan_mapped`], by the ioctl only: `ENOTTY` before 6.7.
+pub fn scan_mapped_by_ioctl(
     pagemap: &File,
     range: Range<u64>,
     contents: RangeContents,

@@ -12,6 +12,7 @@ pub mod guest;
 pub mod man;
 pub mod merge;
 pub mod numa;
+mod numa_placement;
 pub mod policy;
 pub mod record;
 pub mod recover;

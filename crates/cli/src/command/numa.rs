@@ -1,11 +1,14 @@
 //! `pagefold numa`: where memory and threads are on a host with several NUMA nodes.
 
+use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_cpu_share, parse_duration};
 use crate::{CommandOutcome, host_selection, output};
-use anyhow::{anyhow, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
+use pagefold_base::PageSize;
 use pagefold_host::Host;
-use pagefold_numa::decide::plan;
+use pagefold_numa::apply;
+use pagefold_numa::decide::plan::{self, PlacementProblem};
 use pagefold_numa::map::{self, MapError, NumaMap};
 use pagefold_numa::problem::{PlanLimits, placement_problem};
 use pagefold_numa::text;
@@ -47,6 +50,12 @@ enum NumaCommand {
     Map(MapArguments),
     /// Plan on which NUMA nodes virtual machines should have their memory and vCPUs
     Plan(PlanArguments),
+    /// Place virtual machines as planned or requested: CPUs of their threads, then their memory
+    Apply(ApplyArguments),
+    /// Compare the machines that were placed with the plan, and advise on NUMA balancing
+    Verify(VerifyArguments),
+    /// Undo all placements since boot
+    Undo(UndoArguments),
 }
 
 #[derive(Args, Debug)]
@@ -63,18 +72,25 @@ struct MapArguments {
     targets: ProcessOptions,
 }
 
+/// What a plan may use.
+#[derive(Args, Debug)]
+pub(super) struct PlanOptions {
+    /// vCPUs that a node may run for each of its CPUs
+    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_vcpus_per_cpu)]
+    pub(super) vcpus_per_cpu: f64,
+    /// Share of each node's memory that stays free
+    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]
+    pub(super) headroom: f64,
+    /// Time limit for the search of a better plan
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub(super) deadline: Duration,
+}
+
 #[derive(Args, Debug)]
 #[command(after_help = PLAN_EXAMPLES)]
 struct PlanArguments {
-    /// vCPUs that a node may run for each of its CPUs
-    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_vcpus_per_cpu)]
-    vcpus_per_cpu: f64,
-    /// Share of each node's memory that stays free
-    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]
-    headroom: f64,
-    /// Time limit for the search of a better plan
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
-    deadline: Duration,
+    #[command(flatten)]
+    plan: PlanOptions,
     /// List the machines that stay, too
     #[arg(long)]
     all_machines: bool,
@@ -98,11 +114,14 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
     match &options.command {
         NumaCommand::Map(options) => run_map(options, global),
         NumaCommand::Plan(options) => run_plan(options, global),
+        NumaCommand::Apply(options) => numa_placement::run_apply(options, global),
+        NumaCommand::Verify(options) => numa_placement::run_verify(options, global),
+        NumaCommand::Undo(options) => numa_placement::run_undo(options, global),
     }
 }
 
 /// Read the map of the selected processes.
-fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
+pub(super) fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
     let selection = host_selection::process_selection(targets, global)?;
     let map = map::read_map(host, &selection).map_err(|error| match error {
         MapError::Nodes { .. } if global.host != "live" => {
@@ -128,20 +147,40 @@ fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<Com
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
+/// Read the map of the machines to place. Without a selection by number, only virtual machines are placed.
+pub(super) fn read_placeable_map(
+    host: &dyn Host,
+    targets: &ProcessOptions,
+    global: &GlobalOptions,
+) -> anyhow::Result<NumaMap> {
+    let mut map = read_map(host, targets, global)?;
+    if targets.pid.is_empty() {
+        map.processes.retain(|placement| placement.process.identity.vm.is_some());
+        if map.processes.is_empty() {
+            bail!("no virtual machine is running: name other processes with --pid to place them");
+        }
+    }
+    if global.host == "live" {
+        let kept = apply::read_kept_cpus(host, &global.state).context("cannot read earlier placements")?;
+        apply::restore_permitted_cpus(&mut map, &kept);
+    }
+    Ok(map)
+}
+
+impl PlanOptions {
+    /// The planning problem of a map.
+    pub(super) fn problem(&self, map: &NumaMap, page_size: PageSize) -> PlacementProblem {
+        let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom };
+        placement_problem(map, page_size, limits)
+    }
+}
+
 fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
-    let mut map = read_map(&*host, &options.targets, global)?;
-    // Without a selection by number, only virtual machines are moved.
-    if options.targets.pid.is_empty() {
-        map.processes.retain(|placement| placement.process.identity.vm.is_some());
-        if map.processes.is_empty() {
-            bail!("no virtual machine is running: name other processes with --pid to plan for them");
-        }
-    }
-    let limits = PlanLimits { vcpus_per_cpu: options.vcpus_per_cpu, headroom_share: options.headroom };
-    let problem = placement_problem(&map, host.page_size(), limits);
-    let plan = plan::plan(&problem, options.deadline);
+    let map = read_placeable_map(&*host, &options.targets, global)?;
+    let problem = options.plan.problem(&map, host.page_size());
+    let plan = plan::plan(&problem, options.plan.deadline);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), seconds);
     if options.json {

@@ -69,10 +69,15 @@ pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::
     let (session, undone, failed_undos) = Session::begin(host, &global.state, ResourceClass::Ksm)
         .map_err(with_remedy)
         .map_err(|error| with_daemon_hint(error, global))?;
-    if !undone.is_empty() || !failed_undos.is_empty() {
-        eprint!("An earlier pagefold was killed.\n{}", build_report(&undone, &failed_undos).render(""));
-    }
+    print_leftover(&undone, &failed_undos);
     Ok(session)
+}
+
+/// Print to standard error what a killed run had left behind and what was undone.
+pub fn print_leftover(undone: &[Action], failed_undos: &[FailedUndo]) {
+    if !undone.is_empty() || !failed_undos.is_empty() {
+        eprint!("An earlier pagefold was killed.\n{}", build_report(undone, failed_undos).render(""));
+    }
 }
 
 /// Add a hint to an error if the daemon holds the lock of this host.

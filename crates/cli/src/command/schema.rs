@@ -13,6 +13,7 @@ use pagefold_merge::wire::merge::MergeReport;
 use pagefold_merge::wire::policy::PolicyReport;
 use pagefold_merge::wire::recover::RecoverReport;
 use pagefold_merge::wire::unmerge::UnmergeReport;
+use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_output::wire;
@@ -38,11 +39,15 @@ enum SchemaName {
     NumaMap,
     /// `pagefold numa plan --json`
     NumaPlan,
+    /// `pagefold numa apply --json`
+    NumaApply,
+    /// `pagefold numa verify --json`
+    NumaVerify,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
     Policy,
-    /// `pagefold recover --json` and `pagefold policy restore --json`
+    /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold numa undo --json`
     Recover,
     /// `pagefold unmerge --json`
     Unmerge,
@@ -69,6 +74,8 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::Account => wire::json_schema::<AccountReport>(),
         SchemaName::NumaMap => wire::json_schema::<NumaMapReport>(),
         SchemaName::NumaPlan => wire::json_schema::<NumaPlanReport>(),
+        SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
+        SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),

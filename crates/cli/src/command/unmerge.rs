@@ -89,7 +89,7 @@ pub struct UnmergeArguments {
 
 /// Unmerge, and print the report.
 pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    if !are_targets_given(&options.targets) {
+    if !options.targets.all && !options.targets.selects_some() {
         bail!("no processes are selected: give for example --vm NAME or --pid N, or --all for all enrolled processes");
     }
     if global.host != "live" && !options.dry_run {
@@ -120,11 +120,6 @@ pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result
         _ if !report.unscanned_processes.is_empty() => CommandOutcome::Partial,
         _ => CommandOutcome::Done,
     })
-}
-
-fn are_targets_given(targets: &ProcessOptions) -> bool {
-    let ProcessOptions { pid, name, cgroup, user, vm, all } = targets;
-    *all || !(pid.is_empty() && name.is_empty() && cgroup.is_empty() && user.is_empty() && vm.is_empty())
 }
 
 struct UnmergeJob<'a> {

@@ -82,20 +82,11 @@ pub(super) fn ineligible_bytes(facts: &ProcessFacts, region: &Region) -> Option<
     let has_shared_backend = facts.process.identity.vm.iter().flat_map(|vm| &vm.backends).any(|backend| backend.share);
     let bytes = match why {
         Ineligible::Hugetlb => region.hugetlb,
-        Ineligible::Shared if !has_shared_backend && !is_memory_object(&region.name) => return None,
+        Ineligible::Shared if !has_shared_backend && !region.is_memory_object() => return None,
         Ineligible::Shared | Ineligible::Secret => region.rss,
         _ => region.anonymous,
     };
     (bytes > Bytes::ZERO).then_some((why, bytes))
-}
-
-/// Whether a shared mapping with this name is memory rather than a file: memfd, POSIX and System V shared memory,
-/// anonymous shared memory (mm/shmem.c `shmem_zero_setup`, ipc/shm.c `newseg`), and the folders where libvirt and QEMU
-/// keep guest RAM.
-fn is_memory_object(name: &str) -> bool {
-    ["/memfd:", "/dev/shm/", "/dev/zero", "/SYSV", "/run/shm/", "/var/lib/libvirt/qemu/ram/"]
-        .iter()
-        .any(|prefix| name.starts_with(prefix))
 }
 
 /// Saturating sum.

@@ -77,7 +77,7 @@ pub fn advise(
     let (revalidated, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
     let mut stop_durations = Vec::new();
     if revalidated.is_empty() {
-        return Ok(ActionOutcome { stop_durations, missed_ranges: missed, unchanged: false });
+        return Ok(ActionOutcome { stop_durations, missed_ranges: missed, ..ActionOutcome::default() });
     }
     let target = inject_target(process)?;
     let batched = !target.has_seccomp().map_err(action_error)?;
@@ -109,7 +109,7 @@ pub fn advise(
         push_missed_range(&mut missed, range, why);
     }
     missed.sort_by_key(|&(range, _)| range);
-    Ok(ActionOutcome { stop_durations, missed_ranges: missed, unchanged: false })
+    Ok(ActionOutcome { stop_durations, missed_ranges: missed, ..ActionOutcome::default() })
 }
 
 /// Enroll or unenroll a process as a whole. On a kernel that cannot enroll one, there is none to unenroll.

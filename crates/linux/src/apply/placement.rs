@@ -6,8 +6,9 @@
 
 use super::{push_missed_range, write_setting};
 use crate::LiveHost;
+use crate::page_nodes::{self, PageUnit};
 use crate::process::LiveProcess;
-use pagefold_base::{AddressRange, IdSet, Pid};
+use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
 use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, MissedReason, ThreadId};
 use pagefold_host::{Host, ProcessHandle, hold, parse};
 use pagefold_sys::{fault, numa};
@@ -15,9 +16,10 @@ use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::BTreeMap;
 
-/// Pages in one call of move_pages(2): one huge page of x86, which the kernel moves whole. A call walks this many page
-/// table entries and copies at most as many pages.
-const PAGES_PER_CALL: u64 = 512;
+/// Pages or huge pages in one call of move_pages(2). Small calls are slow, because each one waits until all CPUs have
+/// emptied their lists of new pages (`lru_cache_disable` in `do_pages_move`, mm/migrate.c, 6.18). A large call does not
+/// keep pages inaccessible for longer: the kernel copies at most 512 base pages together (`NR_MAX_BATCHED_MIGRATION`).
+const UNITS_PER_CALL: usize = 4096;
 
 /// Restrict a thread to CPUs.
 pub fn set_affinity(host: &LiveHost, thread: ThreadId, cpus: &Exchange<IdSet>) -> Result<ActionOutcome, ActionError> {
@@ -107,50 +109,72 @@ pub fn write_cpuset(
 
 /// Move pages of a process to a node.
 pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32) -> Result<ActionOutcome, ActionError> {
-    let page_bytes = process.host.page_size().bytes();
     let mut outcome = ActionOutcome { unchanged: true, ..ActionOutcome::default() };
-    for range in ranges {
-        for start in (range.start..range.end).step_by((PAGES_PER_CALL * page_bytes) as usize) {
-            let end = range.end.min(start + PAGES_PER_CALL * page_bytes);
-            let pages: Vec<u64> = (start..end).step_by(page_bytes as usize).collect();
-            let pages_to_move = pages_elsewhere(process, &pages, node)?;
-            outcome.unchanged &= pages_to_move.is_empty();
+    for &range in ranges {
+        let units = page_nodes::page_units(process, range)?;
+        for units in units.chunks(UNITS_PER_CALL) {
+            let units_to_move = units_elsewhere(process, units, node)?;
+            outcome.unchanged &= units_to_move.is_empty();
             fault::point("before moving pages");
-            let refusals = move_part(process, &pages_to_move, node)?;
+            let mut refusals = BTreeMap::new();
+            move_units(process, &units_to_move, node, &mut refusals)?;
             fault::point("after moving pages");
-            for page in pages_elsewhere(process, &pages_to_move, node)? {
-                let range = AddressRange { start: page, end: page + page_bytes };
-                let why = MissedReason::Refused(refusal_text(refusals.get(&page).copied()).to_owned());
-                push_missed_range(&mut outcome.missed_ranges, range, why);
+            let page = process.host.page_size();
+            let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
+            outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
+            // The kernel may have split a huge page, so its parts are looked for.
+            for unit in units_to_move {
+                let part = AddressRange { start: unit.address, end: unit.end };
+                for unit in units_elsewhere(process, &page_nodes::page_units(process, part)?, node)? {
+                    let range = AddressRange { start: unit.address, end: unit.end };
+                    let why = refusal(refusals.get(&unit.address).copied());
+                    outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
+                    push_missed_range(&mut outcome.missed_ranges, range, why);
+                }
             }
         }
     }
     Ok(outcome)
 }
 
-/// The pages that are in memory, but on another node.
-fn pages_elsewhere(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Result<Vec<u64>, ActionError> {
-    check_alive(process)?;
-    let nodes = numa::page_nodes(process.id().pid.0, pages).map_err(|error| move_error(&error, node))?;
-    let is_elsewhere = |&(_, current): &(&u64, i32)| current >= 0 && current.cast_unsigned() != node;
-    Ok(pages.iter().zip(nodes).filter(is_elsewhere).map(|(page, _)| *page).collect())
+/// The units that are in memory, but on another node.
+fn units_elsewhere(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> Result<Vec<PageUnit>, ActionError> {
+    if units.is_empty() {
+        return Ok(Vec::new());
+    }
+    let nodes = page_nodes::unit_nodes(process, units)?;
+    let is_elsewhere = |&(_, current): &(&PageUnit, Option<u32>)| current.is_some_and(|current| current != node);
+    Ok(units.iter().zip(nodes).filter(is_elsewhere).map(|(unit, _)| *unit).collect())
 }
 
-/// Move pages, and return the status of each (move_pages(2)).
-fn move_part(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Result<BTreeMap<u64, i32>, ActionError> {
-    let mut status = BTreeMap::new();
-    if pages.is_empty() {
-        return Ok(status);
+/// Move units, and store the status of each that the kernel reports (move_pages(2)). The kernel ends a call after a
+/// part of which a page could not be moved, and leaves the status of that part and of all later pages as it was.
+/// Therefore what remains is moved by further calls, and by ever smaller ones if a call moves nothing.
+fn move_units(
+    process: &LiveProcess<'_>,
+    units: &[PageUnit],
+    node: u32,
+    refusals: &mut BTreeMap<u64, i32>,
+) -> Result<(), ActionError> {
+    if units.is_empty() {
+        return Ok(());
     }
-    status.extend(pages.iter().copied().zip(try_move(process, pages, node)?));
-    // The kernel ends the call after a part of which a page could not be moved, so the others are moved one by one.
-    let skipped: Vec<u64> = pages.iter().copied().filter(|page| status[page] == numa::NOT_REACHED).collect();
-    if !skipped.is_empty() {
-        for page in pages_elsewhere(process, &skipped, node)? {
-            status.insert(page, try_move(process, &[page], node)?[0]);
+    let addresses: Vec<u64> = units.iter().map(|unit| unit.address).collect();
+    let status = try_move(process, &addresses, node)?;
+    refusals.extend(addresses.iter().copied().zip(status.iter().copied()));
+    let not_reached: Vec<PageUnit> =
+        units.iter().zip(status).filter(|&(_, status)| status == numa::NOT_REACHED).map(|(unit, _)| *unit).collect();
+    let remaining = units_elsewhere(process, &not_reached, node)?;
+    if remaining.len() < units.len() {
+        return move_units(process, &remaining, node, refusals);
+    }
+    match remaining.split_at(remaining.len() / 2) {
+        ([], _) => Ok(()),
+        (left, right) => {
+            move_units(process, left, node, refusals)?;
+            move_units(process, right, node, refusals)
         }
     }
-    Ok(status)
 }
 
 /// One call of move_pages(2). If the node is full, all pages have that status.
@@ -184,16 +208,17 @@ fn move_error(error: &std::io::Error, node: u32) -> ActionError {
 }
 
 /// Why a page stayed, by its status. The kernel gives none for a pinned page.
-fn refusal_text(status: Option<i32>) -> &'static str {
+fn refusal(status: Option<i32>) -> MissedReason {
     const SHARED: i32 = -Errno::ACCESS.raw_os_error();
     const BUSY: i32 = -Errno::BUSY.raw_os_error();
     const NO_MEMORY: i32 = -Errno::NOMEM.raw_os_error();
-    match status {
-        Some(SHARED) => "it is mapped more than once",
+    let why = match status {
+        Some(SHARED) => return MissedReason::MappedBySeveral,
         Some(BUSY) => "the kernel uses it now",
         Some(NO_MEMORY) => "the node has no free memory",
         _ => "it is pinned, or the node has no free memory",
-    }
+    };
+    MissedReason::Refused(why.to_owned())
 }
 
 #[cfg(test)]
@@ -204,10 +229,10 @@ mod tests {
     const MAX_ERRNO: i32 = 4095;
 
     #[test]
-    fn every_status_of_a_page_has_a_text() {
+    fn every_status_of_a_page_has_a_reason() {
         for status in [None, Some(numa::NOT_REACHED), Some(0), Some(1), Some(i32::MAX), Some(-MAX_ERRNO - 1)] {
-            assert_eq!(refusal_text(status), "it is pinned, or the node has no free memory", "{status:?}");
+            assert_eq!(refusal(status).to_string(), "it is pinned, or the node has no free memory", "{status:?}");
         }
-        assert_eq!(refusal_text(Some(-Errno::ACCESS.raw_os_error())), "it is mapped more than once");
+        assert_eq!(refusal(Some(-Errno::ACCESS.raw_os_error())), MissedReason::MappedBySeveral);
     }
 }

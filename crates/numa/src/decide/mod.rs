@@ -1,6 +1,10 @@
 //! Pure figures of a placement: remote accesses, and who reads merged frames.
 
+pub mod balancing;
 pub mod plan;
+pub mod requested;
+pub mod schedule;
+pub mod steps;
 
 use pagefold_base::{Pages, Pfn};
 use std::collections::{BTreeMap, BTreeSet};

@@ -124,13 +124,14 @@ struct MemoryKind {
     pages: fn(&ProcessPlacementReport) -> u64,
 }
 
-const MEMORY_KINDS: [MemoryKind; 6] = [
+const MEMORY_KINDS: [MemoryKind; 7] = [
     MemoryKind { heading: "huge", pages: |process| process.memory.memory.iter().map(|node| node.huge_pages).sum() },
     MemoryKind {
         heading: "hugetlb",
         pages: |process| process.memory.memory.iter().map(|node| node.hugetlb_pages).sum(),
     },
     MemoryKind { heading: "merged", pages: |process| process.memory.memory.iter().map(|node| node.merged_pages).sum() },
+    MemoryKind { heading: "shared", pages: |process| process.memory.memory.iter().map(|node| node.shared_pages).sum() },
     MemoryKind { heading: "file", pages: |process| process.memory.memory.iter().map(|node| node.file_pages).sum() },
     MemoryKind { heading: "swapped", pages: |process| process.memory.swapped_pages },
     MemoryKind { heading: "pinned", pages: |process| process.pinned_pages.unwrap_or(0) },

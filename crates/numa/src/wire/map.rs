@@ -107,7 +107,9 @@ pub struct NodePagesReport {
     pub hugetlb_pages: u64,
     /// Pages merged by KSM. Several pages may have one frame.
     pub merged_pages: u64,
-    /// Base pages of files and of shared memory.
+    /// Base pages of shared memory, such as a memfd.
+    pub shared_pages: u64,
+    /// Base pages of files, such as those of programs and libraries.
     pub file_pages: u64,
 }
 
@@ -264,6 +266,7 @@ fn memory_report(pages: &PageNodes) -> MemoryReport {
         huge_pages: kinds.huge.0,
         hugetlb_pages: kinds.hugetlb.0,
         merged_pages: kinds.merged.0,
+        shared_pages: kinds.shared.0,
         file_pages: kinds.file.0,
     };
     MemoryReport {

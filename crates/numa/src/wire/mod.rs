@@ -1,4 +1,5 @@
 //! The reports in JSON.
 
+pub mod apply;
 pub mod map;
 pub mod plan;

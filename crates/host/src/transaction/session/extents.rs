@@ -11,6 +11,9 @@ use pagefold_base::{AddressRange, ProcessId, Reading};
 /// The name in `maps` of the memory whose end brk(2) moves. Its start is constant for the life of the program.
 const HEAP_NAME: &str = "[heap]";
 
+/// The name in `maps` of the main thread's stack. Its end is constant for the life of the program, and it grows downward.
+const STACK_NAME: &str = "[stack]";
+
 /// The extents of a process, ascending.
 pub struct Extents(Vec<MapsEntry>);
 
@@ -43,8 +46,9 @@ impl Extents {
     /// Whether a range still belongs to the extent that contained it, or to what remains of it.
     pub fn is_unchanged(&self, range: AddressRange, enclosing: AddressRange) -> bool {
         self.enclosing_mapping(range).is_some_and(|extent| {
-            let grown = extent.name == HEAP_NAME && extent.range.start == enclosing.start;
-            contains(extent.range, enclosing) || grown
+            let is_grown_heap = extent.name == HEAP_NAME && extent.range.start == enclosing.start;
+            let is_grown_stack = extent.name == STACK_NAME && extent.range.end == enclosing.end;
+            contains(extent.range, enclosing) || is_grown_heap || is_grown_stack
         })
     }
 

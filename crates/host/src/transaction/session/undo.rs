@@ -2,7 +2,7 @@
 
 use super::extents::Extents;
 use super::{Error, FailedUndo, Session, is_entry_of_knob};
-use crate::action::{Action, ActionError, ActionOutcome};
+use crate::action::{Action, ActionError, ActionOutcome, MissedReason};
 use crate::knob::Knob;
 use crate::transaction::journal::{JournalChange, JournalEntry};
 use crate::{elapsed_since, memory_headroom, parse};
@@ -230,18 +230,21 @@ impl Session<'_> {
         let remaining_entry = partial_entry(&unchanged);
         match self.undo_with_retries(&remaining_entry.undo, deadline) {
             Ok(effect) => {
-                let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
+                let mut missed: BTreeMap<MissedReason, Vec<_>> = BTreeMap::new();
                 // A range that was unmapped meanwhile has nothing to undo.
                 for (range, why) in effect.missed_ranges.into_iter().filter(|(_, why)| !why.is_not_mapped()) {
                     let missed_parts = unchanged
                         .iter()
                         .filter_map(|&(changed_range, extent)| Some((changed_range.overlap(range)?, extent)));
-                    missed.entry(why.to_string()).or_default().extend(missed_parts);
+                    missed.entry(why).or_default().extend(missed_parts);
                 }
                 if missed.is_empty() {
                     result.undone = Some(remaining_entry.undo);
                 }
-                result.failed.extend(missed.into_iter().map(|(why, pairs)| (partial_entry(&pairs), why, true)));
+                // Pages that several processes map now, such as those merged by KSM since, stay where they are.
+                result.failed.extend(missed.into_iter().map(|(why, pairs)| {
+                    (partial_entry(&pairs), why.to_string(), why != MissedReason::MappedBySeveral)
+                }));
             }
             Err(ActionError::Vanished) => result.undone = Some(remaining_entry.undo),
             Err(why) => result.failed.push((remaining_entry, why.to_string(), is_retryable(&why))),

@@ -1,0 +1,312 @@
+//! `pagefold numa apply`, `verify` and `undo`: place virtual machines on NUMA nodes.
+
+use super::numa::{PlanOptions, read_map, read_placeable_map};
+use super::recover::{self, open_live_host, with_remedy};
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes};
+use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
+use anyhow::{Context, bail};
+use clap::Args;
+use pagefold_base::{Absent, Bytes, PageSize};
+use pagefold_host::transaction::journal::StateDirectory;
+use pagefold_host::transaction::session::{self, FailedUndo};
+use pagefold_host::{Host, hold};
+use pagefold_numa::apply::{self, ApplyLimits, ApplyProgress, MachineTarget, PlacementSessions, PreparedMachine};
+use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
+use pagefold_numa::decide::requested::RequestedNodes;
+use pagefold_numa::map::NumaMap;
+use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
+use pagefold_numa::text;
+use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
+use pagefold_output::wire;
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+const APPLY_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa apply --dry-run            what would be done for all virtual machines
+  sudo pagefold numa apply                      place all virtual machines as `numa plan` says
+  sudo pagefold numa apply --vm db1 --to 1      all of db1 on node 1
+  sudo pagefold numa apply --vm big --to 0=1,1=0   virtual node 0 on node 1, and virtual node 1 on node 0
+  sudo pagefold numa apply --bandwidth 500MiB   at most 500 MiB a second
+
+First each thread gets the CPUs of its node, then memory moves in batches of 32 MiB, as long as its new node has room \
+and no task of the host waits for memory. Memory that several processes map, such as pages merged by KSM, stays. \
+Ctrl-C undoes everything; after kill -9, `pagefold recover` does. After success the placement stays until \
+`pagefold numa undo`.
+
+Exit status: 0 done, 2 usage error or failure, with all changes undone or the remaining ones listed, 3 some threads \
+or memory stay, something could not be read, or the command was interrupted.";
+
+const VERIFY_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa verify
+  sudo pagefold numa verify --json | jq '.machines[] | select(.state == \"changed\")'
+
+It changes nothing. A change that another program has made is reported and stays.
+
+Exit status: 0 all machines that run are as planned, 1 one has changed, 2 failure, 3 one could not be read.";
+
+const UNDO_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa undo
+
+Memory moves back to the nodes from which it was moved, and threads get back their CPUs. CPUs that another program has \
+changed since stay.
+
+Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
+
+/// Arguments of `numa apply`.
+#[derive(Args, Debug)]
+#[command(after_help = APPLY_EXAMPLES)]
+pub struct ApplyArguments {
+    /// Show what would be done, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Place the selected machines on this node, or each virtual node on its node (0=1,1=0), without a plan
+    #[arg(long, value_name = "NODES")]
+    to: Option<RequestedNodes>,
+    /// Bytes of memory to move in a second at most, on average [default: no limit]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    bandwidth: Option<Bytes>,
+    #[command(flatten)]
+    plan: PlanOptions,
+    /// Print JSON (see `pagefold schema numa-apply`)
+    #[arg(long)]
+    json: bool,
+    // Last, because its help heading applies to all options after it.
+    #[command(flatten)]
+    targets: ProcessOptions,
+}
+
+/// Arguments of `numa verify`.
+#[derive(Args, Debug)]
+#[command(after_help = VERIFY_EXAMPLES)]
+pub struct VerifyArguments {
+    /// Print JSON (see `pagefold schema numa-verify`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Arguments of `numa undo`.
+#[derive(Args, Debug)]
+#[command(after_help = UNDO_EXAMPLES)]
+pub struct UndoArguments {
+    /// Print JSON (see `pagefold schema recover`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Place machines.
+pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    if options.to.is_some() && !options.targets.selects_some() {
+        bail!("--to would place all virtual machines there: select machines with --vm or --pid");
+    }
+    let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
+    let started = Instant::now();
+    let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
+    // The locks are taken before the map is read, so that no other pagefold moves memory in between.
+    let sessions = if options.dry_run { None } else { Some(begin_sessions(&*host, global)?) };
+    let map = read_placeable_map(&*host, &options.targets, global)?;
+    let problem = options.plan.problem(&map, host.page_size());
+    let (targets, planned_pages) = match &options.to {
+        Some(nodes) => requested_targets(&map, &problem, nodes)?,
+        None => planned_targets(&problem, &plan::plan(&problem, options.plan.deadline)),
+    };
+    let prepared = apply::prepare(&*host, &map, &targets).map_err(cannot_read)?;
+    let placed: Vec<PlacedMachine> =
+        targets.iter().zip(&prepared).map(|(target, prepared)| PlacedMachine::new(&map, target, prepared)).collect();
+    let machines: Vec<(PlacedMachine, PreparedMachine, u64)> = placed
+        .iter()
+        .cloned()
+        .zip(prepared)
+        .zip(planned_pages)
+        .map(|((placed, prepared), pages)| (placed, prepared, pages))
+        .collect();
+    let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines);
+    if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
+        let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
+        report = carry_out(sessions, (&prepared, placed), options, global, &stop, report)?;
+    }
+    report.seconds = started.elapsed().as_secs_f64();
+    if options.json {
+        output::print_stdout(&wire::to_json(&report))?;
+    } else {
+        let remedy = host_selection::permission_remedy(global);
+        output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
+    }
+    Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {
+    let (sessions, (undone, failed)) = PlacementSessions::begin(host, &global.state).map_err(with_remedy)?;
+    recover::print_leftover(&undone, &failed);
+    Ok(sessions)
+}
+
+fn cannot_read(why: Absent) -> anyhow::Error {
+    anyhow::anyhow!("cannot read the memory of a machine ({why}): run as root")
+}
+
+/// The machines that a plan moves, with the pages to move.
+fn planned_targets(problem: &PlacementProblem, plan: &PlacementPlan) -> (Vec<MachineTarget>, Vec<u64>) {
+    let moves = plan.moves.iter().zip(&problem.vms).enumerate();
+    let target = |(position, (planned, vm)): (usize, (&plan::PlannedMove, &plan::PlannedVm))| {
+        let target = MachineTarget::new(position, vm.parts.len(), &planned.pattern, problem)?;
+        Some((target, planned.moved_pages.round() as u64))
+    };
+    moves.filter_map(target).unzip()
+}
+
+/// All machines of a map on the requested nodes, with the pages to move.
+fn requested_targets(
+    map: &NumaMap,
+    problem: &PlacementProblem,
+    nodes: &RequestedNodes,
+) -> anyhow::Result<(Vec<MachineTarget>, Vec<u64>)> {
+    if let Some(unknown) = nodes.nodes().into_iter().find(|node| !map.topology.nodes.contains_key(node)) {
+        let known: Vec<String> = map.topology.nodes.keys().map(u32::to_string).collect();
+        bail!("--to: there is no node {unknown}; the nodes are {}", known.join(", "));
+    }
+    let target = |(position, vm): (usize, &plan::PlannedVm)| {
+        let placement = &map.processes[position];
+        let virtual_nodes: Vec<u32> = match vm.parts.len() {
+            1 => Vec::new(),
+            _ => placement.virtual_nodes.iter().map(|node| node.node.id).collect(),
+        };
+        let pattern = nodes.pattern(&virtual_nodes).with_context(|| format!("--to: {}", vm.name))?;
+        if let Some(refused) = nodes.nodes().into_iter().find(|node| !vm.allowed_nodes.contains(node)) {
+            let allowed: Vec<String> = vm.allowed_nodes.iter().map(u32::to_string).collect();
+            bail!(
+                "--to: {} may not use node {refused}: the CPUs of its threads and its cpuset permit {}; change these first",
+                vm.name,
+                if allowed.is_empty() { "no node".to_owned() } else { format!("nodes {}", allowed.join(", ")) }
+            );
+        }
+        let target = MachineTarget::new(position, vm.parts.len(), &pattern, problem);
+        let target = target.context("a requested placement has nodes")?;
+        Ok((target, pages_to_move(vm, &pattern)))
+    };
+    Ok(problem.vms.iter().enumerate().map(target).collect::<anyhow::Result<Vec<_>>>()?.into_iter().unzip())
+}
+
+/// The pages of a machine that are on other nodes than requested.
+fn pages_to_move(vm: &plan::PlannedVm, pattern: &Pattern) -> u64 {
+    let Pattern::Nodes(nodes) = pattern else { return 0 };
+    let on_node = |part: &plan::PlannedPart, node: u32| part.pages.get(&node).copied().unwrap_or(0.0);
+    let moved = vm.parts.iter().zip(nodes).map(|(part, &node)| part.total_pages() - on_node(part, node));
+    moved.sum::<f64>().round() as u64
+}
+
+/// Carry out the steps, keep the changes or undo them, and measure the result.
+fn carry_out(
+    mut sessions: PlacementSessions<'_>,
+    (prepared, mut placed): (&[PreparedMachine], Vec<PlacedMachine>),
+    options: &ApplyArguments,
+    global: &GlobalOptions,
+    stop: &AtomicBool,
+    report: NumaApplyReport,
+) -> anyhow::Result<NumaApplyReport> {
+    let host = sessions.memory.host();
+    let limits = ApplyLimits { bandwidth: options.bandwidth, headroom_share: options.plan.headroom };
+    let boot = session::read_boot_id(host).map_err(cannot_read)?;
+    let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
+    let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
+    record.counters = placement_record::read_counters(host);
+    let total = Bytes(report.machines.iter().map(|machine| machine.planned_pages * report.page_size).sum());
+    let outcome = progress::run_move_with_progress(total, stop, |progress: &ApplyProgress| {
+        apply::carry_out(&mut sessions, prepared, limits, progress, stop)
+    });
+    let outcome = match outcome {
+        Ok(outcome) => outcome,
+        // Dropping the memory session undoes its changes, too.
+        Err(error) => return Err(with_remedy(sessions.cpus.abort(error))),
+    };
+    let mut report = report.with_outcome(&outcome);
+    if outcome.interrupted {
+        let failed = sessions.undo_all().map_err(with_remedy)?;
+        report.failed_undos = failed.iter().map(FailedUndo::to_string).collect();
+        return Ok(report);
+    }
+    sessions.keep().map_err(with_remedy)?;
+    for (placed, done) in placed.iter_mut().zip(&outcome.machines) {
+        placed.kept_pages = done.kept_pages.values().map(|pages| pages.0).sum();
+    }
+    record.add(placed.clone());
+    record.store(&directory).context("cannot store the record of placements, which `numa verify` needs")?;
+    // Machines that have ended meanwhile have no measured placement.
+    report = match read_map(host, &options.targets, global) {
+        Ok(map) => report.with_measured(&placement_record::verify_machines(&map, placed)),
+        Err(_) => report,
+    };
+    Ok(report)
+}
+
+/// Compare the machines that were placed with the plan.
+pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let boot = session::read_boot_id(&*host).map_err(cannot_read)?;
+    let record = match StateDirectory::open(&global.state) {
+        Ok(directory) => PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => PlacementRecord::default(),
+        Err(error) => return Err(error).context("cannot open the state directory"),
+    };
+    let report = verify(&*host, record, global)?;
+    if options.json {
+        output::print_stdout(&wire::to_json(&report))?;
+    } else {
+        output::print_stdout(&text::apply::render_verify(&report, output::stdout_style(global)))?;
+    }
+    Ok(match (report.has_changes(), report.is_incomplete()) {
+        (true, _) => CommandOutcome::NegativeVerdict,
+        (false, true) => CommandOutcome::Partial,
+        (false, false) => CommandOutcome::Done,
+    })
+}
+
+fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> anyhow::Result<NumaVerifyReport> {
+    let report = |machines: &[(VerifiedMachine, bool)], counters, all_machines: &[(Option<f64>, bool)]| {
+        let balancing = host.read("proc/sys/kernel/numa_balancing").ok();
+        let balancing = balancing.map(|text| String::from_utf8_lossy(&text).trim() != "0");
+        let page_size: PageSize = host.page_size();
+        NumaVerifyReport::new(host.describe(), page_size, machines, counters, balancing, all_machines)
+    };
+    if record.machines.is_empty() {
+        return Ok(report(&[], BTreeMap::new(), &[]));
+    }
+    let map = read_map(host, &ProcessOptions::default(), global)?;
+    let machines: Vec<(VerifiedMachine, bool)> = placement_record::verify_machines(&map, record.machines)
+        .into_iter()
+        .map(|machine| {
+            let has_ended = matches!(hold(host, machine.placed.process()), Err(Absent::Vanished));
+            (machine, has_ended)
+        })
+        .collect();
+    let is_placed = |id| machines.iter().any(|(machine, _)| machine.placed.process() == id);
+    let all_machines: Vec<(Option<f64>, bool)> = map
+        .processes
+        .iter()
+        .filter(|placement| placement.process.identity.vm.is_some())
+        .map(|placement| (placement.cost.map(|cost| cost.remote_share), is_placed(placement.process.id)))
+        .collect();
+    let mut counters = placement_record::read_counters(host);
+    for (name, before) in &record.counters {
+        if let Some(now) = counters.get_mut(name) {
+            *now = now.saturating_sub(*before);
+        }
+    }
+    Ok(report(&machines, counters, &all_machines))
+}
+
+/// Undo all placements since boot.
+pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let mut sessions = begin_sessions(&*host, global)?;
+    let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
+    let boot = session::read_boot_id(&*host).map_err(cannot_read)?;
+    let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
+    PlacementRecord { boot, ..PlacementRecord::default() }
+        .store(&directory)
+        .context("cannot store the record of placements")?;
+    recover::print_result(&undone, &failed, options.json, "No machine was placed since boot.")
+}

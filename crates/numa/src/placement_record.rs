@@ -1,0 +1,265 @@
+//! The record of what `numa apply` did, which `numa verify` compares with the host.
+//!
+//! It is a file in the state directory, next to the journals, and as them it is void after a reboot: the processes are
+//! gone then.
+
+use crate::apply::{MachineTarget, PartNodes, PreparedMachine};
+use crate::decide::{self, AccessCost, NodeShares};
+use crate::map::{NumaMap, ProcessPlacement};
+use crate::page_nodes::{PageKinds, PageNodes};
+use crate::topology::{LOCAL_DISTANCE, Topology};
+use pagefold_base::{IdSet, Pages, Pid, ProcessId};
+use pagefold_host::transaction::journal::StateDirectory;
+use pagefold_host::{Host, observe};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+
+/// The file of the record.
+const RECORD_FILE: &str = "numa-placement.json";
+
+/// Counters of NUMA balancing and migration in `/proc/vmstat` (mm/vmstat.c). `numa_hint_faults_local` counts the faults
+/// on pages that were on the node of the CPU.
+pub const COUNTERS: [&str; 5] =
+    ["numa_hint_faults", "numa_hint_faults_local", "numa_pages_migrated", "pgmigrate_success", "pgmigrate_fail"];
+
+/// What was placed in this boot.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlacementRecord {
+    /// `/proc/sys/kernel/random/boot_id`.
+    pub boot: String,
+    /// The machines.
+    pub machines: Vec<PlacedMachine>,
+    /// [`COUNTERS`] before the last placement.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// A machine that was placed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlacedMachine {
+    /// Its process number.
+    pub pid: u32,
+    /// When the process began, in clock ticks since boot.
+    pub start_time: u64,
+    /// Its name.
+    pub name: String,
+    /// The nodes of each part, with their shares of its memory.
+    pub parts: Vec<PartNodes>,
+    /// The CPUs of its threads: number, start time and CPU list.
+    pub threads: Vec<(u32, u64, String)>,
+    /// Pages that could not be moved.
+    pub kept_pages: u64,
+    /// The expected share of remote accesses before.
+    pub remote_share_before: Option<f64>,
+    /// The share that was predicted.
+    pub predicted_remote_share: Option<f64>,
+}
+
+impl PlacedMachine {
+    /// The record of a machine about to be placed.
+    pub fn new(map: &NumaMap, target: &MachineTarget, prepared: &PreparedMachine) -> Self {
+        let placement = &map.processes[target.position];
+        let id = placement.process.id;
+        let steps = prepared.steps().threads.iter();
+        Self {
+            pid: id.pid.0,
+            start_time: id.start_time,
+            name: machine_name(placement),
+            parts: target.parts.clone(),
+            threads: steps.map(|step| (step.tid.0, step.start_time, step.to.to_string())).collect(),
+            kept_pages: 0,
+            remote_share_before: placement.cost.map(|cost| cost.remote_share),
+            predicted_remote_share: predicted_cost(&map.topology, placement, &target.parts)
+                .map(|cost| cost.remote_share),
+        }
+    }
+
+    /// Its process.
+    pub fn process(&self) -> ProcessId {
+        ProcessId { pid: Pid(self.pid), start_time: self.start_time }
+    }
+}
+
+/// The name of a virtual machine, or else of the program.
+pub fn machine_name(placement: &ProcessPlacement) -> String {
+    let vm = placement.process.identity.vm.as_ref().and_then(|vm| vm.name.clone());
+    vm.unwrap_or_else(|| placement.process.comm.clone())
+}
+
+impl PlacementRecord {
+    /// Loads the record; an empty one if there is none of this boot.
+    ///
+    /// # Errors
+    /// If the file exists and cannot be read.
+    pub fn load(directory: &StateDirectory, boot: &str) -> io::Result<Self> {
+        let none = || Self { boot: boot.to_owned(), ..Self::default() };
+        match directory.read(RECORD_FILE) {
+            Ok(bytes) => {
+                let record: Self = serde_json::from_slice(&bytes)?;
+                Ok(if record.boot == boot { record } else { none() })
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(none()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Stores the record in place of an earlier one.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn store(&self, directory: &StateDirectory) -> io::Result<()> {
+        directory.replace(RECORD_FILE, &serde_json::to_vec(self)?)
+    }
+
+    /// Adds machines, in place of their earlier records.
+    pub fn add(&mut self, machines: Vec<PlacedMachine>) {
+        for mut machine in machines {
+            let earlier = self.machines.iter().position(|placed| placed.process() == machine.process());
+            if let Some(position) = earlier {
+                let earlier = self.machines.remove(position);
+                let known: BTreeSet<u32> = machine.threads.iter().map(|thread| thread.0).collect();
+                // Threads that had the right CPUs already.
+                machine.threads.extend(earlier.threads.into_iter().filter(|thread| !known.contains(&thread.0)));
+            }
+            self.machines.push(machine);
+        }
+    }
+}
+
+/// The present values of [`COUNTERS`] that the kernel has.
+pub fn read_counters(host: &dyn Host) -> BTreeMap<String, u64> {
+    let vmstat = observe::vmstat(host).unwrap_or_default();
+    COUNTERS.iter().filter_map(|&name| Some((name.to_owned(), *vmstat.get(name)?))).collect()
+}
+
+/// The accesses of a machine that is placed so: its movable memory and its virtual CPUs on the nodes of their parts, and
+/// pages that stay where they are.
+pub fn predicted_cost(topology: &Topology, placement: &ProcessPlacement, parts: &[PartNodes]) -> Option<AccessCost> {
+    let cost = |pages: &PageNodes, nodes: &PartNodes| {
+        let cpu_count = |node: u32| topology.nodes.get(&node).map_or(0, |node| node.cpus.iter().count() as u64);
+        let cpus = decide::shares(nodes.iter().map(|&(node, _)| (node, cpu_count(node))));
+        let movable: Pages = pages.by_node.values().map(|kinds| kinds.movable()).sum();
+        let mut memory: BTreeMap<u32, u64> =
+            nodes.iter().map(|&(node, share)| (node, (movable.0 as f64 * share).round() as u64)).collect();
+        for (&node, kinds) in &pages.by_node {
+            *memory.entry(node).or_default() += (kinds.merged + kinds.file).0;
+        }
+        access_cost(topology, &cpus, &decide::shares(memory))
+    };
+    match parts {
+        [nodes] => cost(&placement.pages, nodes),
+        parts => decide::mean_cost(placement.virtual_nodes.iter().zip(parts).filter_map(|(node, nodes)| {
+            let pages = node.pages.as_ref()?;
+            Some((pages.resident(), cost(pages, nodes)?))
+        })),
+    }
+}
+
+fn access_cost(topology: &Topology, cpus: &NodeShares, memory: &NodeShares) -> Option<AccessCost> {
+    decide::access_cost(cpus, memory, |from, to| topology.distance(from, to), LOCAL_DISTANCE)
+}
+
+/// A machine that was placed, as it is now.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VerifiedMachine {
+    /// What was recorded.
+    pub placed: PlacedMachine,
+    /// Its present state; `None` if it has ended or cannot be read.
+    pub now: Option<PresentPlacement>,
+}
+
+/// The present placement of a machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PresentPlacement {
+    /// The expected share of remote accesses.
+    pub remote_share: Option<f64>,
+    /// Movable pages.
+    pub movable_pages: Pages,
+    /// The part of them on other nodes than planned.
+    pub misplaced_pages: Pages,
+    /// The part of these that could not be moved in the first place.
+    pub kept_pages: Pages,
+    /// Threads whose CPUs are not those that were set.
+    pub changed_threads: Vec<Pid>,
+}
+
+/// If more pages than one in so many are misplaced, besides those that could not be moved, memory has moved since.
+const MISPLACED_PAGES_RATIO: u64 = 50;
+
+impl PresentPlacement {
+    fn new(placed: &PlacedMachine, placement: &ProcessPlacement) -> Self {
+        let movable = |kinds: &PageKinds| kinds.movable().0;
+        let all: u64 = placement.pages.by_node.values().map(movable).sum();
+        let planned = |part: &PartNodes, pages: &PageNodes| -> u64 {
+            let on_plan = pages.by_node.iter().filter(|(node, _)| part.iter().any(|(planned, _)| planned == *node));
+            pages.by_node.values().map(movable).sum::<u64>() - on_plan.map(|(_, kinds)| movable(kinds)).sum::<u64>()
+        };
+        let misplaced = match &placed.parts[..] {
+            [part] => planned(part, &placement.pages),
+            parts => {
+                let nodes = placement.virtual_nodes.iter().zip(parts);
+                nodes.filter_map(|(node, part)| Some(planned(part, node.pages.as_ref()?))).sum()
+            }
+        };
+        let has_changed = |(tid, start_time, cpus): &&(u32, u64, String)| {
+            let thread = placement
+                .threads
+                .iter()
+                .flatten()
+                .find(|thread| (thread.tid.0, thread.start_time) == (*tid, *start_time));
+            let cpus: Option<IdSet> = cpus.parse().ok();
+            thread.is_some_and(|thread| cpus.as_ref() != Some(&thread.allowed_cpus))
+        };
+        Self {
+            remote_share: placement.cost.map(|cost| cost.remote_share),
+            movable_pages: Pages(all),
+            misplaced_pages: Pages(misplaced),
+            kept_pages: Pages(placed.kept_pages),
+            changed_threads: placed.threads.iter().filter(has_changed).map(|thread| Pid(thread.0)).collect(),
+        }
+    }
+
+    /// Whether it is as planned.
+    pub fn is_as_planned(&self) -> bool {
+        let moved_since = self.misplaced_pages.saturating_sub(self.kept_pages);
+        self.changed_threads.is_empty() && moved_since.0 * MISPLACED_PAGES_RATIO <= self.movable_pages.0
+    }
+}
+
+/// Compare recorded machines with the present map.
+pub fn verify_machines(map: &NumaMap, machines: Vec<PlacedMachine>) -> Vec<VerifiedMachine> {
+    let present = |placed: &PlacedMachine| {
+        let placement = map.processes.iter().find(|placement| placement.process.id == placed.process())?;
+        Some(PresentPlacement::new(placed, placement))
+    };
+    machines.into_iter().map(|placed| VerifiedMachine { now: present(&placed), placed }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn record_of_a_machine_replaces_the_earlier_one() {
+        let machine = |pid, threads: &[(u32, u64, &str)]| PlacedMachine {
+            pid,
+            start_time: 1,
+            name: "web".to_owned(),
+            parts: vec![vec![(1, 1.0)]],
+            threads: threads.iter().map(|&(tid, start, cpus)| (tid, start, cpus.to_owned())).collect(),
+            kept_pages: 0,
+            remote_share_before: Some(1.0),
+            predicted_remote_share: Some(0.0),
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let directory = StateDirectory::open(folder.path()).unwrap();
+        let mut record = PlacementRecord::load(&directory, "boot").unwrap();
+        assert_eq!(record, PlacementRecord { boot: "boot".to_owned(), ..PlacementRecord::default() });
+        record.add(vec![machine(7, &[(8, 1, "0-1"), (9, 1, "0-1")]), machine(17, &[])]);
+        record.add(vec![machine(7, &[(8, 1, "2-3")])]);
+        assert_eq!(record.machines, [machine(17, &[]), machine(7, &[(8, 1, "2-3"), (9, 1, "0-1")])]);
+        record.store(&directory).unwrap();
+        assert_eq!(PlacementRecord::load(&directory, "boot").unwrap(), record);
+        assert!(PlacementRecord::load(&directory, "later boot").unwrap().machines.is_empty());
+    }
+}

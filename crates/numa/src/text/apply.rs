@@ -1,0 +1,168 @@
+//! What `numa apply` did, and what `numa verify` found, as text for the terminal.
+
+use super::map::{NAME_COLUMNS, render_unscanned, right};
+use crate::wire::apply::{MachineApplyReport, MachineVerifyReport, NumaApplyReport, NumaVerifyReport, PartNodesReport};
+use comfy_table::Cell;
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number, format_percent};
+use std::fmt::Write;
+
+/// Renders what was done. `remedy` says what to do about processes that could not be read.
+pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_apply_title(report), 0);
+    if !report.machines.is_empty() {
+        text.push('\n');
+        text.push_str(&render_machines(report, style));
+    }
+    for machine in &report.machines {
+        for note in machine_notes(machine, report.page_size) {
+            let name = escape_unprintable(&machine.name);
+            text.push_str(&style.format_paragraph(&format!("{name} ({}): {note}", machine.pid), 4));
+        }
+    }
+    for failed in &report.failed_undos {
+        text.push_str(&style.format_paragraph(&format!("Not undone: {}", escape_unprintable(failed)), 4));
+    }
+    if matches!(report.outcome, "done" | "partial" | "memory_pressure") && !report.machines.is_empty() {
+        text.push_str(
+            "\n`pagefold numa verify` compares the host with this plan later; `pagefold numa undo` reverts it.\n",
+        );
+    }
+    text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
+    text
+}
+
+fn render_apply_title(report: &NumaApplyReport) -> String {
+    let machines = match report.machines.len() {
+        1 => "1 machine".to_owned(),
+        count => format!("{} machines", format_number(count as u64)),
+    };
+    if report.machines.is_empty() {
+        return format!("Nothing on {} is worth moving. Nothing was changed.", report.host);
+    }
+    let moved = format_bytes(report.moved_pages * report.page_size);
+    let speed = (report.moved_pages * report.page_size) as f64 / report.moving_seconds.max(1e-9);
+    let moved = format!("{moved} moved in {:.1} s ({}/s)", report.moving_seconds, format_bytes(speed as u64));
+    match report.outcome {
+        "planned" => {
+            let pages: u64 = report.machines.iter().map(|machine| machine.planned_pages).sum();
+            let bytes = format_bytes(pages * report.page_size);
+            format!("Would place {machines} and move {bytes} of memory. Nothing was changed.")
+        }
+        "done" => format!("Placed {machines}: {moved}."),
+        "interrupted" => "Interrupted. All changes were undone.".to_owned(),
+        "memory_pressure" => {
+            format!("Stopped, because tasks of the host wait for memory. {moved}. Try again later, or undo.")
+        }
+        _ => format!("Placed {machines} in part: {moved}. The notes below name what stays."),
+    }
+}
+
+fn render_machines(report: &NumaApplyReport, style: TextStyle) -> String {
+    let headings =
+        [">pid", "name", "nodes", ">threads", ">to move", ">moved", ">remote before", ">predicted", ">measured"];
+    let mut table = style.new_table(&headings);
+    for machine in &report.machines {
+        table.add_row([
+            right(machine.pid),
+            Cell::new(cut_end(&escape_unprintable(&machine.name), NAME_COLUMNS)),
+            Cell::new(format_parts(&machine.parts)),
+            right(if report.dry_run { machine.planned_threads } else { machine.placed_threads }),
+            right(format_bytes(machine.planned_pages * report.page_size)),
+            right(if report.dry_run { "-".to_owned() } else { format_bytes(machine.moved_pages * report.page_size) }),
+            right(format_share(machine.remote_share_before)),
+            right(format_share(machine.predicted_remote_share)),
+            right(format_share(machine.measured_remote_share)),
+        ]);
+    }
+    style.render_table(&table)
+}
+
+/// `0`, `0,1` for a machine over two nodes, `0 | 1` for a machine with two virtual nodes.
+fn format_parts(parts: &[PartNodesReport]) -> String {
+    let nodes = |part: &PartNodesReport| part.nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+    parts.iter().map(nodes).collect::<Vec<_>>().join(" | ")
+}
+
+fn format_share(share: Option<f64>) -> String {
+    share.map_or_else(|| "-".to_owned(), |share| format!("{:.1} %", 100.0 * share))
+}
+
+fn machine_notes(machine: &MachineApplyReport, page_size: u64) -> Vec<String> {
+    let mut notes: Vec<String> =
+        machine.failure.iter().map(|why| format!("not finished: {}", escape_unprintable(why))).collect();
+    notes.extend(machine.kept_pages.iter().map(|(why, pages)| {
+        format!("{} stays on another node: {}", format_bytes(pages * page_size), escape_unprintable(why))
+    }));
+    let mut threads: std::collections::BTreeMap<&str, Vec<String>> = std::collections::BTreeMap::new();
+    for thread in &machine.kept_threads {
+        threads.entry(&thread.why).or_default().push(thread.tid.to_string());
+    }
+    notes.extend(
+        threads.into_iter().map(|(why, tids)| format!("threads {} stay: {}", tids.join(", "), escape_unprintable(why))),
+    );
+    notes
+}
+
+/// Renders a verification.
+pub fn render_verify(report: &NumaVerifyReport, style: TextStyle) -> String {
+    if report.machines.is_empty() {
+        return "No machine was placed since boot: `pagefold numa apply` places them.\n".to_owned();
+    }
+    let changed = report.machines.iter().filter(|machine| machine.state == "changed").count();
+    let running = report.machines.iter().filter(|machine| machine.state != "ended").count();
+    let title = match changed {
+        0 => format!("{} placed machines run on {}, and none has changed.", format_number(running as u64), report.host),
+        changed => format!("{changed} of {running} placed machines on {} have changed.", report.host),
+    };
+    let mut text = style.format_paragraph(&title, 0);
+    text.push('\n');
+    let headings = [">pid", "name", "nodes", ">elsewhere", ">remote before", ">predicted", ">now", "state"];
+    let mut table = style.new_table(&headings);
+    for machine in &report.machines {
+        table.add_row([
+            right(machine.pid),
+            Cell::new(cut_end(&escape_unprintable(&machine.name), NAME_COLUMNS)),
+            Cell::new(format_parts(&machine.parts)),
+            right(format_percent(machine.misplaced_pages, machine.movable_pages)),
+            right(format_share(machine.remote_share_before)),
+            right(format_share(machine.predicted_remote_share)),
+            right(format_share(machine.measured_remote_share)),
+            Cell::new(describe_state(machine)),
+        ]);
+    }
+    text.push_str(&style.render_table(&table));
+    let _ = writeln!(text, "\n{}", describe_balancing(report));
+    text
+}
+
+fn describe_state(machine: &MachineVerifyReport) -> String {
+    match machine.state {
+        "as_planned" => "as planned".to_owned(),
+        "changed" if machine.changed_threads.is_empty() => "memory has moved".to_owned(),
+        "changed" => format!("CPUs of {} threads changed", machine.changed_threads.len()),
+        state => state.to_owned(),
+    }
+}
+
+fn describe_balancing(report: &NumaVerifyReport) -> String {
+    let faults = match report.local_hint_fault_share {
+        Some(share) => format!(" {:.1} % of its page faults since the placement found the page local.", 100.0 * share),
+        None => String::new(),
+    };
+    match (report.numa_balancing, report.balancing_advice) {
+        (None, _) => "This kernel has no NUMA balancing.".to_owned(),
+        (Some(_), "turn_off") => format!(
+            "NUMA balancing is on, and all virtual machines are placed, so its page faults gain nothing:{faults} \
+             `echo 0 > /proc/sys/kernel/numa_balancing` turns it off."
+        ),
+        (Some(_), "turn_on") => "NUMA balancing is off, and some virtual machines read remote memory: place them, or \
+                                 `echo 1 > /proc/sys/kernel/numa_balancing`."
+            .to_owned(),
+        (Some(true), _) => {
+            format!(
+                "NUMA balancing is on: keep it while virtual machines are not placed or read remote memory.{faults}"
+            )
+        }
+        (Some(false), _) => "NUMA balancing is off.".to_owned(),
+    }
+}

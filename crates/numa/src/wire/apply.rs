@@ -1,0 +1,305 @@
+//! What `numa apply` did, and what `numa verify` found, in JSON.
+
+use crate::apply::{ApplyOutcome, MachineOutcome, PartNodes, PreparedMachine};
+use crate::decide::balancing::{self, BalancingAdvice};
+use crate::map::NumaMap;
+use crate::placement_record::{PlacedMachine, VerifiedMachine};
+use pagefold_base::PageSize;
+use pagefold_output::wire::UnscannedProcessReport;
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The result of `pagefold numa apply`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NumaApplyReport {
+    /// `pagefold.numa-apply/1`.
+    pub schema: &'static str,
+    /// The host.
+    pub host: String,
+    /// Whether nothing was changed because of `--dry-run`.
+    pub dry_run: bool,
+    /// Bytes of a base page.
+    pub page_size: u64,
+    /// Wall time in seconds, with reading and planning.
+    pub seconds: f64,
+    /// The machines that were to be placed.
+    pub machines: Vec<MachineApplyReport>,
+    /// Pages that were moved.
+    pub moved_pages: u64,
+    /// Seconds in which memory was moved, with pauses.
+    pub moving_seconds: f64,
+    /// Seconds of pauses for the bandwidth and for memory pressure.
+    pub pause_seconds: f64,
+    /// `done`, `planned`, `partial`, `interrupted` (all changes are undone) or `memory_pressure`.
+    pub outcome: &'static str,
+    /// Changes that could not be undone after an interruption.
+    pub failed_undos: Vec<String>,
+    /// Processes that were selected and could not be read.
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
+}
+
+/// What was done with a machine.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MachineApplyReport {
+    /// Its process number.
+    pub pid: u32,
+    /// When the process began, in clock ticks since boot.
+    pub start_time: u64,
+    /// The name of the machine or program.
+    pub name: String,
+    /// The nodes of each virtual node, or of the whole machine.
+    pub parts: Vec<PartNodesReport>,
+    /// Pages that were to be moved, by the plan.
+    pub planned_pages: u64,
+    /// Threads that were to get other CPUs.
+    pub planned_threads: u64,
+    /// Pages that were moved.
+    pub moved_pages: u64,
+    /// Threads that got other CPUs.
+    pub placed_threads: u64,
+    /// Pages that stay on another node, by reason.
+    pub kept_pages: BTreeMap<String, u64>,
+    /// Threads that stay, with the reason.
+    pub kept_threads: Vec<KeptThreadReport>,
+    /// Why the machine was given up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failure: Option<String>,
+    /// The expected share of remote accesses before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote_share_before: Option<f64>,
+    /// The predicted share.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predicted_remote_share: Option<f64>,
+    /// The share as read afterwards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_remote_share: Option<f64>,
+}
+
+/// The nodes of a part of a machine.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct PartNodesReport {
+    /// The nodes.
+    pub nodes: Vec<u32>,
+    /// The share of its memory for each.
+    pub shares: Vec<f64>,
+}
+
+impl From<&PartNodes> for PartNodesReport {
+    fn from(part: &PartNodes) -> Self {
+        let (nodes, shares) = part.iter().copied().unzip();
+        Self { nodes, shares }
+    }
+}
+
+/// A thread that stays where it was.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct KeptThreadReport {
+    /// Its number.
+    pub tid: u32,
+    /// The reason.
+    pub why: String,
+}
+
+impl NumaApplyReport {
+    /// The report of a dry run. `planned_pages` is for each machine.
+    pub fn planned(
+        host: String,
+        page_size: PageSize,
+        map: &NumaMap,
+        machines: &[(PlacedMachine, PreparedMachine, u64)],
+    ) -> Self {
+        let report = |(placed, prepared, planned_pages): &(PlacedMachine, PreparedMachine, u64)| MachineApplyReport {
+            pid: placed.pid,
+            start_time: placed.start_time,
+            name: placed.name.clone(),
+            parts: placed.parts.iter().map(Into::into).collect(),
+            planned_pages: *planned_pages,
+            planned_threads: prepared.steps().threads.len() as u64,
+            moved_pages: 0,
+            placed_threads: 0,
+            kept_pages: BTreeMap::new(),
+            kept_threads: Vec::new(),
+            failure: None,
+            remote_share_before: placed.remote_share_before,
+            predicted_remote_share: placed.predicted_remote_share,
+            measured_remote_share: None,
+        };
+        Self {
+            schema: "pagefold.numa-apply/1",
+            host,
+            dry_run: true,
+            page_size: page_size.bytes(),
+            seconds: 0.0,
+            machines: machines.iter().map(report).collect(),
+            moved_pages: 0,
+            moving_seconds: 0.0,
+            pause_seconds: 0.0,
+            outcome: "planned",
+            failed_undos: Vec::new(),
+            unscanned_processes: super::map::unscanned_reports(map),
+        }
+    }
+
+    /// The report with what was done.
+    #[must_use]
+    pub fn with_outcome(mut self, outcome: &ApplyOutcome) -> Self {
+        self.dry_run = false;
+        for (report, done) in self.machines.iter_mut().zip(&outcome.machines) {
+            report.add_outcome(done);
+        }
+        self.moved_pages = outcome.machines.iter().map(|machine| machine.moved_pages.0).sum();
+        self.moving_seconds = outcome.moving_time.as_secs_f64();
+        self.pause_seconds = outcome.pause_time.as_secs_f64();
+        self.outcome = match outcome {
+            ApplyOutcome { interrupted: true, .. } => "interrupted",
+            ApplyOutcome { stopped_by_pressure: true, .. } => "memory_pressure",
+            outcome if outcome.is_complete() => "done",
+            _ => "partial",
+        };
+        self
+    }
+
+    /// The report with the placement as read afterwards.
+    #[must_use]
+    pub fn with_measured(mut self, verified: &[VerifiedMachine]) -> Self {
+        for (report, verified) in self.machines.iter_mut().zip(verified) {
+            report.measured_remote_share = verified.now.as_ref().and_then(|now| now.remote_share);
+        }
+        self
+    }
+
+    /// Whether something was not done or not read.
+    pub fn is_incomplete(&self) -> bool {
+        !matches!(self.outcome, "done" | "planned")
+            || !self.unscanned_processes.is_empty()
+            || !self.failed_undos.is_empty()
+    }
+}
+
+impl MachineApplyReport {
+    fn add_outcome(&mut self, done: &MachineOutcome) {
+        self.moved_pages = done.moved_pages.0;
+        self.placed_threads = done.placed_threads as u64;
+        self.kept_pages = done.kept_pages.iter().map(|(why, pages)| (why.clone(), pages.0)).collect();
+        let kept = |(tid, why): &(pagefold_base::Pid, String)| KeptThreadReport { tid: tid.0, why: why.clone() };
+        self.kept_threads = done.kept_threads.iter().map(kept).collect();
+        self.failure.clone_from(&done.failure);
+    }
+}
+
+/// The result of `pagefold numa verify`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct NumaVerifyReport {
+    /// `pagefold.numa-verify/1`.
+    pub schema: &'static str,
+    /// The host.
+    pub host: String,
+    /// Bytes of a base page.
+    pub page_size: u64,
+    /// The machines that `numa apply` has placed since boot.
+    pub machines: Vec<MachineVerifyReport>,
+    /// Counters of `/proc/vmstat` since the last placement.
+    pub counters: BTreeMap<String, u64>,
+    /// The share of NUMA balancing's page faults since then that found the page on the node of the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub local_hint_fault_share: Option<f64>,
+    /// Whether NUMA balancing is on; absent on a kernel without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub numa_balancing: Option<bool>,
+    /// `turn_off`, `turn_on` or `keep`: what to do about NUMA balancing.
+    pub balancing_advice: &'static str,
+}
+
+/// A machine that was placed, as it is now.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MachineVerifyReport {
+    /// Its process number.
+    pub pid: u32,
+    /// When the process began, in clock ticks since boot.
+    pub start_time: u64,
+    /// The name of the machine or program.
+    pub name: String,
+    /// The nodes of each virtual node, or of the whole machine.
+    pub parts: Vec<PartNodesReport>,
+    /// `as_planned`, `changed`, `ended` or `unreadable`.
+    pub state: &'static str,
+    /// Movable pages.
+    pub movable_pages: u64,
+    /// The part of them on other nodes than planned.
+    pub misplaced_pages: u64,
+    /// Threads of which another program has changed the CPUs.
+    pub changed_threads: Vec<u32>,
+    /// The expected share of remote accesses before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote_share_before: Option<f64>,
+    /// The predicted share.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predicted_remote_share: Option<f64>,
+    /// The present share.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_remote_share: Option<f64>,
+}
+
+impl NumaVerifyReport {
+    /// The report of a verification. `counters` are the counters since the placement, and `all_machines` has the share
+    /// of remote accesses of each virtual machine of the host, and whether it was placed.
+    pub fn new(
+        host: String,
+        page_size: PageSize,
+        machines: &[(VerifiedMachine, bool)],
+        counters: BTreeMap<String, u64>,
+        numa_balancing: Option<bool>,
+        all_machines: &[(Option<f64>, bool)],
+    ) -> Self {
+        let faults = counters.get("numa_hint_faults").copied().filter(|&faults| faults > 0);
+        let local = counters.get("numa_hint_faults_local").copied();
+        let advice = numa_balancing.map(|is_on| balancing::balancing_advice(is_on, all_machines));
+        Self {
+            schema: "pagefold.numa-verify/1",
+            host,
+            page_size: page_size.bytes(),
+            machines: machines.iter().map(|(machine, has_ended)| verify_report(machine, *has_ended)).collect(),
+            local_hint_fault_share: faults.zip(local).map(|(all, local)| local as f64 / all as f64),
+            counters,
+            numa_balancing,
+            balancing_advice: match advice {
+                Some(BalancingAdvice::TurnOff) => "turn_off",
+                Some(BalancingAdvice::TurnOn) => "turn_on",
+                Some(BalancingAdvice::Keep) | None => "keep",
+            },
+        }
+    }
+
+    /// Whether a machine is not as planned.
+    pub fn has_changes(&self) -> bool {
+        self.machines.iter().any(|machine| machine.state == "changed")
+    }
+
+    /// Whether a machine could not be read.
+    pub fn is_incomplete(&self) -> bool {
+        self.machines.iter().any(|machine| machine.state == "unreadable")
+    }
+}
+
+fn verify_report(machine: &VerifiedMachine, has_ended: bool) -> MachineVerifyReport {
+    let VerifiedMachine { placed, now } = machine;
+    MachineVerifyReport {
+        pid: placed.pid,
+        start_time: placed.start_time,
+        name: placed.name.clone(),
+        parts: placed.parts.iter().map(Into::into).collect(),
+        state: match now {
+            Some(now) if now.is_as_planned() => "as_planned",
+            Some(_) => "changed",
+            None if has_ended => "ended",
+            None => "unreadable",
+        },
+        movable_pages: now.as_ref().map_or(0, |now| now.movable_pages.0),
+        misplaced_pages: now.as_ref().map_or(0, |now| now.misplaced_pages.0),
+        changed_threads: now.iter().flat_map(|now| &now.changed_threads).map(|tid| tid.0).collect(),
+        remote_share_before: placed.remote_share_before,
+        predicted_remote_share: placed.predicted_remote_share,
+        measured_remote_share: now.as_ref().and_then(|now| now.remote_share),
+    }
+}

@@ -1,0 +1,247 @@
+//! `pagefold numa apply`, `verify` and `undo` in a guest with two NUMA nodes, where the kernel's own account of each
+//! process (numa_maps, smaps_rollup, status) is compared with what Pagefold did and reported.
+
+#![forbid(unsafe_code)]
+
+use pagefold_labs::assets::{GuestAssets, QEMU_PROGRAM};
+use pagefold_labs::client::lab_binary;
+use pagefold_labs::machine::{self, EmulatedMachine};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Pages of a process that are of files, such as its libraries, at most.
+const MAX_SHARED_PAGES: u64 = 1200;
+
+/// What the kernel says of a process.
+#[derive(Clone, Debug, PartialEq)]
+struct State {
+    node_pages: [u64; 2],
+    huge_kib: u64,
+    merged_kib: u64,
+    cpus: String,
+}
+
+impl State {
+    /// Whether memory and CPUs are as before, except for a few pages that were touched meanwhile.
+    fn is_as(&self, before: &Self) -> bool {
+        let close = |left: u64, right: u64| left.abs_diff(right) <= 64;
+        self.cpus == before.cpus && (0..2).all(|node| close(self.node_pages[node], before.node_pages[node]))
+    }
+}
+
+/// The output of the guest.
+struct Scenes(String);
+
+impl Scenes {
+    fn line(&self, kind: &str, name: &str) -> &str {
+        let prefix = format!("{kind} {name} ");
+        let found = self.0.lines().find_map(|line| line.strip_prefix(&*prefix));
+        found.unwrap_or_else(|| panic!("no {prefix}in {}", self.0))
+    }
+
+    fn exit(&self, name: &str) -> i32 {
+        self.line("EXIT", name).parse().unwrap()
+    }
+
+    fn json(&self, name: &str) -> Value {
+        let prefix = format!("JSON {name} ");
+        let json: String = self.0.lines().filter_map(|line| line.strip_prefix(&*prefix)).collect();
+        serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}: {}", self.0))
+    }
+
+    fn state(&self, name: &str) -> State {
+        let line = self.line("STATE", name);
+        let (numbers, cpus) = line.split_once(" cpus=").unwrap();
+        let number = |position: usize| -> u64 {
+            let word = numbers.split(' ').nth(position).unwrap();
+            word.split_once('=').unwrap().1.parse().unwrap()
+        };
+        State { node_pages: [number(0), number(1)], huge_kib: number(2), merged_kib: number(3), cpus: cpus.to_owned() }
+    }
+}
+
+fn run_guest() -> Option<Scenes> {
+    let directory = GuestAssets::default_directory();
+    let kernel = match GuestAssets::find(&directory).and_then(|_| GuestAssets::find_recent_kernel(&directory)) {
+        Ok(kernel) => kernel,
+        Err(why) => {
+            println!("skipped: {why}");
+            return None;
+        }
+    };
+    if let Err(why) = machine::find_busybox() {
+        println!("skipped: {why}");
+        return None;
+    }
+    let lab = lab_binary().unwrap();
+    let pagefold = lab.with_file_name("pagefold");
+    assert!(pagefold.exists(), "{}: cargo build -p pagefold --all-features", pagefold.display());
+    let qemu = find_program(QEMU_PROGRAM);
+    let file = |path: &'static str| (Path::new(path), path);
+    let folder = tempfile::tempdir().unwrap();
+    let machine = EmulatedMachine {
+        kernel: &kernel,
+        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-numa"),
+        programs: &[
+            (&lab, "pagefold-lab"),
+            (&pagefold, "pagefold"),
+            (&qemu, "usr/bin/qemu-system-x86_64"),
+            file("/usr/share/seabios/bios-256k.bin"),
+            file("/usr/share/qemu/kvmvapic.bin"),
+            file("/usr/lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so"),
+        ],
+        files: &[],
+        options: &[
+            &["-smp", "4", "-m", "2560M", "-cpu", "max"][..],
+            &["-object", "memory-backend-ram,id=m0,size=2G", "-object", "memory-backend-ram,id=m1,size=512M"],
+            &["-numa", "node,nodeid=0,cpus=0-1,memdev=m0", "-numa", "node,nodeid=1,cpus=2-3,memdev=m1"],
+            &["-numa", "dist,src=0,dst=1,val=21", "-numa", "dist,src=1,dst=0,val=21"],
+        ]
+        .concat(),
+        kernel_arguments: "numa_balancing=disable",
+    };
+    let output = machine.run(folder.path(), Duration::from_secs(600), &mut || Ok(())).expect("a machine");
+    assert!(output.lines().any(|line| line == "ENDED"), "{output}");
+    Some(Scenes(output))
+}
+
+fn find_program(name: &str) -> PathBuf {
+    let folders = std::env::var_os("PATH").unwrap();
+    std::env::split_paths(&folders).map(|folder| folder.join(name)).find(|path| path.exists()).unwrap()
+}
+
+#[test]
+fn machines_are_placed_verified_and_restored() {
+    let Some(scenes) = run_guest() else { return };
+    check_apply_and_undo(&scenes);
+    check_kills(&scenes);
+    check_restricted_process(&scenes);
+    check_merged_pages(&scenes);
+    check_virtual_nodes(&scenes);
+    check_full_node(&scenes);
+}
+
+fn check_apply_and_undo(scenes: &Scenes) {
+    let before = scenes.state("free-before");
+    assert!(before.node_pages[0] > 18000 && before.cpus == "0-3", "{before:?}");
+    assert!(before.huge_kib >= 4096 * 4, "the lab has no huge pages: {before:?}");
+
+    let planned = scenes.json("dry-run");
+    assert_eq!((scenes.exit("dry-run"), &planned["outcome"]), (0, &"planned".into()));
+    assert!(scenes.state("free-dry").is_as(&before));
+
+    let report = scenes.json("apply");
+    let machine = &report["machines"][0];
+    assert_eq!((scenes.exit("apply"), &report["outcome"]), (0, &"done".into()), "{report}");
+    let after = scenes.state("free-applied");
+    assert_eq!(after.cpus, "2-3", "{report}");
+    let kept: u64 = machine["kept_pages"].as_object().unwrap().values().map(|pages| pages.as_u64().unwrap()).sum();
+    // A page that fork(2) has shared with the shell of the guest.
+    assert!(after.node_pages[0] <= MAX_SHARED_PAGES && kept <= 4, "{after:?} {report}");
+    assert_eq!(after.huge_kib, before.huge_kib, "huge pages stay huge");
+    let moved = machine["moved_pages"].as_u64().unwrap();
+    assert!(moved.abs_diff(after.node_pages[1] - before.node_pages[1]) <= 64, "{moved} {before:?} {after:?}");
+    let planned_pages = planned["machines"][0]["planned_pages"].as_u64().unwrap();
+    assert!(planned_pages.abs_diff(moved) <= 64, "{planned_pages} planned, {moved} moved");
+    let share = |name: &str| machine[name].as_f64().unwrap();
+    // Its thread ran on node 0; pages of files that other processes had read before may be on either node.
+    assert!(share("remote_share_before") < 0.3, "{report}");
+    assert!((share("predicted_remote_share") - share("measured_remote_share")).abs() <= 0.02, "{report}");
+    let files = after.node_pages[0] as f64 / (after.node_pages[0] + after.node_pages[1]) as f64;
+    assert!((share("measured_remote_share") - files).abs() <= 0.01, "{report} {after:?}");
+
+    let verified = scenes.json("verify");
+    assert_eq!((scenes.exit("verify"), &verified["machines"][0]["state"]), (0, &"as_planned".into()), "{verified}");
+    assert!(scenes.json("again")["moved_pages"].as_u64().unwrap() <= 64);
+    assert_eq!(scenes.json("plan-after")["machines"][0]["moved"], false);
+    let changed = scenes.json("verify-changed");
+    assert_eq!(scenes.exit("verify-changed"), 1, "{changed}");
+    assert_eq!(changed["machines"][0]["changed_threads"].as_array().unwrap().len(), 1, "{changed}");
+
+    assert_eq!(scenes.exit("undo"), 0);
+    assert!(scenes.state("free-undone").is_as(&before), "{:?}", scenes.state("free-undone"));
+    assert_eq!(scenes.exit("undo-again"), 0);
+}
+
+fn check_kills(scenes: &Scenes) {
+    let before = scenes.state("free-before");
+    let kills = scenes.0.lines().filter(|line| line.starts_with("EXIT killed-")).count();
+    assert_eq!(kills, 10);
+    let mut partial = 0;
+    for number in 1..=kills {
+        assert_eq!(scenes.exit(&format!("killed-{number}")), 137, "point {number} was not reached");
+        assert_eq!(scenes.exit(&format!("recovered-{number}")), 0, "point {number}");
+        let recovered = scenes.state(&format!("recovered-{number}"));
+        assert!(recovered.is_as(&before), "point {number}: {recovered:?}");
+        partial += usize::from(!scenes.state(&format!("killed-{number}")).is_as(&before));
+    }
+    assert!(partial >= 3, "most kills came before any change");
+    for number in 3..=5 {
+        assert_eq!(scenes.exit(&format!("keeping-{number}")), 137, "{number}");
+        let restored = scenes.state(&format!("kept-{number}"));
+        assert!(scenes.exit(&format!("kept-{number}")) == 0 && restored.is_as(&before), "{number}: {restored:?}");
+    }
+    assert_eq!(scenes.exit("interrupted"), 3);
+    assert!(scenes.state("interrupted").is_as(&before), "{:?}", scenes.state("interrupted"));
+}
+
+fn check_restricted_process(scenes: &Scenes) {
+    assert_eq!(scenes.json("tied-plan")["machines"][0]["moved"], true);
+    assert_eq!(scenes.exit("tied"), 0, "{}", scenes.json("tied"));
+    let tied = scenes.state("tied");
+    assert!(tied.cpus == "2-3" && tied.node_pages[1] >= 6000 && tied.node_pages[0] <= MAX_SHARED_PAGES, "{tied:?}");
+    assert_eq!(scenes.exit("tied-refused"), 2);
+    assert!(scenes.line("ERROR", "tied-refused").contains("may not use node 0"));
+}
+
+fn check_merged_pages(scenes: &Scenes) {
+    let (before, neighbor) = (scenes.state("left-before"), scenes.state("right-before"));
+    assert!(before.merged_kib >= 1900 * 4, "{before:?}");
+    let report = scenes.json("shared");
+    let kept = report["machines"][0]["kept_pages"]["several processes map it"].as_u64().unwrap();
+    let left = scenes.state("left");
+    assert!(kept * 4 >= before.merged_kib && left.node_pages[1] >= 1000, "{report} {left:?}");
+    assert_eq!(left.merged_kib, before.merged_kib, "moving unmerges nothing");
+    assert!(scenes.state("right").is_as(&neighbor), "the neighbor's memory stays");
+    assert!(scenes.state("left-undone").is_as(&before));
+}
+
+fn check_virtual_nodes(scenes: &Scenes) {
+    let memory = |name: &str, virtual_node: usize| -> Vec<(u64, u64)> {
+        let map = scenes.json(name);
+        let nodes = &map["processes"][0]["virtual_nodes"][virtual_node]["memory"];
+        let pages =
+            |kinds: &Value| ["small_pages", "huge_pages"].map(|kind| kinds[kind].as_u64().unwrap()).iter().sum();
+        let node = |kinds: &Value| (kinds["node"].as_u64().unwrap(), pages(kinds));
+        nodes.as_array().unwrap_or_else(|| panic!("{map}")).iter().map(node).filter(|(_, pages)| *pages > 0).collect()
+    };
+    assert_eq!(memory("machine-map-before", 0), [(0, 16384)], "{}", scenes.0);
+    assert_eq!(memory("machine-map-before", 1), [(0, 8192)]);
+    let report = scenes.json("machine");
+    assert_eq!(report["outcome"], "done", "{report}");
+    assert_eq!(memory("machine-map", 0), [(1, 16384)], "{report}");
+    assert_eq!(memory("machine-map", 1), [(0, 8192)], "{report}");
+    // QEMU may still have been starting when its memory was counted before.
+    assert!(scenes.state("machine").huge_kib >= scenes.state("machine-before").huge_kib, "huge pages stay huge");
+    let cpus = scenes.state("machine").cpus;
+    assert!(cpus.contains("0-1") && cpus.contains("2-3"), "each vCPU is on the node of its virtual node: {cpus}");
+    for name in ["machine-refused", "all-refused", "missing"] {
+        assert_eq!(scenes.exit(name), 2, "{name}");
+    }
+    let ended = scenes.json("ended");
+    let state = |machine: &Value| machine["state"].as_str().unwrap().to_owned();
+    let machines = ended["machines"].as_array().unwrap();
+    assert!(machines.iter().any(|machine| machine["name"] == "big" && state(machine) == "ended"), "{ended}");
+}
+
+fn check_full_node(scenes: &Scenes) {
+    let before = scenes.state("large-before");
+    let report = scenes.json("full");
+    assert_eq!((scenes.exit("full"), &report["outcome"]), (3, &"partial".into()), "{report}");
+    assert_eq!(report["machines"][0]["failure"], "node 1 has no room for it", "{report}");
+    let after = scenes.state("large");
+    assert!(after.node_pages[0] > 0 && after.node_pages[0] < before.node_pages[0], "{after:?}");
+    assert_eq!(scenes.exit("full-undo"), 0);
+    assert!(scenes.state("large-undone").is_as(&before), "{:?}", scenes.state("large-undone"));
+}
