@@ -9,7 +9,7 @@ use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
 use pagefold_base::ksm::Setting;
-use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
@@ -444,8 +444,9 @@ impl Host for FakeHost {
             }
             Action::MovePages { process, ranges, node } => {
                 let pages = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
-                self.page_nodes.lock().unwrap().extend(pages.map(|page| ((process.pid, page), *node)));
-                Ok(ActionOutcome::default())
+                let mut nodes = self.page_nodes.lock().unwrap();
+                let moved = pages.filter(|&page| nodes.insert((process.pid, page), *node) != Some(*node)).count();
+                Ok(ActionOutcome { moved_pages: Pages(moved as u64), ..ActionOutcome::default() })
             }
             _ => Err(ActionError::Vanished),
         }

@@ -456,3 +456,6 @@ pub fn restore_permitted_cpus(map: &mut NumaMap, kept: &[Action]) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
