@@ -18,6 +18,7 @@ mod findings;
 mod hashes;
 mod memory_shapes;
 mod merge;
+mod numa_move;
 mod read_rates;
 mod rescan;
 mod run_settings;
@@ -60,6 +61,8 @@ enum BenchmarkSection {
     Shapes,
     /// Repeated scans of the same process
     Rescan,
+    /// Moving memory to another NUMA node, in an emulated machine
+    NumaMove,
 }
 
 impl BenchmarkSection {
@@ -71,6 +74,7 @@ impl BenchmarkSection {
             Self::Scaling => "scaling",
             Self::Shapes => "shapes",
             Self::Rescan => "rescan",
+            Self::NumaMove => "numa-move",
         }
     }
 
@@ -82,6 +86,7 @@ impl BenchmarkSection {
             Self::Scaling => scaling::measure(effort),
             Self::Shapes => memory_shapes::measure(effort),
             Self::Rescan => rescan::measure(effort),
+            Self::NumaMove => numa_move::measure(effort),
         }
     }
 }

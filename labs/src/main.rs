@@ -5,6 +5,7 @@
 mod advise;
 mod fleet;
 mod layout;
+mod move_loop;
 mod place;
 mod seccomp_refusal;
 mod self_checking_threads;
@@ -68,6 +69,8 @@ enum LabCommand {
     Advise(advise::AdviseArguments),
     /// Place a process on CPUs and NUMA nodes, and undo that when standard input closes
     Place(place::PlaceArguments),
+    /// Move the private memory of a process to a NUMA node by a bare loop, and print the seconds
+    MoveLoop(move_loop::MoveLoopArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     KilledWithParent {
@@ -206,6 +209,7 @@ fn main() -> ExitCode {
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::MoveLoop(arguments) => move_loop::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),
     };
     outcome.unwrap_or_else(|error| {

@@ -1,0 +1,85 @@
+//! Moving memory to another NUMA node: `pagefold numa apply` against a bare loop over move_pages(2), in turns, in an
+//! emulated machine with two nodes. Absolute speeds are those of the emulation; the ratio is the finding.
+
+use crate::BenchmarkEffort;
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::machine::EmulatedMachine;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Target: the time of `numa apply`, relative to the bare loop.
+const MAX_TIME_RATIO: f64 = 1.2;
+
+/// Run the measurement.
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
+    let (rounds, pages) = if effort.quick { (1, 4096) } else { (9, 65_536) };
+    let output = run_guest(rounds, pages)?;
+    let mut findings = Findings::new("kind,round,loop_seconds,apply_seconds,moved_pages");
+    let mut table = MarkdownTable::new(
+        format!("Moving {} MiB between two nodes of an emulated machine, {rounds} rounds", pages >> 8),
+        &["pages", "loop, pages/s", "numa apply, pages/s", "time of apply / loop"],
+    );
+    for (kind, name) in [("unique", "4 KiB"), ("huge", "huge")] {
+        let samples: Vec<[f64; 3]> = output
+            .lines()
+            .filter_map(|line| line.strip_prefix("SAMPLE ")?.strip_prefix(kind)?.strip_prefix(' '))
+            .map(|line| {
+                findings.samples.push(format!("{kind},{}", line.replace(' ', ",")));
+                let words: Vec<f64> = line.split(' ').skip(1).map(|word| word.parse().unwrap_or(f64::NAN)).collect();
+                words.try_into().map_err(|words| anyhow::anyhow!("not a sample: {words:?}"))
+            })
+            .collect::<Result<_>>()?;
+        ensure!(samples.len() == rounds, "{} samples of {kind}: {output}", samples.len());
+        let speed = |column: usize| SampleSpread::from_samples(samples.iter().map(|sample| sample[2] / sample[column]));
+        let ratio = SampleSpread::from_samples(samples.iter().map(|sample| sample[1] / sample[0]));
+        table.rows.push(vec![
+            name.to_owned(),
+            format!("{:.0}", speed(0).median),
+            format!("{:.0}", speed(1).median),
+            format!("{:.2}", ratio.median),
+        ]);
+        findings.checks.push(ThresholdCheck {
+            claim: format!("numa apply moves {name} pages in at most {MAX_TIME_RATIO} of the time of a bare loop"),
+            measured: format!("{:.2}", ratio.median),
+            met: ratio.median <= MAX_TIME_RATIO,
+        });
+    }
+    table.notes.push(
+        "The loop passes one address for each page, 512 in a call, and checks nothing. numa apply also journals the \
+         undo, checks the room on the node, and reads afterwards which pages were moved."
+            .to_owned(),
+    );
+    findings.tables.push(table);
+    Ok(findings)
+}
+
+fn run_guest(rounds: usize, pages: u64) -> Result<String> {
+    let directory = GuestAssets::default_directory();
+    GuestAssets::find(&directory)?;
+    let kernel = GuestAssets::find_recent_kernel(&directory)?;
+    let program = |name: &str| -> Result<PathBuf> {
+        let path = std::env::current_exe()?.with_file_name(name);
+        ensure!(path.exists(), "{} is missing: cargo build --release -p pagefold -p pagefold-labs", path.display());
+        Ok(path)
+    };
+    let (lab, pagefold) = (program("pagefold-lab")?, program("pagefold")?);
+    let folder = tempfile::tempdir()?;
+    let machine = EmulatedMachine {
+        kernel: &kernel,
+        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("../labs/guest/init-move"),
+        programs: &[(&lab, "pagefold-lab"), (&pagefold, "pagefold")],
+        files: &[],
+        options: &[
+            &["-smp", "2", "-m", "2G", "-cpu", "max"][..],
+            &["-object", "memory-backend-ram,id=m0,size=1G", "-object", "memory-backend-ram,id=m1,size=1G"],
+            &["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
+        ]
+        .concat(),
+        kernel_arguments: &format!("numa_balancing=disable rounds={rounds} pages={pages}"),
+    };
+    let output = machine.run(folder.path(), Duration::from_secs(1800), &mut || Ok(()))?;
+    output.lines().any(|line| line == "ENDED").then_some(()).with_context(|| output.clone())?;
+    Ok(output)
+}
