@@ -204,6 +204,23 @@ fn check_merged_pages(scenes: &Scenes) {
     assert!(kept * 4 >= before.merged_kib && left.node_pages[1] >= 1000, "{report} {left:?}");
     assert_eq!(left.merged_kib, before.merged_kib, "moving unmerges nothing");
     assert!(scenes.state("right").is_as(&neighbor), "the neighbor's memory stays");
+
+    let predicted = &scenes.json("predict")["machines"][0];
+    let number = |name: &str| predicted[name].as_u64().unwrap();
+    let moved = report["machines"][0]["moved_pages"].as_u64().unwrap();
+    assert!((number("moved_bytes") / 4096).abs_diff(moved) <= 64, "{moved} moved: {predicted}");
+    assert!(number("kept_merged_pages").abs_diff(kept) <= 64, "{kept} kept: {predicted}");
+    let dragged = scenes.state("right-dragged").node_pages[1] - neighbor.node_pages[1];
+    let neighbors = predicted["dragged_neighbors"].as_array().unwrap();
+    assert_eq!(neighbors.len(), 1, "{predicted}");
+    // Libraries of both move along.
+    let most = number("kept_merged_pages") + number("kept_file_pages") + 64;
+    let merged = neighbors[0]["pages"].as_u64().unwrap();
+    assert!((merged..=most).contains(&dragged), "{dragged} dragged: {predicted}");
+    assert_eq!(number("copies_before_bytes"), 0, "both run on node 0");
+    assert_eq!(number("copies_after_bytes"), number("shared_frames") * 4096, "each node would need a copy");
+    assert_eq!(scenes.exit("cpuset-refused"), 2);
+    assert!(scenes.line("ERROR", "cpuset-refused").contains("may not use node 1"), "{}", scenes.0);
     assert!(scenes.state("left-undone").is_as(&before));
 }
 

@@ -20,6 +20,7 @@ fn published_schemas_are_current() {
         "decision",
         "numa-map",
         "numa-plan",
+        "numa-predict",
         "numa-apply",
         "numa-verify",
         "config",

@@ -13,6 +13,7 @@ pub mod decide;
 pub mod map;
 pub mod page_nodes;
 pub mod placement_record;
+pub mod predict;
 pub mod problem;
 pub mod text;
 pub mod threads;

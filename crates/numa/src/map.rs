@@ -94,17 +94,29 @@ pub enum MapError {
 /// # Errors
 /// If processes cannot be listed, or the nodes of the host cannot be read.
 pub fn read_map(host: &dyn Host, selection: &ProcessSelection) -> Result<NumaMap, MapError> {
+    read_map_and_frames(host, selection).map(|(map, _)| map)
+}
+
+/// Read the map of the selected processes, and the merged frames that each of them maps, in the order of the processes.
+///
+/// # Errors
+/// Those of [`read_map`].
+pub fn read_map_and_frames(
+    host: &dyn Host,
+    selection: &ProcessSelection,
+) -> Result<(NumaMap, Vec<FrameReader>), MapError> {
     let unreadable = |source| MapError::Nodes { host: host.describe(), source };
     let topology = Topology::read(host).map_err(unreadable)?;
     let frame_nodes = NumaNodes::read(host).map_err(unreadable)?;
     let reader = PageNodeReader::new(host, &frame_nodes);
-    let (found, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
+    let (mut found, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
         read_process(host, &topology, &reader, handle, process)
     })?;
-    let (mut processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
+    found.sort_by_key(|(placement, _)| std::cmp::Reverse(placement.pages.resident()));
+    let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
     let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
-    processes.sort_by_key(|placement| std::cmp::Reverse(placement.pages.resident()));
-    Ok(NumaMap { topology, processes, merged, unscanned, uptime_ticks: read_uptime_ticks(host) })
+    let map = NumaMap { topology, processes, merged, unscanned, uptime_ticks: read_uptime_ticks(host) };
+    Ok((map, readers))
 }
 
 fn read_process(

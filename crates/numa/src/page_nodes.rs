@@ -43,6 +43,27 @@ impl PageKinds {
         self.small + self.huge + self.hugetlb + self.merged + self.shared + self.file
     }
 
+    /// The pages of both, without those of `other`.
+    pub fn saturating_sub(self, other: Self) -> Self {
+        self.combine(other, Pages::saturating_sub)
+    }
+
+    /// A share of each kind.
+    pub fn scaled(self, share: f64) -> Self {
+        self.combine(Self::default(), |pages, _| Pages((pages.0 as f64 * share).round() as u64))
+    }
+
+    fn combine(self, other: Self, pages: impl Fn(Pages, Pages) -> Pages) -> Self {
+        Self {
+            small: pages(self.small, other.small),
+            huge: pages(self.huge, other.huge),
+            hugetlb: pages(self.hugetlb, other.hugetlb),
+            merged: pages(self.merged, other.merged),
+            shared: pages(self.shared, other.shared),
+            file: pages(self.file, other.file),
+        }
+    }
+
     /// The pages that are moved to other nodes. Pages of files and pages that KSM merged may belong to several processes.
     pub fn movable(self) -> Pages {
         self.total().saturating_sub(self.merged + self.file)
@@ -51,12 +72,7 @@ impl PageKinds {
 
 impl AddAssign for PageKinds {
     fn add_assign(&mut self, other: Self) {
-        self.small += other.small;
-        self.huge += other.huge;
-        self.hugetlb += other.hugetlb;
-        self.merged += other.merged;
-        self.shared += other.shared;
-        self.file += other.file;
+        *self = self.combine(other, |left, right| left + right);
     }
 }
 

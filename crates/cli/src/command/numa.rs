@@ -1,19 +1,22 @@
 //! `pagefold numa`: where memory and threads are on a host with several NUMA nodes.
 
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
-use crate::command_line::{GlobalOptions, ProcessOptions, parse_cpu_share, parse_duration};
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration};
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
-use pagefold_base::PageSize;
+use pagefold_base::{Bytes, PageSize, Reading};
 use pagefold_host::Host;
-use pagefold_numa::apply;
+use pagefold_numa::apply::{self, MachineTarget};
 use pagefold_numa::decide::plan::{self, PlacementProblem};
+use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::{self, MapError, NumaMap};
+use pagefold_numa::predict;
 use pagefold_numa::problem::{PlanLimits, placement_problem};
 use pagefold_numa::text;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
+use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use std::time::{Duration, Instant};
 
@@ -37,6 +40,17 @@ It changes nothing. A virtual machine with several virtual nodes gets a node for
 a single node, as far as CPUs and memory suffice. Machines that run most for each page of memory come first. Memory \
 that a device pins stays, and so do pages merged by KSM, which several machines may share.";
 
+const PREDICT_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold numa predict --vm db1 --to 1
+  sudo pagefold numa predict --vm big --to 0=1,1=0 --bandwidth 500MiB
+  pagefold --host recording:DIR numa predict --pid 4711 --to 1 --json
+
+It changes nothing. It reads all processes of the host, because merged frames may belong to any of them. Each machine \
+is predicted as if it alone were placed.
+
+Exit status: 0 done, 1 a machine does not fit, 2 usage error or failure, 3 something could not be read.";
+
 /// Arguments of `numa`.
 #[derive(Args, Debug)]
 pub struct NumaArguments {
@@ -50,6 +64,8 @@ enum NumaCommand {
     Map(MapArguments),
     /// Plan on which NUMA nodes virtual machines should have their memory and vCPUs
     Plan(PlanArguments),
+    /// Predict what placing machines on other nodes would mean
+    Predict(PredictArguments),
     /// Place virtual machines as planned or requested: CPUs of their threads, then their memory
     Apply(ApplyArguments),
     /// Compare the machines that were placed with the plan, and advise on NUMA balancing
@@ -102,6 +118,23 @@ struct PlanArguments {
     targets: ProcessOptions,
 }
 
+#[derive(Args, Debug)]
+#[command(after_help = PREDICT_EXAMPLES)]
+struct PredictArguments {
+    /// The node of the machines, or a node for each virtual node (0=1,1=0)
+    #[arg(long, value_name = "NODES")]
+    to: RequestedNodes,
+    /// Bytes of memory that are moved in a second
+    #[arg(long, value_name = "BYTES", default_value = "1GiB", value_parser = parse_bytes)]
+    bandwidth: Bytes,
+    /// Print JSON (see `pagefold schema numa-predict`)
+    #[arg(long)]
+    json: bool,
+    // Last, because its help heading applies to all options after it.
+    #[command(flatten)]
+    targets: ProcessOptions,
+}
+
 fn parse_vcpus_per_cpu(text: &str) -> Result<f64, String> {
     text.parse()
         .ok()
@@ -114,6 +147,7 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
     match &options.command {
         NumaCommand::Map(options) => run_map(options, global),
         NumaCommand::Plan(options) => run_plan(options, global),
+        NumaCommand::Predict(options) => run_predict(options, global),
         NumaCommand::Apply(options) => numa_placement::run_apply(options, global),
         NumaCommand::Verify(options) => numa_placement::run_verify(options, global),
         NumaCommand::Undo(options) => numa_placement::run_undo(options, global),
@@ -123,14 +157,18 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
 /// Read the map of the selected processes.
 pub(super) fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
     let selection = host_selection::process_selection(targets, global)?;
-    let map = map::read_map(host, &selection).map_err(|error| match error {
+    let map = map::read_map(host, &selection).map_err(|error| explain_map_error(error, global))?;
+    host_selection::check_any_seen(!map.processes.is_empty(), &selection, &map.unscanned, global)?;
+    Ok(map)
+}
+
+fn explain_map_error(error: MapError, global: &GlobalOptions) -> anyhow::Error {
+    match error {
         MapError::Nodes { .. } if global.host != "live" => {
             anyhow!("the recording lacks the NUMA nodes of its host: record it again with this version of pagefold")
         }
         error => error.into(),
-    })?;
-    host_selection::check_any_seen(!map.processes.is_empty(), &selection, &map.unscanned, global)?;
-    Ok(map)
+    }
 }
 
 fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
@@ -191,4 +229,38 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
         output::print_stdout(&text)?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    if !options.targets.selects_some() {
+        bail!("select the machines to predict with --vm or --pid");
+    }
+    let host = host_selection::open_host(global)?;
+    let selected = read_map(&*host, &options.targets, global)?;
+    let everything = host_selection::process_selection(&ProcessOptions::default(), global)?;
+    let (map, readers) =
+        map::read_map_and_frames(&*host, &everything).map_err(|error| explain_map_error(error, global))?;
+    // The limits of a plan do not matter for requested nodes.
+    let problem = placement_problem(&map, host.page_size(), PlanLimits { vcpus_per_cpu: 1.0, headroom_share: 0.0 });
+    let is_selected = |position: &usize| {
+        let id = map.processes[*position].process.id;
+        selected.processes.iter().any(|placement| placement.process.id == id)
+    };
+    let targets = numa_placement::requested_targets(&map, &problem, &options.to, is_selected)?;
+    let predict =
+        |target: MachineTarget| Ok((target.clone(), predict::predict(&*host, &map, readers.clone(), &target)?));
+    let predictions: Reading<Vec<_>> = targets.into_iter().map(|(target, _)| predict(target)).collect();
+    let predictions = predictions.map_err(|why| anyhow!("cannot read the NUMA nodes of {}: {why}", host.describe()))?;
+    let report = NumaPredictReport::new(host.describe(), host.page_size(), options.bandwidth, &map, &predictions);
+    if options.json {
+        output::print_stdout(&wire::to_json(&report))?;
+    } else {
+        let remedy = host_selection::permission_remedy(global);
+        output::print_stdout(&text::predict::render(&report, remedy, output::stdout_style(global)))?;
+    }
+    Ok(match (report.has_misfit(), report.unscanned_processes.is_empty()) {
+        (true, _) => CommandOutcome::NegativeVerdict,
+        (false, false) => CommandOutcome::Partial,
+        (false, true) => CommandOutcome::Done,
+    })
 }

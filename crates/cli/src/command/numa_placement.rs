@@ -110,7 +110,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let map = read_placeable_map(&*host, &options.targets, global)?;
     let problem = options.plan.problem(&map, host.page_size());
     let (targets, planned_pages) = match &options.to {
-        Some(nodes) => requested_targets(&map, &problem, nodes)?,
+        Some(nodes) => requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip(),
         None => planned_targets(&problem, &plan::plan(&problem, options.plan.deadline)),
     };
     let prepared = apply::prepare(&*host, &map, &targets).map_err(cannot_read)?;
@@ -158,12 +158,13 @@ fn planned_targets(problem: &PlacementProblem, plan: &PlacementPlan) -> (Vec<Mac
     moves.filter_map(target).unzip()
 }
 
-/// All machines of a map on the requested nodes, with the pages to move.
-fn requested_targets(
+/// The machines of a map that are selected by their position, on the requested nodes, with the pages to move.
+pub(super) fn requested_targets(
     map: &NumaMap,
     problem: &PlacementProblem,
     nodes: &RequestedNodes,
-) -> anyhow::Result<(Vec<MachineTarget>, Vec<u64>)> {
+    is_selected: impl Fn(&usize) -> bool,
+) -> anyhow::Result<Vec<(MachineTarget, u64)>> {
     if let Some(unknown) = nodes.nodes().into_iter().find(|node| !map.topology.nodes.contains_key(node)) {
         let known: Vec<String> = map.topology.nodes.keys().map(u32::to_string).collect();
         bail!("--to: there is no node {unknown}; the nodes are {}", known.join(", "));
@@ -187,7 +188,7 @@ fn requested_targets(
         let target = target.context("a requested placement has nodes")?;
         Ok((target, pages_to_move(vm, &pattern)))
     };
-    Ok(problem.vms.iter().enumerate().map(target).collect::<anyhow::Result<Vec<_>>>()?.into_iter().unzip())
+    problem.vms.iter().enumerate().filter(|(position, _)| is_selected(position)).map(target).collect()
 }
 
 /// The pages of a machine that are on other nodes than requested.

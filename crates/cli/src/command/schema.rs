@@ -16,6 +16,7 @@ use pagefold_merge::wire::unmerge::UnmergeReport;
 use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
+use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 
 /// Arguments of `schema`.
@@ -39,6 +40,8 @@ enum SchemaName {
     NumaMap,
     /// `pagefold numa plan --json`
     NumaPlan,
+    /// `pagefold numa predict --json`
+    NumaPredict,
     /// `pagefold numa apply --json`
     NumaApply,
     /// `pagefold numa verify --json`
@@ -74,6 +77,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::Account => wire::json_schema::<AccountReport>(),
         SchemaName::NumaMap => wire::json_schema::<NumaMapReport>(),
         SchemaName::NumaPlan => wire::json_schema::<NumaPlanReport>(),
+        SchemaName::NumaPredict => wire::json_schema::<NumaPredictReport>(),
         SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),

@@ -1,6 +1,7 @@
 //! Pure figures of a placement: remote accesses, and who reads merged frames.
 
 pub mod balancing;
+pub mod frame_sharing;
 pub mod plan;
 pub mod requested;
 pub mod schedule;

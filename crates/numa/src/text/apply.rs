@@ -78,7 +78,7 @@ fn render_machines(report: &NumaApplyReport, style: TextStyle) -> String {
 }
 
 /// `0`, `0,1` for a machine over two nodes, `0 | 1` for a machine with two virtual nodes.
-fn format_parts(parts: &[PartNodesReport]) -> String {
+pub(super) fn format_parts(parts: &[PartNodesReport]) -> String {
     let nodes = |part: &PartNodesReport| part.nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
     parts.iter().map(nodes).collect::<Vec<_>>().join(" | ")
 }

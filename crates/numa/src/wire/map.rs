@@ -247,7 +247,7 @@ fn placement_report(placement: &ProcessPlacement, topology: &Topology, page_size
         memory: memory_report(&placement.pages),
         allowed_nodes: placement.allowed_nodes.as_ref().ok().map(ToString::to_string),
         pinned_pages: placement.process.pinned.as_ref().ok().map(|&pinned| page_size.pages_in(pinned).0),
-        accesses: placement.cost.map(access_report),
+        accesses: placement.cost.map(Into::into),
         virtual_nodes: placement.virtual_nodes.iter().map(virtual_node_report).collect(),
         threads: placement.threads.as_ref().ok().map(|threads| thread_groups(threads, topology)),
         devices: placement
@@ -277,8 +277,10 @@ fn memory_report(pages: &PageNodes) -> MemoryReport {
     }
 }
 
-fn access_report(cost: AccessCost) -> AccessReport {
-    AccessReport { remote_share: cost.remote_share, relative_distance: cost.relative_distance }
+impl From<AccessCost> for AccessReport {
+    fn from(cost: AccessCost) -> Self {
+        Self { remote_share: cost.remote_share, relative_distance: cost.relative_distance }
+    }
 }
 
 fn virtual_node_report(placement: &VirtualNodePlacement) -> VirtualNodeReport {
@@ -289,7 +291,7 @@ fn virtual_node_report(placement: &VirtualNodePlacement) -> VirtualNodeReport {
         backend: node.backend.clone(),
         policy: node.policy.as_ref().map(|policy| format!("{policy} {}", node.host_nodes)),
         memory: placement.pages.as_ref().map(memory_report),
-        accesses: placement.cost.map(access_report),
+        accesses: placement.cost.map(Into::into),
     }
 }
 

@@ -3,3 +3,4 @@
 pub mod apply;
 pub mod map;
 pub mod plan;
+pub mod predict;

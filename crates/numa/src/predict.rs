@@ -1,0 +1,172 @@
+//! What a placement of a machine would mean: remote accesses, memory to move, room, and merged frames.
+
+use crate::apply::{MachineTarget, PartNodes};
+use crate::decide::frame_sharing::{self, SharedFrames};
+use crate::decide::{AccessCost, FrameReader};
+use crate::map::{NumaMap, ProcessPlacement};
+use crate::page_nodes::{PageKinds, PageNodes};
+use crate::placement_record::predicted_cost;
+use pagefold_base::{Bytes, PageSize, Pages, Pfn, Reading};
+use pagefold_host::observe::NumaNodes;
+use pagefold_host::{Host, parse};
+use std::collections::BTreeMap;
+
+/// The consequences of a placement.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlacementPrediction {
+    /// The expected accesses now.
+    pub cost_before: Option<AccessCost>,
+    /// The expected accesses afterwards.
+    pub cost_after: Option<AccessCost>,
+    /// Pages that would be moved, by kind.
+    pub moved: PageKinds,
+    /// Pages that stay on a node that is not the machine's: merged ones and those of files.
+    pub kept: PageKinds,
+    /// Memory that devices pin. The kernel does not move it.
+    pub pinned: Reading<Bytes>,
+    /// For each new node, what would come to it.
+    pub nodes: Vec<NodeArrival>,
+    /// Frames that it shares with other processes.
+    pub shared: SharedFrames,
+    /// Frames that KSM would need more with `merge_across_nodes=0`, with the machine where it is now.
+    pub copies_before: Pages,
+    /// The same with the machine on its new nodes.
+    pub copies_after: Pages,
+}
+
+/// Memory that would come to a node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeArrival {
+    /// The node.
+    pub node: u32,
+    /// What would come to it, without hugetlb pages.
+    pub arriving: Bytes,
+    /// Free memory and pages of files there.
+    pub room: Reading<Bytes>,
+    /// Hugetlb pages that would come to it.
+    pub arriving_hugetlb: Bytes,
+    /// Free hugetlb pages there.
+    pub free_hugetlb: Bytes,
+}
+
+impl NodeArrival {
+    /// Whether all of it fits; `None` if the room is not known.
+    pub fn fits(&self) -> Option<bool> {
+        let room = self.room.as_ref().ok()?;
+        Some(self.arriving <= *room && self.arriving_hugetlb <= self.free_hugetlb)
+    }
+}
+
+/// Predict a placement of a machine of the map. `readers` has the merged frames of all processes of the map, in their
+/// order.
+///
+/// # Errors
+/// If the nodes of frames cannot be read.
+pub fn predict(
+    host: &dyn Host,
+    map: &NumaMap,
+    readers: Vec<FrameReader>,
+    target: &MachineTarget,
+) -> Reading<PlacementPrediction> {
+    let placement = &map.processes[target.position];
+    let frame_nodes = NumaNodes::read(host)?;
+    let node_of_frame = |frame: Pfn| frame_nodes.node_of_frame(frame);
+    let shared = frame_sharing::shared_frames(&readers, target.position);
+    let copies_before = frame_sharing::copies_for_nodes(&readers, node_of_frame);
+    let mut readers = readers;
+    readers[target.position].node = main_node(&target.parts);
+    let copies_after = frame_sharing::copies_for_nodes(&readers, node_of_frame);
+    let arrivals = arrivals(placement, &target.parts);
+    let page = host.page_size();
+    let nodes = arrivals.iter().map(|(&node, kinds)| node_arrival(host, map, node, *kinds, page)).collect();
+    Ok(PlacementPrediction {
+        cost_before: placement.cost,
+        cost_after: predicted_cost(&map.topology, placement, &target.parts),
+        moved: arrivals.into_values().fold(PageKinds::default(), |mut sum, kinds| {
+            sum += kinds;
+            sum
+        }),
+        kept: kept_pages(placement, &target.parts),
+        pinned: placement.process.pinned.clone(),
+        nodes,
+        shared,
+        copies_before,
+        copies_after,
+    })
+}
+
+/// The node that gets most of the parts.
+fn main_node(parts: &[PartNodes]) -> Option<u32> {
+    let mut shares: BTreeMap<u32, f64> = BTreeMap::new();
+    for &(node, share) in parts.iter().flatten() {
+        *shares.entry(node).or_default() += share;
+    }
+    shares.into_iter().max_by(|left, right| left.1.total_cmp(&right.1)).map(|(node, _)| node)
+}
+
+/// The memory of each part: of its virtual node, or of the whole machine. The first one also has the monitor's memory.
+fn part_memory(placement: &ProcessPlacement, count: usize) -> Vec<PageNodes> {
+    if count == 1 {
+        return vec![placement.pages.clone()];
+    }
+    let mut parts: Vec<PageNodes> =
+        placement.virtual_nodes.iter().map(|node| node.pages.clone().unwrap_or_default()).collect();
+    parts.resize(count, PageNodes::default());
+    for (&node, all) in &placement.pages.by_node {
+        let mut rest = *all;
+        for kinds in parts.iter().filter_map(|part| part.by_node.get(&node)) {
+            rest = rest.saturating_sub(*kinds);
+        }
+        *parts[0].by_node.entry(node).or_default() += rest;
+    }
+    parts
+}
+
+/// The pages that come to each new node from other nodes.
+fn arrivals(placement: &ProcessPlacement, targets: &[PartNodes]) -> BTreeMap<u32, PageKinds> {
+    let mut arrivals: BTreeMap<u32, PageKinds> = BTreeMap::new();
+    for (memory, nodes) in part_memory(placement, targets.len()).iter().zip(targets) {
+        for &(node, share) in nodes {
+            let arriving = arrivals.entry(node).or_default();
+            for (_, kinds) in memory.by_node.iter().filter(|(from, _)| **from != node) {
+                *arriving += PageKinds { merged: Pages::ZERO, file: Pages::ZERO, ..*kinds }.scaled(share);
+            }
+        }
+    }
+    arrivals
+}
+
+/// Merged pages and pages of files on nodes that are none of the part's.
+fn kept_pages(placement: &ProcessPlacement, targets: &[PartNodes]) -> PageKinds {
+    let mut kept = PageKinds::default();
+    for (memory, nodes) in part_memory(placement, targets.len()).iter().zip(targets) {
+        for (_, kinds) in memory.by_node.iter().filter(|(node, _)| nodes.iter().all(|(target, _)| target != *node)) {
+            kept += PageKinds { merged: kinds.merged, file: kinds.file, ..PageKinds::default() };
+        }
+    }
+    kept
+}
+
+fn node_arrival(host: &dyn Host, map: &NumaMap, node: u32, arriving: PageKinds, page: PageSize) -> NodeArrival {
+    let memory = map.topology.nodes.get(&node).map(|node| node.memory.clone());
+    NodeArrival {
+        node,
+        arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
+        room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.free + memory.file_cache),
+        arriving_hugetlb: page.bytes_of(arriving.hugetlb),
+        free_hugetlb: free_hugetlb(host, node),
+    }
+}
+
+/// The free hugetlb pages of all sizes on a node (drivers/base/node.c, mm/hugetlb_sysfs.c). None on a kernel without
+/// them.
+fn free_hugetlb(host: &dyn Host, node: u32) -> Bytes {
+    let folder = format!("sys/devices/system/node/node{node}/hugepages");
+    let pool = |name: &String| {
+        let kib: u64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
+        let free: u64 = parse::number(&host.read(&format!("{folder}/{name}/free_hugepages")).ok()?).ok()?;
+        Some(Bytes::from_kib(kib.saturating_mul(free)))
+    };
+    let pools = host.list(&folder).unwrap_or_default();
+    pools.iter().filter_map(pool).fold(Bytes::ZERO, |sum, bytes| sum + bytes)
+}
