@@ -14,7 +14,7 @@ const MAX_TIME_RATIO: f64 = 1.2;
 
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
-    let (rounds, pages) = if effort.quick { (1, 4096) } else { (9, 65_536) };
+    let (rounds, pages) = if effort.quick { (1, 4096) } else { (7, 32_768) };
     let output = run_guest(rounds, pages)?;
     let mut findings = Findings::new("kind,round,loop_seconds,apply_seconds,moved_pages");
     let mut table = MarkdownTable::new(
