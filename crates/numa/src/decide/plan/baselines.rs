@@ -1,7 +1,7 @@
 //! Simple placements that a plan is compared with.
 
 use super::columns::{columns, spread_column};
-use super::{Column, Load, Pattern, PlacementProblem, overload};
+use super::{Column, Load, Pattern, PlacementProblem, PlannedVm, numad, overload};
 
 /// A simple placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,11 +12,13 @@ pub enum Baseline {
     Interleave,
     /// Each machine on the first node with room for it, in the given order; over all nodes if there is none.
     FirstFit,
+    /// As numad places them, by its published heuristic.
+    Numad,
 }
 
 impl Baseline {
     /// All baselines.
-    pub const ALL: [Self; 3] = [Self::Nothing, Self::Interleave, Self::FirstFit];
+    pub const ALL: [Self; 4] = [Self::Nothing, Self::Interleave, Self::FirstFit, Self::Numad];
 
     /// Its name in tables.
     pub const fn name(self) -> &'static str {
@@ -24,6 +26,7 @@ impl Baseline {
             Self::Nothing => "nothing",
             Self::Interleave => "interleave",
             Self::FirstFit => "first fit",
+            Self::Numad => "numad",
         }
     }
 }
@@ -41,25 +44,40 @@ pub struct BaselineResult {
 
 /// Place all machines in a simple way. Fixed machines stay.
 pub fn place(problem: &PlacementProblem, baseline: Baseline) -> BaselineResult {
-    let every_node: Vec<usize> = (0..problem.nodes.len()).collect();
-    let mut chosen: Vec<Column> = Vec::new();
-    for vm in &problem.vms {
-        let mut options = columns(problem, vm);
-        let spread = || spread_column(problem, vm, &every_node);
-        let column = match baseline {
-            Baseline::Nothing => options.swap_remove(0),
-            _ if vm.fixed || problem.nodes.is_empty() => options.swap_remove(0),
-            Baseline::Interleave => spread(),
-            Baseline::FirstFit => first_fit(problem, &chosen, &options).unwrap_or_else(spread),
-        };
-        chosen.push(column);
-    }
+    let chosen = match baseline {
+        Baseline::Nothing => place_each(problem, |_, mut options, _| options.swap_remove(0)),
+        Baseline::Interleave => place_each(problem, |vm, _, _| spread_over_all(problem, vm)),
+        Baseline::FirstFit => place_each(problem, |vm, options, placed| {
+            first_fit(problem, placed, &options).unwrap_or_else(|| spread_over_all(problem, vm))
+        }),
+        Baseline::Numad => numad::place(problem),
+    };
     let sum = |figure: fn(&Column) -> f64| chosen.iter().map(figure).sum();
     BaselineResult {
         remote_reads: sum(|column| column.remote_reads),
         moved_pages: sum(|column| column.moved_pages),
         overload: overload(problem, chosen.iter()),
     }
+}
+
+/// Choose a column for each machine that is not fixed, from its options, after those that were placed before it.
+fn place_each(
+    problem: &PlacementProblem,
+    choose: impl Fn(&PlannedVm, Vec<Column>, &[Column]) -> Column,
+) -> Vec<Column> {
+    let mut placed: Vec<Column> = Vec::new();
+    for vm in &problem.vms {
+        let mut options = columns(problem, vm);
+        let is_free = !vm.fixed && !problem.nodes.is_empty();
+        let column = if is_free { choose(vm, options, &placed) } else { options.swap_remove(0) };
+        placed.push(column);
+    }
+    placed
+}
+
+fn spread_over_all(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
+    let every_node: Vec<usize> = (0..problem.nodes.len()).collect();
+    spread_column(problem, vm, &every_node)
 }
 
 /// The column with the lowest node numbers that causes no overload.

@@ -52,7 +52,11 @@ fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -> BTreeMap<
 }
 
 /// Pages weighted by the extra distance from the CPUs that read them.
-fn remote_pages(problem: &PlacementProblem, cpu_shares: &BTreeMap<u32, f64>, pages: &BTreeMap<u32, f64>) -> f64 {
+pub(super) fn remote_pages(
+    problem: &PlacementProblem,
+    cpu_shares: &BTreeMap<u32, f64>,
+    pages: &BTreeMap<u32, f64>,
+) -> f64 {
     let pairs =
         cpu_shares.iter().flat_map(|(&from, &share)| pages.iter().map(move |(&to, &pages)| (from, to, share * pages)));
     pairs.map(|(from, to, pages)| pages * problem.extra_distance(from, to)).sum()

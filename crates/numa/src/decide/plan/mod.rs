@@ -15,6 +15,7 @@
 
 pub mod baselines;
 mod columns;
+mod numad;
 mod search;
 #[cfg(test)]
 mod tests;
