@@ -2,6 +2,8 @@
 //!
 //! A value that another program has written since is drift. It is reported and stays: the undo leaves it, too.
 
+use crate::decide::export::Settings;
+use crate::decide::{Effect, TunePlan};
 use pagefold_base::{Absent, Reading};
 use pagefold_host::Host;
 use pagefold_host::action::Action;
@@ -190,4 +192,34 @@ pub fn read_counters(host: &dyn Host, kept: &[KeptChange]) -> Vec<Counter> {
         Some(Counter { name, value })
     };
     sources.into_iter().filter_map(read).collect()
+}
+
+/// The settings in force by `tune` and those of a plan, for an export. The plan wins.
+pub fn export_settings(kept: &[KeptChange], plan: &TunePlan) -> Settings {
+    let mut settings = Settings::default();
+    for change in kept {
+        match change.setting.as_deref().map(|path| (path, path.strip_prefix("sys/module/"))) {
+            Some((_, Some(module))) if !module.contains('/') => {
+                let words = change.written.split(' ').filter_map(|word| word.split_once('='));
+                let words = words.map(|(name, value)| (name.to_owned(), value.to_owned()));
+                settings.modules.entry(module.to_owned()).or_default().extend(words);
+            }
+            Some((path, _)) => _ = settings.writes.insert(path.to_owned(), change.written.clone()),
+            None => {}
+        }
+    }
+    for step in &plan.steps {
+        match &step.effect {
+            Effect::Write { path, to, .. } => _ = settings.writes.insert(path.clone(), to.clone()),
+            Effect::Module(change) => {
+                settings.modules.entry(change.module.clone()).or_default().extend(change.to.clone());
+            }
+            Effect::Boot { remove, add, .. } => {
+                settings.boot.0.extend(remove.clone());
+                settings.boot.1.extend(add.clone());
+            }
+            Effect::Machine { .. } => {}
+        }
+    }
+    settings
 }

@@ -10,3 +10,5 @@ pub mod apply;
 pub mod decide;
 pub mod facts;
 pub mod kept;
+pub mod text;
+pub mod wire;

@@ -16,6 +16,7 @@ use pagefold_merge::wire::unmerge::UnmergeReport;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_output::wire;
+use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 
 /// Arguments of `schema`.
 #[derive(Args, Debug)]
@@ -38,11 +39,17 @@ enum SchemaName {
     NumaMap,
     /// `pagefold numa plan --json`
     NumaPlan,
+    /// `pagefold tune plan --json` and `pagefold tune import --json`
+    TunePlan,
+    /// `pagefold tune apply --json`
+    TuneApply,
+    /// `pagefold tune verify --json`
+    TuneVerify,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
     Policy,
-    /// `pagefold recover --json` and `pagefold policy restore --json`
+    /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold tune undo --json`
     Recover,
     /// `pagefold unmerge --json`
     Unmerge,
@@ -69,6 +76,9 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::Account => wire::json_schema::<AccountReport>(),
         SchemaName::NumaMap => wire::json_schema::<NumaMapReport>(),
         SchemaName::NumaPlan => wire::json_schema::<NumaPlanReport>(),
+        SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
+        SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),
+        SchemaName::TuneVerify => wire::json_schema::<TuneVerifyReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),
