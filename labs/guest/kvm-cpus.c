@@ -24,9 +24,10 @@
 extern char first_code[], first_code_end[], other_code[], other_code_end[];
 __asm__(".section .rodata\n.code16\n"
         "first_code:\n"
-        "  movl $0x1ff, %ds:0xfee000f0\n"   /* enable the local APIC */
-        "  movl $0xc4500, %ds:0xfee00300\n" /* INIT to all others */
-        "  movl $0xc4608, %ds:0xfee00300\n" /* SIPI to all others, vector 8 */
+        "  movl $0xfee00000, %ebx\n"
+        "  movl $0x1ff, 0xf0(%ebx)\n"    /* enable the local APIC */
+        "  movl $0xc4500, 0x300(%ebx)\n" /* INIT to all others */
+        "  movl $0xc4608, 0x300(%ebx)\n" /* SIPI to all others, vector 8 */
         "1: pause\n"
         "  movl %ds:0x900, %eax\n"
         "  cmpl %ds:0x904, %eax\n"
