@@ -46,6 +46,15 @@ const JOURNAL_POINTS: &[&str] = &[
     "after removing a journal",
 ];
 
+/// The fault points of a journal with one change, to which nothing is appended.
+const SHORT_JOURNAL_POINTS: &[&str] = &[
+    "before writing a journal",
+    "between writing a journal and renaming it",
+    "after renaming a journal",
+    "before removing a journal",
+    "after removing a journal",
+];
+
 /// The fault points of KSM settings.
 const SETTING_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
 
@@ -107,9 +116,9 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 18] = [
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
     ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS]),
-    ("tune", &[JOURNAL_POINTS, SETTING_POINTS, FILE_POINTS]),
-    ("untune", &[JOURNAL_POINTS, SETTING_POINTS, FILE_REMOVAL_POINTS]),
-    ("module", &[JOURNAL_POINTS, FILE_POINTS, MODULE_POINTS]),
+    ("tune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_POINTS]),
+    ("untune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_REMOVAL_POINTS]),
+    ("module", &[SHORT_JOURNAL_POINTS, FILE_POINTS, MODULE_POINTS]),
     (GUIDED_KIND, &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
 ];
 

@@ -71,8 +71,7 @@ fn assert_steps(output: &str) {
     ] {
         let step = step(output, name);
         assert_eq!((step["npt"], step["file"]), (npt, file), "{name}: {output}");
-        assert!(step["exits"].parse::<u64>().unwrap() > 0, "{name}: no exits were counted: {output}");
-        let cpus = format!("STEP {name} npt={npt} cpus=CPUS 4 ");
+        let cpus = format!("STEP {name} npt={npt} cpus=CPUS 4 file=");
         assert!(output.contains(&cpus), "a guest does not see its CPUs: {output}");
     }
     let line = |prefix: &str| {
@@ -80,6 +79,7 @@ fn assert_steps(output: &str) {
     };
     assert!(line("VERIFY in force: module kvm_amd").ends_with("npt=0"), "{output}");
     assert!(line("AGAIN ").contains("nothing is to be changed"), "{output}");
+    assert_ne!(line("EXITS "), "EXITS 0", "no exits of a running machine were counted: {output}");
     assert!(line("REFUSED").contains("kvm-cpus (process "), "the holder is not named: {output}");
     assert!(line("BUSY").contains("is in use") && line("BUSY").contains("\"will_retry\": true"), "{output}");
     assert_eq!(output.lines().filter(|line| *line == "HOLDER ALIVE").count(), 2, "a machine was lost: {output}");
