@@ -20,6 +20,9 @@ fn published_schemas_are_current() {
         "decision",
         "numa-map",
         "numa-plan",
+        "tune-plan",
+        "tune-apply",
+        "tune-verify",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();
