@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and
-# never installed) and an initramfs (busybox and guest/init). Also prepares what tests start: compilers for C and C++,
+# Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel with its KVM
+# modules, unpacked and never installed) and an initramfs (busybox and guest/init). Also prepares what tests start: compilers for C and C++,
 # Open MPI, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set up), and libvirt (its daemons are not
 # started). It skips steps that are done already, so it may run each time. Needs Debian on amd64 after `apt-get update`,
 # and root only if packages are missing.
@@ -80,7 +80,7 @@ work=$(mktemp -d "$cache/work.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-if [ ! -s "$cache/vmlinuz" ]; then
+if [ ! -s "$cache/vmlinuz" ] || [ ! -s "$cache/modules/kvm-amd.ko" ]; then
     # The meta package depends on the current versioned one.
     package=$(apt-cache depends linux-image-cloud-amd64 | awk '$1 == "Depends:" && $2 ~ /^linux-image-/ { print $2; exit }')
     [ -n "$package" ] || fail "apt knows no linux-image-cloud-amd64: run apt-get update"
@@ -89,6 +89,13 @@ if [ ! -s "$cache/vmlinuz" ]; then
     (cd "$work" && apt-get -q -o APT::Sandbox::User=root download "$package" >&2)
     dpkg -x "$work"/*.deb "$work/kernel"
     mv "$work"/kernel/boot/vmlinuz-* "$work/vmlinuz"
+    # KVM for guests that run virtual machines; the kernel above has to be of the same package.
+    mkdir -p "$work/modules"
+    for module in virt/lib/irqbypass arch/x86/kvm/kvm arch/x86/kvm/kvm-amd; do
+        mv "$work"/kernel/lib/modules/*/kernel/"$module".ko "$work/modules/"
+    done
+    rm -rf "$cache/modules"
+    mv "$work/modules" "$cache/modules"
     mv "$work/vmlinuz" "$cache/vmlinuz"
 fi
 

@@ -73,6 +73,8 @@ pub enum PagefoldCommand {
     Account(command::account::AccountArguments),
     /// Show on which NUMA nodes virtual machines and processes have their memory and threads
     Numa(command::numa::NumaArguments),
+    /// Change the settings that findings of `doctor` ask for, verify them, and undo them
+    Tune(command::tune::TuneArguments),
     /// Start a program with its process tree enrolled in KSM, or merged in user space
     Run(command::run::RunArguments),
     /// Merge pages with net savings continuously, within a CPU limit

@@ -23,6 +23,9 @@ fn published_schemas_are_current() {
         "numa-predict",
         "numa-apply",
         "numa-verify",
+        "tune-plan",
+        "tune-apply",
+        "tune-verify",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

@@ -3,6 +3,8 @@
 //! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any
 //! action fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
+use crate::config_file::{ConfigContent, ConfigFile};
+use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
 use crate::resource::ResourceClass;
 use crate::{Host, ProcessHandle, hold, observe, parse};
@@ -91,6 +93,23 @@ pub enum Action {
         /// The node.
         node: u32,
     },
+    /// Replaces a configuration file as a whole, creates it, or removes it. Owner and mode stay; a symbolic link is
+    /// refused.
+    ReplaceFile {
+        /// The file.
+        file: ConfigFile,
+        /// Its contents.
+        content: Exchange<ConfigContent>,
+    },
+    /// Unloads a module of KVM and loads it with other parameters. Refused while a process uses the module. A module
+    /// that is not loaded, as after a kill between the two steps, is loaded.
+    ReloadModule {
+        /// The module.
+        module: KernelModule,
+        /// The parameters that differ, with the same names in both sets. All others are as modprobe(8) and its
+        /// configuration set them.
+        parameters: Exchange<ModuleParameters>,
+    },
 }
 
 /// The property of QEMU's memory backends that enrolls them.
@@ -114,6 +133,8 @@ impl Action {
             Self::MovePages { .. } | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => {
                 ResourceClass::MemoryPlacement
             }
+            Self::ReplaceFile { .. } => ResourceClass::Configuration,
+            Self::ReloadModule { .. } => ResourceClass::Settings,
         }
     }
 
@@ -126,7 +147,9 @@ impl Action {
             | Self::Collapse { process, .. }
             | Self::MovePages { process, .. } => Some(*process),
             Self::SetAffinity { thread, .. } => Some(thread.process),
-            Self::Write { .. } | Self::WriteCpuset { .. } => None,
+            Self::Write { .. } | Self::WriteCpuset { .. } | Self::ReplaceFile { .. } | Self::ReloadModule { .. } => {
+                None
+            }
         }
     }
 
@@ -147,7 +170,9 @@ impl Action {
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
             | Self::SetAffinity { .. }
-            | Self::WriteCpuset { .. } => self.clone(),
+            | Self::WriteCpuset { .. }
+            | Self::ReplaceFile { .. }
+            | Self::ReloadModule { .. } => self.clone(),
         }
     }
 
@@ -159,7 +184,9 @@ impl Action {
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
             | Self::SetAffinity { .. }
-            | Self::WriteCpuset { .. } => &[],
+            | Self::WriteCpuset { .. }
+            | Self::ReplaceFile { .. }
+            | Self::ReloadModule { .. } => &[],
         }
     }
 
@@ -173,7 +200,9 @@ impl Action {
             | Self::Collapse { .. }
             | Self::SetAffinity { .. }
             | Self::WriteCpuset { .. }
-            | Self::MovePages { .. } => false,
+            | Self::MovePages { .. }
+            | Self::ReplaceFile { .. }
+            | Self::ReloadModule { .. } => false,
         }
     }
 }
@@ -350,7 +379,7 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
     Ok(match action {
         Action::Write { knob, value } => {
             let current = knob.read(host)?;
-            if current == *value { Vec::new() } else { vec![Action::Write { knob: *knob, value: current }] }
+            if current == *value { Vec::new() } else { vec![Action::Write { knob: knob.clone(), value: current }] }
         }
         Action::Advise { process, advice, ranges } => {
             let handle = hold(host, *process)?;
@@ -404,6 +433,12 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
         Action::MovePages { process, ranges, node } => {
             let moved_ranges = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);
             moved_ranges.map(|(node, ranges)| Action::MovePages { process: *process, ranges, node }).collect()
+        }
+        Action::ReplaceFile { file, content } => {
+            vec![Action::ReplaceFile { file: file.clone(), content: content.inverse() }]
+        }
+        Action::ReloadModule { module, parameters } => {
+            vec![Action::ReloadModule { module: *module, parameters: parameters.inverse() }]
         }
         Action::Collapse { .. } => Vec::new(),
     })

@@ -5,6 +5,7 @@
 //! clock is the real one until [`FakeHost::enable_virtual_time`].
 
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
+use crate::config_file::ConfigContent;
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
@@ -441,6 +442,27 @@ impl Host for FakeHost {
             }
             Action::WriteCpuset { cgroup, file, ids } => {
                 self.exchange_ids(&format!("{cgroup}/{}", file.file_name()), ids)
+            }
+            Action::ReplaceFile { file, content } => {
+                let current = ConfigContent(self.files.lock().unwrap().get(&file.path()).cloned());
+                let must_write = content.must_write(&current, file)?;
+                match &content.to.0 {
+                    Some(text) if must_write => self.put_file(&file.path(), text),
+                    None if must_write => drop(self.files.lock().unwrap().remove(&file.path())),
+                    _ => {}
+                }
+                Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
+            }
+            Action::ReloadModule { module, parameters } => {
+                if module.references(self).is_ok_and(|references| references > 0) {
+                    return Err(ActionError::Busy(format!("module {module} is in use")));
+                }
+                let current = parameters.to.read_current(self, *module)?;
+                let must_write = parameters.must_write(&current, module)?;
+                for (name, value) in parameters.to.0.iter().filter(|_| must_write) {
+                    self.put_file(&format!("sys/module/{module}/parameters/{name}"), value);
+                }
+                Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
             Action::MovePages { process, ranges, node } => {
                 let pages = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));

@@ -121,6 +121,8 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::WriteCpuset { cgroup, file, .. } => format!("{cgroup}/{}#write", file.file_name()),
             Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
+            Action::ReplaceFile { file, .. } => format!("{}#replace", file.path()),
+            Action::ReloadModule { module, .. } => format!("sys/module/{module}#reload"),
         };
         match (self.faults)(&path) {
             Some(InjectedFault::Absent(why)) => Err(why.into()),

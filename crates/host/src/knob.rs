@@ -2,20 +2,30 @@
 //!
 //! [`crate::transaction`] and the adapters know of a setting only what its row says, so a new setting is a new row.
 //! The rows of KSM mirror the `*_store` and `*_show` functions of mm/ksm.c (6.18).
+//!
+//! The path of a row may be a pattern, for settings that exist once for each device or CPU: `*` stands for any
+//! characters within one component of the path. The table is also the limit of what a plan or an imported file can
+//! write: settings that run a program, that cannot be written back, or that weaken the kernel's protection are not in
+//! it.
 
 use crate::resource::ResourceClass;
 use crate::{Host, parse};
 use pagefold_base::Reading;
 use pagefold_base::ksm::Setting;
+use std::borrow::Cow;
 use std::fmt;
 
-/// A kernel setting: a row of the table. Knobs are ordered as the kernel accepts their values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Knob(usize);
+/// A kernel setting: a path that matches a row of the table. Knobs are ordered as the kernel accepts their values.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Knob {
+    /// The position of the row.
+    row: usize,
+    path: Cow<'static, str>,
+}
 
 /// A row of the table.
 struct KnobRow {
-    /// The path below the root.
+    /// The path below the root, or a pattern for it.
     path: &'static str,
     /// Whose lock a change needs.
     class: ResourceClass,
@@ -29,6 +39,10 @@ struct KnobRow {
     requirement: &'static str,
 }
 
+const THP: &str = "a kernel with CONFIG_TRANSPARENT_HUGEPAGE is needed";
+const SCHEDULER: &str = "a kernel with this setting of its scheduler is needed";
+const SYSCTL: &str = "a kernel with this setting is needed";
+const CPUFREQ: &str = "a CPU whose frequency the kernel controls is needed";
 const KSM: &str = "a kernel with CONFIG_KSM is needed";
 const KSM_ADVISOR: &str = "Linux 6.8 or later with CONFIG_KSM is needed";
 
@@ -71,50 +85,97 @@ static KNOBS: &[KnobRow] = &[
         ..plain("sys/kernel/mm/ksm/run", KSM)
     },
     // mm/huge_memory.c, `enabled_show`: a choice.
-    general("sys/kernel/mm/transparent_hugepage/enabled", "a kernel with CONFIG_TRANSPARENT_HUGEPAGE is needed"),
+    general("sys/kernel/mm/transparent_hugepage/enabled", THP),
+    general("sys/kernel/mm/transparent_hugepage/defrag", THP),
+    general("sys/kernel/mm/transparent_hugepage/shmem_enabled", THP),
+    general("sys/kernel/mm/transparent_hugepage/use_zero_page", THP),
+    general("sys/kernel/mm/transparent_hugepage/khugepaged/*", THP),
     // kernel/sched/core.c, `sysctl_numa_balancing`: 0 off, 1 on, 2 memory tiering.
     general("proc/sys/kernel/numa_balancing", "a kernel with CONFIG_NUMA_BALANCING is needed"),
+    general("proc/sys/kernel/numa_balancing_promote_rate_limit_MBps", "a kernel with CONFIG_NUMA_BALANCING is needed"),
+    general("proc/sys/kernel/sched_*", SCHEDULER),
+    general("proc/sys/kernel/timer_migration", SCHEDULER),
+    general("proc/sys/kernel/watchdog", SYSCTL),
+    general("proc/sys/kernel/nmi_watchdog", SYSCTL),
+    general("proc/sys/kernel/watchdog_thresh", SYSCTL),
+    // io_uring/io_uring.c: 0 allowed, 1 privileged, 2 off.
+    general("proc/sys/kernel/io_uring_disabled", "Linux 6.6 or later is needed"),
+    general("sys/kernel/debug/sched/*", "a kernel with CONFIG_SCHED_DEBUG and a mounted debugfs is needed"),
+    general("proc/sys/vm/compaction_proactiveness", SYSCTL),
+    general("proc/sys/vm/dirty_*", SYSCTL),
+    general("proc/sys/vm/max_map_count", SYSCTL),
+    general("proc/sys/vm/min_free_kbytes", SYSCTL),
+    general("proc/sys/vm/nr_hugepages", "a kernel with CONFIG_HUGETLBFS is needed"),
+    general("proc/sys/vm/nr_overcommit_hugepages", "a kernel with CONFIG_HUGETLBFS is needed"),
+    general("proc/sys/vm/overcommit_*", SYSCTL),
+    general("proc/sys/vm/page-cluster", SYSCTL),
+    general("proc/sys/vm/page_lock_unfairness", SYSCTL),
+    general("proc/sys/vm/stat_interval", SYSCTL),
+    general("proc/sys/vm/swappiness", SYSCTL),
+    general("proc/sys/vm/vfs_cache_pressure", SYSCTL),
+    general("proc/sys/vm/watermark_*", SYSCTL),
+    general("proc/sys/vm/zone_reclaim_mode", "a kernel with CONFIG_NUMA is needed"),
+    general("sys/devices/system/node/node*/hugepages/hugepages-*/nr_hugepages", "a kernel with huge pages is needed"),
+    // Parameters of a module that the kernel lets root write while it is loaded.
+    general("sys/module/kvm/parameters/*", "a loaded module kvm with this parameter is needed"),
+    general("sys/module/kvm_intel/parameters/*", "a loaded module kvm_intel with this parameter is needed"),
+    general("sys/module/kvm_amd/parameters/*", "a loaded module kvm_amd with this parameter is needed"),
+    general("sys/module/vhost_net/parameters/*", "a loaded module vhost_net with this parameter is needed"),
+    general("sys/block/*/queue/*", "this block device and setting are needed"),
+    general("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor", CPUFREQ),
+    general("sys/devices/system/cpu/cpu*/cpufreq/scaling_min_freq", CPUFREQ),
+    general("sys/devices/system/cpu/cpu*/cpufreq/scaling_max_freq", CPUFREQ),
+    general("sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference", CPUFREQ),
+    general("sys/devices/system/cpu/cpufreq/policy*/scaling_governor", CPUFREQ),
+    general("sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference", CPUFREQ),
+    general("sys/devices/system/cpu/cpu*/cpuidle/state*/disable", "a kernel with CONFIG_CPU_IDLE is needed"),
+    general("sys/devices/system/cpu/cpu*/power/pm_qos_resume_latency_us", "a kernel with CONFIG_PM is needed"),
+    general("sys/devices/system/clocksource/clocksource0/current_clocksource", "this clock source is needed"),
+    general("sys/devices/system/cpu/smt/control", "a kernel with CONFIG_HOTPLUG_SMT is needed"),
+    general("proc/irq/*/smp_affinity_list", "this interrupt is needed"),
 ];
 
 impl From<Setting> for Knob {
     fn from(setting: Setting) -> Self {
-        Self(setting as usize)
+        Self { row: setting as usize, path: Cow::Borrowed(KNOBS[setting as usize].path) }
     }
 }
 
 impl Knob {
-    /// The knob of a path below the root: `sys/kernel/mm/ksm/run`.
+    /// The knob of a path below the root: `sys/kernel/mm/ksm/run`. `None` if no row of the table matches it.
     pub fn from_path(path: &str) -> Option<Self> {
-        KNOBS.iter().position(|row| row.path == path).map(Self)
+        let row = KNOBS.iter().position(|row| matches_pattern(row.path, path))?;
+        let is_pattern = KNOBS[row].path.contains('*');
+        Some(Self { row, path: if is_pattern { path.to_owned().into() } else { KNOBS[row].path.into() } })
     }
 
     /// Its path below the root.
-    pub fn path(self) -> &'static str {
-        self.row().path
+    pub fn path(&self) -> &str {
+        &self.path
     }
 
     /// The name of its file.
-    pub fn name(self) -> &'static str {
+    pub fn name(&self) -> &str {
         self.path().rsplit('/').next().unwrap_or_default()
     }
 
     /// The class whose lock a change needs.
-    pub fn class(self) -> ResourceClass {
+    pub fn class(&self) -> ResourceClass {
         self.row().class
     }
 
     /// The setting of KSM that it is, if it is one.
-    pub fn ksm_setting(self) -> Option<Setting> {
-        Setting::ALL.get(self.0).copied()
+    pub fn ksm_setting(&self) -> Option<Setting> {
+        Setting::ALL.get(self.row).copied()
     }
 
     /// The kernel that has it, for the message that it is missing.
-    pub fn requirement(self) -> &'static str {
+    pub fn requirement(&self) -> &'static str {
         self.row().requirement
     }
 
     /// The value to write to restore `value`, which was read.
-    pub fn restorable_value(self, value: String) -> String {
+    pub fn restorable_value(&self, value: String) -> String {
         match self.row().restored_as {
             Some((reported, restored)) if value == reported => restored.to_owned(),
             _ => value,
@@ -122,12 +183,12 @@ impl Knob {
     }
 
     /// A setting that the kernel resets when this one changes, and the value it gets.
-    pub fn resets(self) -> Option<(Self, &'static str)> {
+    pub fn resets(&self) -> Option<(Self, &'static str)> {
         self.row().resets.and_then(Self::resolve)
     }
 
     /// Another setting, and its value with which the kernel itself changes this one.
-    pub fn changed_by_kernel_while(self) -> Option<(Self, &'static str)> {
+    pub fn changed_by_kernel_while(&self) -> Option<(Self, &'static str)> {
         self.row().changed_by_kernel_while.and_then(Self::resolve)
     }
 
@@ -135,17 +196,45 @@ impl Knob {
     ///
     /// # Errors
     /// If the file cannot be read.
-    pub fn read(self, host: &dyn Host) -> Reading<String> {
+    pub fn read(&self, host: &dyn Host) -> Reading<String> {
         let bytes = host.read(self.path())?;
         Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
     }
 
-    fn row(self) -> &'static KnobRow {
-        &KNOBS[self.0]
+    fn row(&self) -> &'static KnobRow {
+        &KNOBS[self.row]
     }
 
     fn resolve((path, value): (&'static str, &'static str)) -> Option<(Self, &'static str)> {
         Some((Self::from_path(path)?, value))
+    }
+}
+
+/// Whether a path has the form of a pattern. A component of the path consists of characters that names in sysfs and
+/// procfs have, and does not begin with a dot.
+fn matches_pattern(pattern: &str, path: &str) -> bool {
+    let is_name = |name: &str| {
+        !name.starts_with('.') && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | ':'))
+    };
+    let (mut patterns, mut names) = (pattern.split('/'), path.split('/'));
+    loop {
+        let (pattern, name) = match (patterns.next(), names.next()) {
+            (None, None) => return true,
+            (Some(pattern), Some(name)) => (pattern, name),
+            _ => return false,
+        };
+        let matches = match pattern.split_once('*') {
+            None => pattern == name,
+            Some((prefix, suffix)) => {
+                is_name(name)
+                    && name.len() > prefix.len() + suffix.len()
+                    && name.starts_with(prefix)
+                    && name.ends_with(suffix)
+            }
+        };
+        if !matches {
+            return false;
+        }
     }
 }
 
@@ -172,5 +261,38 @@ mod tests {
             assert!(referred.into_iter().all(|(path, _)| Knob::from_path(path).is_some()), "{}", row.path);
         }
         assert_eq!(Knob::from_path("sys/kernel/mm/ksm/full_scans"), None);
+    }
+
+    #[test]
+    fn patterns_match_one_component_and_nothing_outside_the_table() {
+        for path in [
+            "sys/module/kvm/parameters/halt_poll_ns",
+            "sys/block/nvme0n1/queue/scheduler",
+            "sys/block/dm-0/queue/nr_requests",
+            "sys/devices/system/cpu/cpu17/cpufreq/scaling_governor",
+            "sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages",
+            "proc/sys/kernel/sched_autogroup_enabled",
+        ] {
+            let knob = Knob::from_path(path).unwrap_or_else(|| panic!("{path}"));
+            assert_eq!((knob.path(), knob.class()), (path, ResourceClass::Settings));
+        }
+        for path in [
+            "",
+            "/sys/module/kvm/parameters/halt_poll_ns",
+            "sys/module/kvm/parameters/",
+            "sys/module/kvm/parameters/..",
+            "sys/module/kvm/parameters/a/../../../x",
+            "sys/module/kvm/parameters/halt_poll_ns/",
+            "sys/block/../queue/scheduler",
+            "sys/block//queue/scheduler",
+            "sys/block/sda/../../queue/scheduler",
+            "proc/sys/kernel/core_pattern",
+            "proc/sys/kernel/modprobe",
+            "proc/sys/kernel/modules_disabled",
+            "proc/sys/kernel/sched_",
+            "sys/devices/system/cpu/cpu/cpufreq/scaling_governor",
+        ] {
+            assert_eq!(Knob::from_path(path), None, "{path}");
+        }
     }
 }

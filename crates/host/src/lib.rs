@@ -10,10 +10,12 @@
 
 pub mod action;
 pub mod activity;
+pub mod config_file;
 pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake_host;
 pub mod faulty_host;
+pub mod kernel_module;
 pub mod knob;
 pub mod memory_headroom;
 pub mod observe;

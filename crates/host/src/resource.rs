@@ -1,6 +1,12 @@
 //! What Pagefold changes on a host, in classes. Each class has its own lock and its own journal, so that one Pagefold
 //! process can place memory while another one merges.
 
+use crate::transaction::session::DEFAULT_STATE_DIRECTORY;
+use std::path::{Path, PathBuf};
+
+/// The directory of locks and journals that outlive a reboot.
+pub const PERSISTENT_STATE_DIRECTORY: &str = "/var/lib/pagefold/tune";
+
 /// A class of resources that only one Pagefold process at a time may change. The numbers identify the host-wide locks,
 /// so they must stay the same in all versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -13,11 +19,14 @@ pub enum ResourceClass {
     CpuPlacement = 2,
     /// All other settings of the kernel and of virtual machines.
     Settings = 3,
+    /// Configuration files, which outlive a reboot.
+    Configuration = 4,
 }
 
 impl ResourceClass {
     /// All classes, in the order in which a process must take their locks if it needs several.
-    pub const ALL: [Self; 4] = [Self::Ksm, Self::MemoryPlacement, Self::CpuPlacement, Self::Settings];
+    pub const ALL: [Self; 5] =
+        [Self::Ksm, Self::MemoryPlacement, Self::CpuPlacement, Self::Settings, Self::Configuration];
 
     /// Its name in messages.
     pub const fn name(self) -> &'static str {
@@ -26,6 +35,7 @@ impl ResourceClass {
             Self::MemoryPlacement => "the placement of memory",
             Self::CpuPlacement => "the placement of threads",
             Self::Settings => "settings of the kernel or of virtual machines",
+            Self::Configuration => "configuration files",
         }
     }
 
@@ -36,6 +46,7 @@ impl ResourceClass {
             Self::MemoryPlacement => "memory-placement.lock",
             Self::CpuPlacement => "cpu-placement.lock",
             Self::Settings => "settings.lock",
+            Self::Configuration => "configuration.lock",
         }
     }
 
@@ -46,6 +57,7 @@ impl ResourceClass {
             Self::MemoryPlacement => "memory-placement.journal.json",
             Self::CpuPlacement => "cpu-placement.journal.json",
             Self::Settings => "settings.journal.json",
+            Self::Configuration => "configuration.journal.json",
         }
     }
 
@@ -56,6 +68,21 @@ impl ResourceClass {
             Self::MemoryPlacement => "memory-placement.kept.json",
             Self::CpuPlacement => "cpu-placement.kept.json",
             Self::Settings => "settings.kept.json",
+            Self::Configuration => "configuration.kept.json",
         }
+    }
+
+    /// Whether its changes, and therefore its journal, outlive a reboot.
+    pub const fn survives_reboot(self) -> bool {
+        matches!(self, Self::Configuration)
+    }
+
+    /// The directory of its lock and journals for a state directory. The default one does not outlive a reboot, so a
+    /// class that does has another one. A state directory that the operator chose holds all classes.
+    pub fn directory(self, state_directory: &Path) -> PathBuf {
+        let is_default = state_directory == Path::new(DEFAULT_STATE_DIRECTORY);
+        let directory =
+            if is_default && self.survives_reboot() { Path::new(PERSISTENT_STATE_DIRECTORY) } else { state_directory };
+        directory.to_owned()
     }
 }

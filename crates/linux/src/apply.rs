@@ -2,6 +2,8 @@
 
 mod advise;
 mod collapse;
+mod config_file;
+mod kernel_module;
 mod placement;
 
 pub use advise::ask_merge_any;
@@ -20,7 +22,7 @@ use std::sync::atomic::AtomicBool;
 /// Apply one action. Once `stop` is set, it does not wait for the answer of a guest.
 pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
     match action {
-        Action::Write { knob, value } => write_knob(*knob, value).map(|()| ActionOutcome::default()),
+        Action::Write { knob, value } => write_knob(knob, value).map(|()| ActionOutcome::default()),
         Action::Advise { process, advice, ranges } => {
             with_process(host, *process, |process| advise::advise(process, *advice, ranges))
         }
@@ -39,11 +41,13 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
         Action::MovePages { process, ranges, node } => {
             with_process(host, *process, |process| placement::move_pages(process, ranges, *node))
         }
+        Action::ReplaceFile { file, content } => config_file::replace_file(file, content),
+        Action::ReloadModule { module, parameters } => kernel_module::reload(host, *module, parameters),
     }
 }
 
 /// Write a setting of the kernel.
-fn write_knob(knob: Knob, value: &str) -> Result<(), ActionError> {
+fn write_knob(knob: &Knob, value: &str) -> Result<(), ActionError> {
     write_setting(&knob.to_string(), value)
 }
 

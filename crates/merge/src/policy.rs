@@ -233,7 +233,7 @@ mod tests {
                 false
             });
             assert!(
-                matches!(error, Err(Error::SettingOverwritten { knob, .. }) if knob == Setting::PagesToScan.into()),
+                matches!(&error, Err(Error::SettingOverwritten { knob, .. }) if *knob == Setting::PagesToScan.into()),
                 "{error:?}"
             );
             let failed_undos = session.undo_all().unwrap();

@@ -20,4 +20,5 @@ pub mod report;
 pub mod run;
 pub mod schema;
 pub mod top;
+pub mod tune;
 pub mod unmerge;

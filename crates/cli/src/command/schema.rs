@@ -18,6 +18,7 @@ use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
+use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 
 /// Arguments of `schema`.
 #[derive(Args, Debug)]
@@ -46,11 +47,18 @@ enum SchemaName {
     NumaApply,
     /// `pagefold numa verify --json`
     NumaVerify,
+    /// `pagefold tune plan --json` and `pagefold tune import --json`
+    TunePlan,
+    /// `pagefold tune apply --json`
+    TuneApply,
+    /// `pagefold tune verify --json`
+    TuneVerify,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
     Policy,
     /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold numa undo --json`
+    /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold tune undo --json`
     Recover,
     /// `pagefold unmerge --json`
     Unmerge,
@@ -80,6 +88,9 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::NumaPredict => wire::json_schema::<NumaPredictReport>(),
         SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
+        SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
+        SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),
+        SchemaName::TuneVerify => wire::json_schema::<TuneVerifyReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),

@@ -1,7 +1,7 @@
 //! Kills pagefold with SIGKILL at every step of each kind of change that it makes to a host. The processes it works on
 //! must continue undisturbed, and `recover` must restore the rest. This covers memory ([`memory_changes`], [`guests`]),
-//! placement ([`placement`]), persistent settings ([`setting_changes`]), and programs that pagefold starts and
-//! accompanies ([`started_programs`]).
+//! placement ([`placement`]), persistent settings ([`setting_changes`]), tuning ([`tuning`], [`modules`]), and programs
+//! that pagefold starts and accompanies ([`started_programs`]).
 //!
 //! Each kind of change lists the fault points that it reaches, and all fault points in the code are listed. Each day
 //! they are distributed anew among the kinds, so that every run hits each point. `PAGEFOLD_DAY` repeats the
@@ -12,9 +12,11 @@
 
 mod guests;
 mod memory_changes;
+mod modules;
 mod placement;
 mod setting_changes;
 mod started_programs;
+mod tuning;
 
 use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_labs::output_lines::RegionLine;
@@ -40,6 +42,15 @@ const JOURNAL_POINTS: &[&str] = &[
     "after renaming a journal",
     "before appending to a journal",
     "after appending to a journal",
+    "before removing a journal",
+    "after removing a journal",
+];
+
+/// The fault points of a journal with one change, to which nothing is appended.
+const SHORT_JOURNAL_POINTS: &[&str] = &[
+    "before writing a journal",
+    "between writing a journal and renaming it",
+    "after renaming a journal",
     "before removing a journal",
     "after removing a journal",
 ];
@@ -80,8 +91,17 @@ const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsin
 const PLACEMENT_POINTS: &[&str] =
     &["before setting an affinity", "after setting an affinity", "before moving pages", "after moving pages"];
 
+/// The fault points of a new configuration file.
+const FILE_POINTS: &[&str] =
+    &["before replacing a file", "between writing a file and putting it in place", "after replacing a file"];
+
+/// The fault points of the removal of a configuration file.
+const FILE_REMOVAL_POINTS: &[&str] = &["before replacing a file", "after replacing a file"];
+
+const MODULE_POINTS: &[&str] = &["before unloading a module", "after unloading a module", "after loading a module"];
+
 /// The kinds of change and the fault points that each reaches.
-const CHANGE_KINDS: [(&str, &[&[&str]]); 15] = [
+const CHANGE_KINDS: [(&str, &[&[&str]]); 18] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("unenroll", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
@@ -96,6 +116,9 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 15] = [
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
     ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS]),
+    ("tune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_POINTS]),
+    ("untune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_REMOVAL_POINTS]),
+    ("module", &[SHORT_JOURNAL_POINTS, FILE_POINTS, MODULE_POINTS]),
     (GUIDED_KIND, &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
 ];
 

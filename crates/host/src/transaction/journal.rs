@@ -1,6 +1,7 @@
 //! The journal: the undo of each change is stored before the host is changed, so that it can be undone after a crash.
 //!
-//! The journal is a file in a directory on a file system that does not survive a reboot (`/run/pagefold`). Its first
+//! The journal is a file in a directory on a file system that does not survive a reboot (`/run/pagefold`), except for
+//! that of configuration files ([`ResourceClass::Configuration`](crate::resource::ResourceClass)). Its first
 //! line is JSON of the whole journal and is replaced atomically. Each further line is JSON of changes to it
 //! ([`JournalChange`]), so that the bytes written for an action do not grow with the number of earlier actions. A last
 //! line without a newline was truncated while it was written; the action it precedes was not performed. The journal
@@ -8,6 +9,8 @@
 //! state before a policy was set. It outlives the command that set the policy.
 
 use crate::action::{Action, CpusetFile, Exchange, MergeAdvice, ThreadId};
+use crate::config_file::{ConfigContent, ConfigFile};
+use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
 use pagefold_base::id_set::{IdSet, InvalidIdSet};
 use pagefold_base::{AddressRange, Pid, ProcessId};
@@ -316,6 +319,16 @@ enum WireAction {
         ranges: Vec<(u64, u64)>,
         node: u32,
     },
+    ReplaceFile {
+        file: ConfigFile,
+        from: ConfigContent,
+        to: ConfigContent,
+    },
+    ReloadModule {
+        module: KernelModule,
+        from: ModuleParameters,
+        to: ModuleParameters,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -344,15 +357,9 @@ impl From<WireIdSet> for String {
     }
 }
 
-#[derive(Serialize, Deserialize)]
+#[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 struct WireKnob(Knob);
-
-impl Clone for WireKnob {
-    fn clone(&self) -> Self {
-        Self(self.0)
-    }
-}
 
 impl TryFrom<String> for WireKnob {
     type Error = String;
@@ -380,7 +387,7 @@ impl WireAction {
     /// The file format of an undo action; `None` for a collapse, which is never an undo.
     fn from_action(undo: &Action) -> Option<Self> {
         Some(match undo {
-            Action::Write { knob, value } => Self::Write { knob: WireKnob(*knob), value: value.clone() },
+            Action::Write { knob, value } => Self::Write { knob: WireKnob(knob.clone()), value: value.clone() },
             Action::Advise { process, advice, ranges } => Self::Advise {
                 pid: process.pid.0,
                 start_time: process.start_time,
@@ -422,6 +429,12 @@ impl WireAction {
                 ranges: address_pairs(ranges),
                 node: *node,
             },
+            Action::ReplaceFile { file, content } => {
+                Self::ReplaceFile { file: file.clone(), from: content.from.clone(), to: content.to.clone() }
+            }
+            Action::ReloadModule { module, parameters } => {
+                Self::ReloadModule { module: *module, from: parameters.from.clone(), to: parameters.to.clone() }
+            }
             Action::Collapse { .. } => return None,
         })
     }
@@ -431,7 +444,10 @@ impl From<WireAction> for Action {
     fn from(action: WireAction) -> Self {
         let process = |pid, start_time| ProcessId { pid: Pid(pid), start_time };
         match action {
-            WireAction::Write { knob, value } => Self::Write { knob: knob.0, value: knob.0.restorable_value(value) },
+            WireAction::Write { knob, value } => {
+                let value = knob.0.restorable_value(value);
+                Self::Write { knob: knob.0, value }
+            }
             WireAction::Advise { pid, start_time, mergeable, ranges: pairs } => Self::Advise {
                 process: process(pid, start_time),
                 advice: if mergeable { MergeAdvice::Mergeable } else { MergeAdvice::Unmergeable },
@@ -458,6 +474,10 @@ impl From<WireAction> for Action {
             }
             WireAction::MovePages { pid, start_time, ranges: pairs, node } => {
                 Self::MovePages { process: process(pid, start_time), ranges: address_ranges(pairs), node }
+            }
+            WireAction::ReplaceFile { file, from, to } => Self::ReplaceFile { file, content: Exchange { from, to } },
+            WireAction::ReloadModule { module, from, to } => {
+                Self::ReloadModule { module, parameters: Exchange { from, to } }
             }
         }
     }
@@ -561,6 +581,18 @@ mod tests {
                 ids: Exchange { from: IdSet::default(), to: "0".parse().unwrap() },
             },
             Action::MovePages { process, ranges: ranges.clone(), node: 1 },
+            Action::Write { knob: Knob::from_path("sys/block/sda/queue/scheduler").unwrap(), value: "none".to_owned() },
+            Action::ReplaceFile {
+                file: ConfigFile::from_path("etc/modprobe.d/pagefold.conf").unwrap(),
+                content: Exchange { from: ConfigContent(Some("# \"a\"\n".to_owned())), to: ConfigContent(None) },
+            },
+            Action::ReloadModule {
+                module: KernelModule::KvmAmd,
+                parameters: Exchange {
+                    from: ModuleParameters([("npt".to_owned(), "0".to_owned())].into()),
+                    to: ModuleParameters([("npt".to_owned(), "1".to_owned())].into()),
+                },
+            },
         ];
         let entries = undo
             .map(|undo| JournalEntry {

@@ -87,6 +87,10 @@ impl fmt::Display for UndoDescription<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Action::Write { knob, value } => write!(f, "{knob} was {value}"),
+            Action::ReplaceFile { file, content } => write!(f, "{file} was {}", content.to),
+            Action::ReloadModule { module, parameters } => {
+                write!(f, "module {module} was loaded with {}", parameters.to)
+            }
             Action::Advise { process, advice, ranges } => {
                 let state = if *advice == MergeAdvice::Mergeable { "enrolled" } else { "not enrolled" };
                 write!(f, "{} ranges of process {} were {state}", ranges.len(), process.pid)
@@ -145,14 +149,14 @@ struct JournalMark {
 }
 
 impl<'a> Session<'a> {
-    /// Takes the lock of a class of resources in a directory, which is created if necessary, and undoes the changes of
+    /// Takes the lock of a class of resources in a state directory, which is created if necessary, and undoes the changes of
     /// a killed session. Also returns the undone and the failed actions.
     pub fn begin(
         host: &'a dyn Host,
         directory: &Path,
         class: ResourceClass,
     ) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), Error> {
-        let (directory, lock) = lock_directory(directory, class)?;
+        let (directory, lock) = lock_directory(&class.directory(directory), class)?;
         let claim = host.acquire_lock(class).map_err(|holder| Error::Busy { class, holder })?;
         if matches!(claim, HostLock::Obstructed) {
             let _ = writeln!(
@@ -162,7 +166,8 @@ impl<'a> Session<'a> {
             );
         }
         let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
-        let old_journal = Journal::load(&directory, class.journal_file())?.filter(|journal| journal.boot == boot);
+        let old_journal = Journal::load(&directory, class.journal_file())?
+            .filter(|journal| class.survives_reboot() || journal.boot == boot);
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
         let journal_size = JournalSize::default();
         let mut session = Self {
@@ -218,7 +223,7 @@ impl<'a> Session<'a> {
             let effect = self.apply_to_host(action, stop)?;
             if let Action::Write { knob, .. } = action {
                 let length = self.journal.entries.len();
-                self.journal.entries.retain(|entry| !is_entry_of_knob(entry, *knob));
+                self.journal.entries.retain(|entry| !is_entry_of_knob(entry, knob));
                 if self.journal.entries.len() < length {
                     self.rewrite_journal()?;
                 }
@@ -230,7 +235,8 @@ impl<'a> Session<'a> {
         // The undo stays if something may have changed.
         let is_untouched = match &result {
             Ok(outcome) => outcome.unchanged,
-            Err(ActionError::Busy(_) | ActionError::Failed(_)) => matches!(action, Action::Write { .. }),
+            Err(ActionError::Busy(_)) => matches!(action, Action::Write { .. } | Action::ReloadModule { .. }),
+            Err(ActionError::Failed(_)) => matches!(action, Action::Write { .. }),
             Err(_) => true,
         };
         if is_untouched {
@@ -250,9 +256,9 @@ impl<'a> Session<'a> {
     /// are not written.
     pub fn write_settings<K: Into<Knob> + Copy>(&mut self, settings: &BTreeMap<K, String>) -> Result<(), Error> {
         for (&setting, value) in settings {
-            let knob = setting.into();
-            let current = self.read_knob(knob)?;
-            self.check_knob_not_overwritten(knob, &current)?;
+            let knob: Knob = setting.into();
+            let current = self.read_knob(&knob)?;
+            self.check_knob_not_overwritten(&knob, &current)?;
             if current != *value {
                 self.apply(&Action::Write { knob, value: value.clone() }, ChangeLifetime::Temporary)?;
             }
@@ -263,7 +269,7 @@ impl<'a> Session<'a> {
     /// Tests whether settings can be written by writing `knob` with its present value. It must be one that other
     /// programs do not change between the read and the write.
     pub fn check_writable(&self, knob: Knob) -> Result<(), Error> {
-        let value = self.read_knob(knob)?;
+        let value = self.read_knob(&knob)?;
         self.host.apply(&Action::Write { knob, value })?;
         Ok(())
     }
@@ -271,7 +277,7 @@ impl<'a> Session<'a> {
     /// Checks that every setting still has the value that this session wrote.
     pub fn check_not_overwritten(&self) -> Result<(), Error> {
         for entry in &self.journal.entries {
-            if let Action::Write { knob, .. } = entry.undo {
+            if let Action::Write { knob, .. } = &entry.undo {
                 self.check_knob_not_overwritten(knob, &self.read_knob(knob)?)?;
             }
         }
@@ -338,7 +344,7 @@ impl<'a> Session<'a> {
                 kept.entries.push(entry.clone());
                 continue;
             };
-            match kept.entries.iter_mut().find(|entry| is_entry_of_knob(entry, *knob)) {
+            match kept.entries.iter_mut().find(|entry| is_entry_of_knob(entry, knob)) {
                 Some(saved) => {
                     // The previous value is restored if this process ends before its own journal is removed.
                     saved.written_values.retain(|written| written == value);
@@ -362,7 +368,7 @@ impl<'a> Session<'a> {
     /// The changes that earlier sessions kept, with their purpose, if there are any.
     pub fn load_kept_changes(&self) -> Result<Option<Journal>, Error> {
         Ok(Journal::load(&self.directory, self.class.kept_changes_file())?
-            .filter(|journal| journal.boot == self.journal.boot))
+            .filter(|journal| self.class.survives_reboot() || journal.boot == self.journal.boot))
     }
 
     /// Undoes the kept changes, newest first. Returns the undone actions and the failed ones.
@@ -376,26 +382,28 @@ impl<'a> Session<'a> {
         self.undo_entries()
     }
 
-    fn read_knob(&self, knob: Knob) -> Result<String, Error> {
-        knob.read(self.host).map_err(|source| Error::SettingUnreadable { knob, source })
+    fn read_knob(&self, knob: &Knob) -> Result<String, Error> {
+        knob.read(self.host).map_err(|source| Error::SettingUnreadable { knob: knob.clone(), source })
     }
 
-    fn check_knob_not_overwritten(&self, knob: Knob, current: &str) -> Result<(), Error> {
+    fn check_knob_not_overwritten(&self, knob: &Knob, current: &str) -> Result<(), Error> {
         if let Some((driver, value)) = knob.changed_by_kernel_while()
-            && self.last_written_value(driver) == Some(value)
+            && self.last_written_value(&driver) == Some(value)
         {
             return Ok(());
         }
         match self.last_written_value(knob) {
-            Some(wrote) if wrote != current => {
-                Err(Error::SettingOverwritten { knob, wrote: wrote.to_owned(), found: current.to_owned() })
-            }
+            Some(wrote) if wrote != current => Err(Error::SettingOverwritten {
+                knob: knob.clone(),
+                wrote: wrote.to_owned(),
+                found: current.to_owned(),
+            }),
             _ => Ok(()),
         }
     }
 
     /// The value that this session wrote last.
-    fn last_written_value(&self, knob: Knob) -> Option<&str> {
+    fn last_written_value(&self, knob: &Knob) -> Option<&str> {
         self.journal
             .entries
             .iter()
@@ -409,16 +417,16 @@ impl<'a> Session<'a> {
     fn journal_action(&mut self, action: &Action, until_commit: bool) -> Result<JournalMark, Error> {
         let mut mark = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
         if let Action::Write { knob, value } = action {
-            let current = self.read_knob(*knob)?;
+            let current = self.read_knob(knob)?;
             if current != *value
                 && let Some((reset, reset_value)) = knob.resets()
                 // A value that the kernel set itself is not worth restoring.
-                && (reset.changed_by_kernel_while() != Some((*knob, current.as_str())) || self.has_knob_entry(reset))
+                && (reset.changed_by_kernel_while() != Some((knob.clone(), current.as_str())) || self.has_knob_entry(&reset))
             {
-                self.journal_knob(reset, reset_value, &mut mark)?;
+                self.journal_knob(&reset, reset_value, &mut mark)?;
             }
-            if current != *value || self.has_knob_entry(*knob) {
-                self.journal_knob(*knob, value, &mut mark)?;
+            if current != *value || self.has_knob_entry(knob) {
+                self.journal_knob(knob, value, &mut mark)?;
             }
         } else {
             let undo = action::undo_actions(self.host, action)?;
@@ -455,7 +463,7 @@ impl<'a> Session<'a> {
     }
 
     /// Stores that a setting is about to be written.
-    fn journal_knob(&mut self, knob: Knob, value: &str, mark: &mut JournalMark) -> Result<(), Error> {
+    fn journal_knob(&mut self, knob: &Knob, value: &str, mark: &mut JournalMark) -> Result<(), Error> {
         match self.journal.entries.iter().position(|entry| is_entry_of_knob(entry, knob)) {
             Some(position) => {
                 let written_values = &mut self.journal.entries[position].written_values;
@@ -464,7 +472,7 @@ impl<'a> Session<'a> {
                 *written_values = last.into_iter().chain([value.to_owned()]).collect();
             }
             None => {
-                let undo = Action::Write { knob, value: knob.restorable_value(self.read_knob(knob)?) };
+                let undo = Action::Write { knob: knob.clone(), value: knob.restorable_value(self.read_knob(knob)?) };
                 let written_values = vec![value.to_owned()];
                 self.journal.entries.push(JournalEntry {
                     undo,
@@ -488,7 +496,7 @@ impl<'a> Session<'a> {
         self.append_changes(&changes)
     }
 
-    fn has_knob_entry(&self, knob: Knob) -> bool {
+    fn has_knob_entry(&self, knob: &Knob) -> bool {
         self.journal.entries.iter().any(|entry| is_entry_of_knob(entry, knob))
     }
 
@@ -533,8 +541,8 @@ impl Drop for Session<'_> {
     }
 }
 
-fn is_entry_of_knob(entry: &JournalEntry, knob: Knob) -> bool {
-    matches!(entry.undo, Action::Write { knob: written, .. } if written == knob)
+fn is_entry_of_knob(entry: &JournalEntry, knob: &Knob) -> bool {
+    matches!(&entry.undo, Action::Write { knob: written, .. } if written == knob)
 }
 
 /// The identifier of the present boot: journals of another boot are void.

@@ -39,7 +39,7 @@ pub enum Error {
     #[error("cannot read the state of the host: no further change is made, and temporary changes are undone")]
     HostStateUnreadable(#[source] Absent),
     /// A setting cannot be read, so a change could not be undone.
-    #[error("cannot read {knob}{}", unreadable_hint(*.knob, .source))]
+    #[error("cannot read {knob}{}", unreadable_hint(.knob, .source))]
     SettingUnreadable {
         /// The setting.
         knob: Knob,
@@ -96,7 +96,7 @@ fn describe_holder(LockHolder { pid, state_directory: state }: &LockHolder) -> S
 }
 
 /// The remedy for a setting that cannot be read.
-fn unreadable_hint(knob: Knob, why: &Absent) -> String {
+fn unreadable_hint(knob: &Knob, why: &Absent) -> String {
     match why {
         Absent::NotOnThisKernel => format!(" ({})", knob.requirement()),
         Absent::Denied => " (run as root)".to_owned(),

@@ -428,7 +428,7 @@ fn refused_change_needs_no_undo() {
     session.write_settings(&settings(&[(Setting::MaxPageSharing, "128")])).unwrap();
     let bad = settings(&[(Setting::SleepMillisecs, "-1")]);
     assert!(matches!(session.write_settings(&bad), Err(Error::Refused(_))));
-    assert!(!session.has_knob_entry(Setting::SleepMillisecs.into()));
+    assert!(!session.has_knob_entry(&Setting::SleepMillisecs.into()));
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("max_page_sharing"), "256");
 }
@@ -512,7 +512,7 @@ fn undo_never_writes_run_2() {
         let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
         let run =
             session.load_kept_changes().unwrap().into_iter().flat_map(|policy| policy.entries).find_map(|entry| {
-                matches!(entry.undo, Action::Write { knob, .. } if knob == Setting::Run.into()).then_some(entry.undo)
+                matches!(&entry.undo, Action::Write { knob, .. } if *knob == Setting::Run.into()).then_some(entry.undo)
             });
         let zero = Action::Write { knob: Setting::Run.into(), value: "0".to_owned() };
         assert_eq!(run, (file == POLICY_FILE).then_some(zero));

@@ -105,7 +105,7 @@ impl Session<'_> {
             return UndoResult::failure(entry, why, true);
         }
         match &entry.undo {
-            Action::Write { knob, value } => match self.needs_undo(entry, *knob, value) {
+            Action::Write { knob, value } => match self.needs_undo(entry, knob, value) {
                 Ok(true) => {}
                 Ok(false) => return UndoResult::success(entry),
                 Err((why, will_retry)) => return UndoResult::failure(entry, why, will_retry),
@@ -168,7 +168,7 @@ impl Session<'_> {
     }
 
     /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
-    fn needs_undo(&self, entry: &JournalEntry, knob: Knob, value: &str) -> Result<bool, (String, bool)> {
+    fn needs_undo(&self, entry: &JournalEntry, knob: &Knob, value: &str) -> Result<bool, (String, bool)> {
         let current = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
         if knob.restorable_value(current.clone()) == *value {
             return Ok(false);
@@ -176,10 +176,10 @@ impl Session<'_> {
         if let Some((driver, active)) = knob.changed_by_kernel_while()
             && driver.read(self.host).as_deref() == Ok(active)
         {
-            if self.retry_entries.iter().any(|entry| is_entry_of_knob(entry, driver)) {
+            if self.retry_entries.iter().any(|entry| is_entry_of_knob(entry, &driver)) {
                 return Err((format!("{driver} is {active} and could not be restored"), true));
             }
-            let was_active = Action::Write { knob: driver, value: active.to_owned() };
+            let was_active = Action::Write { knob: driver.clone(), value: active.to_owned() };
             // If the driver had this value before, the kernel sets this setting.
             let was_active_before = self.journal.entries.iter().any(|entry| entry.undo == was_active);
             let foreign_write = || (format!("{driver} is {active}, which another program wrote"), false);

@@ -2,12 +2,17 @@
 
 use super::*;
 use crate::action::{CpusetFile, Exchange, ThreadId};
+use crate::config_file::{ConfigContent, ConfigFile};
+use crate::kernel_module::{KernelModule, ModuleParameters};
 
 const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
 const PAGES: AddressRange = AddressRange { start: 0x10_0000, end: 0x10_4000 };
 const CPUS_FILE: &str = "proc/7/task/8/cpus";
 const QOM_FILE: &str = "proc/7/qom/objects/io0/poll-max-ns";
 const CPUSET_FILE: &str = "sys/fs/cgroup/vms/cpuset.cpus";
+const MODPROBE_FILE: &str = "etc/modprobe.d/pagefold.conf";
+const NEW_FILE: &str = "etc/sysctl.d/90-pagefold.conf";
+const NPT_FILE: &str = "sys/module/kvm_amd/parameters/npt";
 
 fn host() -> FakeHost {
     let host = FakeHost::booted();
@@ -16,6 +21,8 @@ fn host() -> FakeHost {
     host.put_file(CPUSET_FILE, "0-7");
     host.put_file("proc/sys/kernel/numa_balancing", "1");
     host.put_file(QOM_FILE, "32768");
+    host.put_file(MODPROBE_FILE, "# old\n");
+    host.put_file(NPT_FILE, "1");
     host
 }
 
@@ -28,8 +35,20 @@ fn set_affinity(from: &str, to: &str) -> Action {
     Action::SetAffinity { thread, cpus: exchange(from, to) }
 }
 
-/// For each class two changes after one another.
-fn changes() -> [Action; 6] {
+fn replace_file(path: &str, from: Option<&str>, to: Option<&str>) -> Action {
+    let content = |text: Option<&str>| ConfigContent(text.map(str::to_owned));
+    let content = Exchange { from: content(from), to: content(to) };
+    Action::ReplaceFile { file: ConfigFile::from_path(path).unwrap(), content }
+}
+
+fn set_npt(from: &str, to: &str) -> Action {
+    let parameters = |npt: &str| ModuleParameters([("npt".to_owned(), npt.to_owned())].into());
+    let parameters = Exchange { from: parameters(from), to: parameters(to) };
+    Action::ReloadModule { module: KernelModule::KvmAmd, parameters }
+}
+
+/// For each class two changes or more after one another.
+fn changes() -> [Action; 10] {
     let cpuset = |from, to| {
         let ids = exchange(from, to);
         Action::WriteCpuset { cgroup: "sys/fs/cgroup/vms".to_owned(), file: CpusetFile::Cpus, ids }
@@ -50,13 +69,18 @@ fn changes() -> [Action; 6] {
         Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 2 },
         Action::Write { knob, value: "0".to_owned() },
         set_poll("32768", "0"),
+        set_npt("1", "0"),
+        replace_file(NEW_FILE, None, Some("# new\n")),
+        replace_file(MODPROBE_FILE, Some("# old\n"), Some("# changed\n")),
+        replace_file(MODPROBE_FILE, Some("# changed\n"), None),
     ]
 }
 
-/// The CPUs, the cpuset, the setting, the property of QEMU, and the nodes of the pages.
+/// The CPUs, the cpuset, the setting, the property of QEMU, the parameter, the files, and the nodes of the pages. A file
+/// that does not exist is empty here.
 fn state(host: &FakeHost) -> (Vec<String>, Vec<Option<u32>>) {
-    let read = |path: &&str| String::from_utf8(host.read(path).unwrap()).unwrap();
-    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE];
+    let read = |path: &&str| String::from_utf8(host.read(path).unwrap_or_default()).unwrap();
+    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE, NPT_FILE, NEW_FILE, MODPROBE_FILE];
     (files.iter().map(read).collect(), host.open(Pid(7)).unwrap().page_nodes(PAGES).unwrap())
 }
 
@@ -71,7 +95,7 @@ fn sessions_of_all_classes_work_side_by_side_and_undo_their_changes() {
         session.apply(&action, ChangeLifetime::Temporary).unwrap();
     }
     let nodes = [Some(2); 4].to_vec();
-    assert_eq!(state(&host), (["1", "4", "0", "0"].map(str::to_owned).to_vec(), nodes));
+    assert_eq!(state(&host), (["1", "4", "0", "0", "0", "# new\n", ""].map(str::to_owned).to_vec(), nodes));
     let busy = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).err().unwrap();
     assert!(matches!(busy, Error::Busy { class: ResourceClass::CpuPlacement, .. }), "{busy}");
     for mut session in sessions {
@@ -106,6 +130,62 @@ fn next_session_undoes_placement_after_a_kill_at_any_step() {
             assert_eq!(state(&host), before, "{action:?}, applied: {applied}");
         }
     }
+}
+
+#[test]
+fn only_configuration_is_undone_after_a_reboot() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = state(&host);
+    for keep in [true, false] {
+        for class in [ResourceClass::Settings, ResourceClass::Configuration] {
+            let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
+            for action in changes().iter().filter(|action| action.class() == class) {
+                session.apply(action, ChangeLifetime::Temporary).unwrap();
+            }
+            if keep {
+                assert_eq!(session.keep_changes("tune").unwrap(), []);
+            }
+            let journal = fs::read(directory.path().join(class.journal_file())).ok();
+            session.journal.entries.clear();
+            drop(session);
+            // As after a kill.
+            if let Some(journal) = journal {
+                fs::write(directory.path().join(class.journal_file()), journal).unwrap();
+            }
+        }
+        let changed = state(&host);
+        host.put_file("proc/sys/kernel/random/boot_id", if keep { "another boot" } else { "a third boot" });
+        for class in [ResourceClass::Settings, ResourceClass::Configuration] {
+            let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
+            let (_, failed) = session.undo_kept_changes().unwrap();
+            assert_eq!(failed, []);
+        }
+        assert_eq!(state(&host).0[2..5], changed.0[2..5], "a new boot has settings of its own");
+        assert_eq!(state(&host).0[5..], before.0[5..], "kept: {keep}");
+        host.put_file("proc/sys/kernel/numa_balancing", "1");
+        host.put_file(QOM_FILE, "32768");
+        host.put_file(NPT_FILE, "1");
+    }
+}
+
+#[test]
+fn module_in_use_is_refused_and_its_undo_is_retried() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    host.put_file("sys/module/kvm_amd/refcnt", "3");
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Settings).unwrap();
+    let refused = session.apply(&set_npt("1", "0"), ChangeLifetime::Temporary).unwrap_err();
+    assert!(matches!(refused, Error::Refused(ActionError::Busy(_))), "{refused}");
+    assert_eq!(host.read(NPT_FILE).unwrap(), b"1");
+    host.put_file("sys/module/kvm_amd/refcnt", "0");
+    session.apply(&set_npt("1", "0"), ChangeLifetime::Temporary).unwrap();
+    host.put_file("sys/module/kvm_amd/refcnt", "3");
+    let failed = session.undo_all().unwrap();
+    assert!(matches!(&failed[..], [FailedUndo { will_retry: true, .. }, ..]), "{failed:?}");
+    host.put_file("sys/module/kvm_amd/refcnt", "0");
+    drop(session);
+    let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Settings).unwrap();
+    assert_eq!((undone.len(), failed), (1, Vec::new()), "the refused change must leave no entry");
+    assert_eq!(host.read(NPT_FILE).unwrap(), b"1");
 }
 
 #[test]

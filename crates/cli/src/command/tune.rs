@@ -1,0 +1,416 @@
+//! `pagefold tune`: carry out what the findings of `doctor` ask for, and undo it.
+
+use crate::command::recover::{open_live_host, print_result, with_remedy};
+use crate::command_line::{GlobalOptions, parse_duration};
+use crate::config::Config;
+use crate::{CommandOutcome, host_selection, output};
+use anyhow::{Context, bail};
+use clap::{Args, Subcommand, ValueEnum};
+use pagefold_doctor::decide::change::SettingChange;
+use pagefold_doctor::decide::{Finding, examine_host};
+use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
+use pagefold_host::Host;
+use pagefold_output::wire;
+use pagefold_tune::apply::{Applied, apply, is_automatic};
+use pagefold_tune::decide::export::{self, ExportFormat};
+use pagefold_tune::decide::import::{self, IgnoredLine, ImportFormat, Imported};
+use pagefold_tune::decide::profile::{self, Profile};
+use pagefold_tune::decide::{Proposal, TunePlan, plan};
+use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_tune::{facts, kept, text};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const PLAN_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold tune plan                       what the findings of `pagefold doctor` would change
+  sudo pagefold tune plan --profile density     for a host with as many machines as possible
+  sudo pagefold tune plan --rule kvm-npt --json
+
+Nothing is changed. A host that needs nothing has an empty plan.
+
+Exit status: 0 nothing is to be changed, 1 the plan has steps, 2 failure.";
+
+const APPLY_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold tune apply --dry-run            the same as `plan`
+  sudo pagefold tune apply --only live          settings of the running kernel, no module
+  sudo pagefold tune apply --profile latency
+  sudo pagefold tune apply --import my.conf     what a file of tuned, sysctl.d or modprobe.d sets
+
+A module is loaded again only if no virtual machine uses it. Boot parameters are printed as commands, and \
+definitions of virtual machines as diffs: both take effect later, and stay with you.
+
+Exit status: 0 done, 2 refused with nothing changed, 3 a step failed; the others are made.";
+
+const UNDO_EXAMPLES: &str = "\
+Example:
+  sudo pagefold tune undo        restore what `tune apply` changed
+
+A setting that another program has written since keeps its value.";
+
+const VERIFY_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold tune verify              whether the changes are in force, and their counters
+  sudo pagefold tune verify --wait 10s   how much the counters grow in ten seconds
+
+Exit status: 0 all changes are in force, 1 another program changed one, 2 failure.";
+
+const EXPORT_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold tune export --format sysctl > /etc/sysctl.d/90-pagefold.conf
+  sudo pagefold tune export --format ansible --profile density > tasks.yml
+
+It prints the changes of `tune apply` that are in force, and those that are planned.";
+
+const IMPORT_EXAMPLES: &str = "\
+Examples:
+  sudo pagefold tune import /usr/lib/tuned/virtual-host/tuned.conf
+  sudo pagefold tune import /etc/sysctl.d/99-custom.conf --json
+
+It prints what the file would change on this host, and which of its lines pagefold does not carry out. Nothing is \
+changed: `tune apply --import FILE` does it.
+
+Exit status: 0 nothing is to be changed, 1 the plan has steps, 2 failure.";
+
+/// Arguments of `tune`.
+#[derive(Args, Debug)]
+pub struct TuneArguments {
+    #[command(subcommand)]
+    command: TuneCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum TuneCommand {
+    /// Show which settings would be changed, how, at which risk, and what is refused
+    #[command(after_help = PLAN_EXAMPLES)]
+    Plan(PlanArguments),
+    /// Change settings and load modules again, until they are undone
+    #[command(after_help = APPLY_EXAMPLES)]
+    Apply(ApplyArguments),
+    /// Restore the settings and files from before `tune apply`
+    #[command(after_help = UNDO_EXAMPLES)]
+    Undo(PrintArguments),
+    /// Check that the changes of `tune apply` are in force, and show the counters that prove their effect
+    #[command(after_help = VERIFY_EXAMPLES)]
+    Verify(VerifyArguments),
+    /// Print the settings as a file of another program
+    #[command(after_help = EXPORT_EXAMPLES)]
+    Export(ExportArguments),
+    /// Show what a file of another program would change
+    #[command(after_help = IMPORT_EXAMPLES)]
+    Import(ImportArguments),
+}
+
+/// The source of the changes.
+#[derive(Args, Debug, Default)]
+struct SourceOptions {
+    /// What the host is for
+    #[arg(long, value_enum, value_name = "NAME")]
+    profile: Option<ProfileName>,
+    /// Only the changes of this rule (see `pagefold doctor --json`); may be given several times
+    #[arg(long, value_name = "ID")]
+    rule: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ProfileName {
+    /// As much work as possible, with CPUs that are not over-committed
+    Throughput,
+    /// Short and even response times
+    Latency,
+    /// As many virtual machines as possible
+    Density,
+    /// Databases: huge pages, and no double cache
+    Database,
+    /// Many short jobs on machines with one image
+    Htc,
+}
+
+impl From<ProfileName> for Profile {
+    fn from(name: ProfileName) -> Self {
+        match name {
+            ProfileName::Throughput => Self::Throughput,
+            ProfileName::Latency => Self::Latency,
+            ProfileName::Density => Self::Density,
+            ProfileName::Database => Self::Database,
+            ProfileName::Htc => Self::Htc,
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+struct PlanArguments {
+    #[command(flatten)]
+    source: SourceOptions,
+    /// Print JSON (see `pagefold schema tune-plan`)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct ApplyArguments {
+    #[command(flatten)]
+    source: SourceOptions,
+    /// Apply what this file sets instead of the findings
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["profile", "rule"])]
+    import: Option<PathBuf>,
+    /// Show the plan and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Only changes of this kind
+    #[arg(long, value_enum, value_name = "KIND")]
+    only: Option<OnlyKind>,
+    /// Print JSON (see `pagefold schema tune-apply`)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OnlyKind {
+    /// Settings of the running kernel
+    Live,
+}
+
+#[derive(Args, Debug)]
+struct PrintArguments {
+    /// Print JSON (see `pagefold schema recover`)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct VerifyArguments {
+    /// Time between two readings of the counters
+    #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse_duration)]
+    wait: Duration,
+    /// Print JSON (see `pagefold schema tune-verify`)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+struct ExportArguments {
+    #[command(flatten)]
+    source: SourceOptions,
+    /// The format
+    #[arg(long, value_enum)]
+    format: ExportFormatName,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ExportFormatName {
+    /// A profile of tuned
+    Tuned,
+    /// A file for /etc/sysctl.d
+    Sysctl,
+    /// A file for /etc/modprobe.d
+    Modprobe,
+    /// Tasks of an Ansible playbook
+    Ansible,
+}
+
+impl From<ExportFormatName> for ExportFormat {
+    fn from(name: ExportFormatName) -> Self {
+        match name {
+            ExportFormatName::Tuned => Self::Tuned,
+            ExportFormatName::Sysctl => Self::Sysctl,
+            ExportFormatName::Modprobe => Self::Modprobe,
+            ExportFormatName::Ansible => Self::Ansible,
+        }
+    }
+}
+
+#[derive(Args, Debug)]
+struct ImportArguments {
+    /// The file
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Its format; without it, its first line decides
+    #[arg(long, value_enum)]
+    format: Option<ImportFormatName>,
+    /// Print JSON (see `pagefold schema tune-plan`)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ImportFormatName {
+    /// A profile of tuned: tuned.conf
+    Tuned,
+    /// A file of sysctl.d
+    Sysctl,
+    /// A file of modprobe.d
+    Modprobe,
+}
+
+impl From<ImportFormatName> for ImportFormat {
+    fn from(name: ImportFormatName) -> Self {
+        match name {
+            ImportFormatName::Tuned => Self::Tuned,
+            ImportFormatName::Sysctl => Self::Sysctl,
+            ImportFormatName::Modprobe => Self::Modprobe,
+        }
+    }
+}
+
+/// Run the subcommand.
+pub fn run(options: &TuneArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match &options.command {
+        TuneCommand::Plan(options) => {
+            let host = host_selection::open_host(global)?;
+            let prepared = plan_findings(&*host, &options.source, global)?;
+            print_plan(&*host, &prepared, options.json, global)
+        }
+        TuneCommand::Import(options) => {
+            let host = host_selection::open_host(global)?;
+            let prepared = plan_file(&*host, &options.file, options.format.map(Into::into))?;
+            print_plan(&*host, &prepared, options.json, global)
+        }
+        TuneCommand::Apply(options) => run_apply(options, global),
+        TuneCommand::Undo(options) => run_undo(options, global),
+        TuneCommand::Verify(options) => run_verify(options, global),
+        TuneCommand::Export(options) => run_export(options, global),
+    }
+}
+
+/// A plan with its source.
+struct PreparedPlan {
+    profile: Option<Profile>,
+    plan: TunePlan,
+    ignored: Vec<IgnoredLine>,
+}
+
+/// Plan the changes that findings and a profile ask for.
+fn plan_findings(host: &dyn Host, source: &SourceOptions, global: &GlobalOptions) -> anyhow::Result<PreparedPlan> {
+    let findings = examine(host, global)?;
+    check_rules(&source.rule, &findings)?;
+    let profile = source.profile.map(Profile::from);
+    let mut proposals = Proposal::from_findings(&findings);
+    let patterns: Vec<&str> = profile.into_iter().flat_map(profile::setting_patterns).collect();
+    let state = facts::read_state(host, &changes_of(&proposals), &patterns);
+    proposals.extend(profile.into_iter().flat_map(|profile| profile::proposals(profile, &state.settings)));
+    if !source.rule.is_empty() {
+        proposals.retain(|proposal| source.rule.contains(&proposal.rule));
+    }
+    Ok(PreparedPlan { profile, plan: plan(&proposals, profile, &state), ignored: Vec::new() })
+}
+
+fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
+    proposals.iter().flat_map(|proposal| &proposal.changes).collect()
+}
+
+/// All findings on the host and its machines.
+fn examine(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<Vec<Finding>> {
+    let Config { domains, exclusions, .. } = Config::load(global)?;
+    let facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
+    Ok(examine_host(&facts))
+}
+
+/// Check that each rule exists.
+fn check_rules(rules: &[String], findings: &[Finding]) -> anyhow::Result<()> {
+    let is_profile = |rule: &str| Profile::ALL.iter().any(|profile| rule == format!("profile-{profile}"));
+    match rules.iter().find(|rule| !is_profile(rule) && findings.iter().all(|finding| finding.rule != **rule)) {
+        Some(rule) => bail!("--rule {rule}: there is no such rule; `pagefold doctor --json` lists them"),
+        None => Ok(()),
+    }
+}
+
+/// Plan what a file sets.
+fn plan_file(host: &dyn Host, path: &Path, format: Option<ImportFormat>) -> anyhow::Result<PreparedPlan> {
+    let (imported, format) = read_file(path, format)?;
+    let patterns: Vec<&str> = imported.patterns.iter().map(|(pattern, _)| pattern.as_str()).collect();
+    let state = facts::read_state(host, &imported.changes.iter().collect::<Vec<_>>(), &patterns);
+    let proposal = imported.proposal(&format!("{format}, {}", path.display()), &state);
+    Ok(PreparedPlan { profile: None, plan: plan(&[proposal], None, &state), ignored: imported.ignored })
+}
+
+fn read_file(path: &Path, format: Option<ImportFormat>) -> anyhow::Result<(Imported, ImportFormat)> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let format = format.unwrap_or_else(|| import::identify_format(&text));
+    let imported = import::parse(&text, format);
+    if imported.changes.is_empty() && imported.patterns.is_empty() && !imported.ignored.is_empty() {
+        let first = &imported.ignored[0];
+        bail!(
+            "{} sets nothing as {format}: line {}: {}; name its format with `pagefold tune import --format`",
+            path.display(),
+            first.number,
+            first.why
+        );
+    }
+    Ok((imported, format))
+}
+
+fn print_plan(
+    host: &dyn Host,
+    prepared: &PreparedPlan,
+    json: bool,
+    global: &GlobalOptions,
+) -> anyhow::Result<CommandOutcome> {
+    let report = TunePlanReport::new(host.describe(), prepared.profile, &prepared.plan, &prepared.ignored);
+    let style = output::stdout_style(global);
+    output::print_stdout(&if json { wire::to_json(&report) } else { text::render_plan(&report, style) })?;
+    Ok(if report.steps.is_empty() { CommandOutcome::Done } else { CommandOutcome::NegativeVerdict })
+}
+
+fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
+    let mut prepared = match &options.import {
+        Some(path) => plan_file(&*host, path, None)?,
+        None => plan_findings(&*host, &options.source, global)?,
+    };
+    let only_live = options.only == Some(OnlyKind::Live);
+    if only_live {
+        prepared.plan.steps.retain(|step| is_automatic(step, true));
+    }
+    let report = TunePlanReport::new(host.describe(), prepared.profile, &prepared.plan, &prepared.ignored);
+    let applied = if options.dry_run {
+        Applied::default()
+    } else {
+        apply(&*host, &global.state, &prepared.plan, only_live).map_err(with_remedy)?
+    };
+    for text in TuneApplyReport::recovered_texts(&applied) {
+        eprintln!("An earlier pagefold was killed. Restored: {text}");
+    }
+    let style = output::stdout_style(global);
+    let report = TuneApplyReport::new(report, &applied);
+    output::print_stdout(&match (options.json, options.dry_run) {
+        (true, _) => wire::to_json(&report),
+        (false, true) => text::render_plan(&report.plan, style),
+        (false, false) => text::render_applied(&report, style),
+    })?;
+    let is_complete = report.failed.is_empty() && report.failed_undos.is_empty();
+    Ok(if is_complete { CommandOutcome::Done } else { CommandOutcome::Partial })
+}
+
+fn run_undo(options: &PrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let undone = kept::undo(&*host, &global.state).map_err(with_remedy)?;
+    print_result(&undone.done, &undone.failed, options.json, "No changes of `pagefold tune` are in force.")
+}
+
+fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
+    let kept = if global.host == "live" { kept::load(&*host, &global.state)? } else { Vec::new() };
+    let mut counters = kept::read_counters(&*host, &kept);
+    let mut earlier = None;
+    if !options.wait.is_zero() {
+        host.sleep(options.wait);
+        earlier = Some(std::mem::replace(&mut counters, kept::read_counters(&*host, &kept)));
+    }
+    let machines = facts::check_vcpus(&*host);
+    let report = TuneVerifyReport::new(host.describe(), &kept, (earlier.as_deref(), &counters), &machines);
+    let style = output::stdout_style(global);
+    output::print_stdout(&if options.json { wire::to_json(&report) } else { text::render_verified(&report, style) })?;
+    Ok(if report.has_drift() { CommandOutcome::NegativeVerdict } else { CommandOutcome::Done })
+}
+
+fn run_export(options: &ExportArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
+    let prepared = plan_findings(&*host, &options.source, global)?;
+    let kept = if global.host == "live" { kept::load(&*host, &global.state)? } else { Vec::new() };
+    let settings = kept::export_settings(&kept, &prepared.plan);
+    output::print_stdout(&export::render(&settings, options.format.into()))?;
+    Ok(CommandOutcome::Done)
+}

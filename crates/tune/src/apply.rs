@@ -1,0 +1,259 @@
+//! Makes the steps of a plan that need no restart of a machine or of the host.
+//!
+//! Each class of resources has its session, so each change is in a journal before it is made. A step that fails is
+//! undone alone and named; the others stay. In the end the sessions keep their changes until `pagefold tune undo`. A
+//! kill before that leaves the journals to `pagefold recover`.
+
+use crate::decide::modprobe::MODULE_FILE;
+use crate::decide::{Effect, ModuleChange, Step, TunePlan};
+use crate::kept::PURPOSE;
+use pagefold_host::Host;
+use pagefold_host::action::{Action, ActionError, Exchange};
+use pagefold_host::config_file::{ConfigContent, ConfigFile};
+use pagefold_host::kernel_module::{KernelModule, ModuleParameters};
+use pagefold_host::knob::Knob;
+use pagefold_host::resource::ResourceClass;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session::{ChangeLifetime, Error, FailedUndo};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// The result of applying a plan.
+#[derive(Debug, Default)]
+pub struct Applied {
+    /// The positions of the steps that were made.
+    pub done: Vec<usize>,
+    /// The positions of the steps that failed, with the reason.
+    pub failed: Vec<(usize, String)>,
+    /// Changes of an earlier, killed run that were undone first.
+    pub recovered: Vec<Action>,
+    /// Changes that could not be undone.
+    pub failed_undos: Vec<FailedUndo>,
+}
+
+/// Whether a step is made by [`apply`]; all others are for the operator.
+pub fn is_automatic(step: &Step, only_live: bool) -> bool {
+    match step.effect {
+        Effect::Write { .. } => true,
+        Effect::Module(_) => !only_live,
+        Effect::Boot { .. } | Effect::Machine { .. } => false,
+    }
+}
+
+/// Makes the automatic steps of a plan.
+///
+/// # Errors
+/// If a lock or a journal cannot be used. All changes are then undone.
+pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, only_live: bool) -> Result<Applied, Error> {
+    let mut steps: Vec<(usize, &Step)> =
+        plan.steps.iter().enumerate().filter(|(_, step)| is_automatic(step, only_live)).collect();
+    // The order in which the kernel accepts settings; modules come last.
+    steps.sort_by_key(|(_, step)| match &step.effect {
+        Effect::Write { path, .. } => (0, Knob::from_path(path)),
+        _ => (1, None),
+    });
+    let classes: BTreeSet<ResourceClass> = steps.iter().flat_map(|(_, step)| classes_of(step)).collect();
+    let mut applied = Applied::default();
+    let mut sessions = BTreeMap::new();
+    for class in ResourceClass::ALL.into_iter().filter(|class| classes.contains(class)) {
+        let (session, recovered, failed_undos) = Session::begin(host, state_directory, class)?;
+        applied.recovered.extend(recovered);
+        applied.failed_undos.extend(failed_undos);
+        sessions.insert(class, session);
+    }
+    for (position, step) in steps {
+        let result = match &step.effect {
+            Effect::Write { path, to, .. } => write_setting(&mut sessions, path, to),
+            Effect::Module(change) => change_module(&mut sessions, change),
+            Effect::Boot { .. } | Effect::Machine { .. } => Ok(()),
+        };
+        match result {
+            Ok(()) => applied.done.push(position),
+            Err(Error::Refused(why)) => applied.failed.push((position, why.to_string())),
+            Err(error @ (Error::SettingUnreadable { .. } | Error::HostStateUnreadable(_))) => {
+                applied.failed.push((position, error.to_string()));
+            }
+            // A journal that cannot be written: nothing more may be changed.
+            Err(error) => return Err(abort(sessions, error)),
+        }
+    }
+    // Files first: if this process is killed between two classes, `recover` undoes the later ones, and a file without
+    // its reload does no harm.
+    for session in sessions.values_mut().rev() {
+        applied.failed_undos.extend(session.keep_changes(PURPOSE)?);
+    }
+    Ok(applied)
+}
+
+type Sessions<'a> = BTreeMap<ResourceClass, Session<'a>>;
+
+fn abort(mut sessions: Sessions<'_>, error: Error) -> Error {
+    sessions.values_mut().rev().fold(error, |error, session| session.abort(error))
+}
+
+/// The classes of a step's actions.
+fn classes_of(step: &Step) -> Vec<ResourceClass> {
+    match &step.effect {
+        Effect::Write { path, .. } => Knob::from_path(path).map(|knob| knob.class()).into_iter().collect(),
+        Effect::Module(_) => vec![ResourceClass::Settings, ResourceClass::Configuration],
+        Effect::Boot { .. } | Effect::Machine { .. } => Vec::new(),
+    }
+}
+
+fn run(sessions: &mut Sessions<'_>, action: &Action) -> Result<(), Error> {
+    match sessions.get_mut(&action.class()) {
+        Some(session) => session.apply(action, ChangeLifetime::Temporary).map(drop),
+        None => Err(ActionError::Failed("its class of resources is not locked".to_owned()).into()),
+    }
+}
+
+/// Writes a setting, and checks that the kernel took the value. Where the kernel rounds it, the rounded value is written
+/// again, so that the journal knows it as Pagefold's own.
+fn write_setting(sessions: &mut Sessions<'_>, path: &str, value: &str) -> Result<(), Error> {
+    let knob =
+        Knob::from_path(path).ok_or_else(|| ActionError::Unsupported(format!("Pagefold does not write /{path}")))?;
+    let Some(host) = sessions.get(&knob.class()).map(Session::host) else { return Ok(()) };
+    let before = knob.read(host).map_err(ActionError::from)?;
+    run(sessions, &Action::Write { knob: knob.clone(), value: value.to_owned() })?;
+    let after = knob.read(host).map_err(ActionError::from)?;
+    if after == value {
+        return Ok(());
+    }
+    if after == before {
+        return Err(ActionError::Failed(format!("the kernel accepted {value} for {knob}, but kept {before}")).into());
+    }
+    run(sessions, &Action::Write { knob, value: after })
+}
+
+/// Loads a module with new parameters, and then stores them in the file, so that a refused reload leaves no file.
+fn change_module(sessions: &mut Sessions<'_>, change: &ModuleChange) -> Result<(), Error> {
+    let reload = change.reload.then(|| reload_action(change)).transpose()?;
+    if let Some(reload) = &reload {
+        run(sessions, reload)?;
+    }
+    let content = Exchange {
+        from: ConfigContent(change.file_before.clone()),
+        to: ConfigContent(Some(change.file_after.clone())),
+    };
+    let file = ConfigFile::from_path(MODULE_FILE).map_err(|error| ActionError::Unsupported(error.to_string()))?;
+    let stored = run(sessions, &Action::ReplaceFile { file, content });
+    if let (Err(_), Some(Action::ReloadModule { module, parameters })) = (&stored, reload) {
+        run(sessions, &Action::ReloadModule { module, parameters: parameters.inverse() })?;
+    }
+    stored
+}
+
+fn reload_action(change: &ModuleChange) -> Result<Action, ActionError> {
+    let module = KernelModule::from_name(&change.module)
+        .ok_or_else(|| ActionError::Unsupported(format!("Pagefold does not load {} again", change.module)))?;
+    let parameters = Exchange { from: ModuleParameters(change.from.clone()), to: ModuleParameters(change.to.clone()) };
+    Ok(Action::ReloadModule { module, parameters })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::{Proposal, plan, profile::Profile};
+    use crate::facts::read_state;
+    use crate::kept::{self, KeptState};
+    use pagefold_base::Absent;
+    use pagefold_doctor::decide::change::SettingChange;
+    use pagefold_host::fake_host::FakeHost;
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+
+    const POLL: &str = "sys/module/kvm/parameters/halt_poll_ns";
+    const NPT: &str = "sys/module/kvm_amd/parameters/npt";
+    const SWAPPINESS: &str = "proc/sys/vm/swappiness";
+
+    fn host() -> FakeHost {
+        let host = FakeHost::booted();
+        host.put_file(POLL, "0");
+        host.put_file(SWAPPINESS, "60");
+        host.put_file(NPT, "0");
+        host.put_file("sys/module/kvm_amd/refcnt", "0");
+        host
+    }
+
+    fn read(host: &dyn Host) -> [String; 4] {
+        [POLL, SWAPPINESS, NPT, MODULE_FILE].map(|path| String::from_utf8(host.read(path).unwrap_or_default()).unwrap())
+    }
+
+    fn make_plan(host: &dyn Host) -> TunePlan {
+        let write = |path: &str, value: &str| SettingChange::Write { path: path.to_owned(), value: value.to_owned() };
+        let npt = SettingChange::ModuleParameter {
+            module: "kvm_amd".to_owned(),
+            parameter: "npt".to_owned(),
+            value: "1".to_owned(),
+        };
+        let changes = vec![npt, write(POLL, "200000"), write(SWAPPINESS, "10")];
+        let state = read_state(host, &changes.iter().collect::<Vec<_>>(), &[]);
+        let proposal =
+            Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
+        plan(&[proposal], None::<Profile>, &state)
+    }
+
+    #[test]
+    fn applied_plan_is_in_force_until_it_is_undone() {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        let before = read(&host);
+        let plan = make_plan(&host);
+        assert_eq!((plan.steps.len(), plan.refusals.len()), (3, 0));
+        let applied = apply(&host, directory.path(), &plan, false).unwrap();
+        assert_eq!((applied.done.len(), applied.failed.len()), (3, 0));
+        let after = read(&host);
+        assert_eq!(after[..3], ["200000", "10", "1"].map(str::to_owned));
+        assert!(after[3].ends_with("options kvm_amd npt=1\n"));
+        assert_eq!(make_plan(&host), TunePlan::default(), "a tuned host needs nothing");
+
+        let kept = kept::load(&host, directory.path()).unwrap();
+        assert!(kept.len() == 4 && kept.iter().all(|kept| kept.state == KeptState::InForce), "{kept:?}");
+        host.put_file(SWAPPINESS, "33");
+        let kept = kept::load(&host, directory.path()).unwrap();
+        let drifted: Vec<_> = kept.iter().filter(|kept| kept.state != KeptState::InForce).collect();
+        assert!(drifted.len() == 1 && drifted[0].state == KeptState::ChangedByOthers, "{drifted:?}");
+
+        let undone = kept::undo(&host, directory.path()).unwrap();
+        assert!(undone.failed.len() == 1 && undone.failed[0].why.contains("another program"), "{:?}", undone.failed);
+        assert_eq!(read(&host), [&before[0], "33", &before[2], &before[3]].map(|text: &str| text.to_owned()));
+        assert_eq!(kept::load(&host, directory.path()).unwrap(), []);
+    }
+
+    #[test]
+    fn step_that_fails_is_named_and_the_others_stay() {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        let plan = make_plan(&fake);
+        for (fault, changed) in [
+            ("#write halt_poll_ns", ["0", "10", "1"]),
+            ("sys/module/kvm_amd#reload", ["200000", "10", "0"]),
+            ("etc/modprobe.d/zz-pagefold.conf#replace", ["200000", "10", "0"]),
+        ] {
+            let before = read(&fake);
+            let faulty =
+                FaultyHost::new(&fake, |path| (path == fault).then_some(InjectedFault::Absent(Absent::Denied)));
+            let applied = apply(&faulty, directory.path(), &plan, false).unwrap();
+            assert_eq!((applied.done.len(), applied.failed.len()), (2, 1), "{fault}");
+            assert_eq!(read(&fake)[..3], changed.map(str::to_owned), "{fault}");
+            assert_eq!(read(&fake)[3].is_empty(), fault != "#write halt_poll_ns", "{fault}");
+            assert_eq!(kept::undo(&fake, directory.path()).unwrap().failed, [], "{fault}");
+            assert_eq!(read(&fake), before, "{fault}");
+        }
+    }
+
+    #[test]
+    fn only_live_settings_are_made_on_request() {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        apply(&host, directory.path(), &make_plan(&host), true).unwrap();
+        assert_eq!(read(&host), ["200000", "10", "0", ""].map(str::to_owned));
+    }
+
+    /// As if the kernel kept the old value without an error.
+    #[test]
+    fn value_that_the_kernel_does_not_take_is_a_failure() {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        let plan = make_plan(&fake);
+        let faulty =
+            FaultyHost::new(&fake, |path| (path == "#write swappiness").then_some(InjectedFault::Replaced(Vec::new())));
+        let applied = apply(&faulty, directory.path(), &plan, true).unwrap();
+        assert!(matches!(&applied.failed[..], [(_, why)] if why.contains("kept 60")), "{:?}", applied.failed);
+    }
+}

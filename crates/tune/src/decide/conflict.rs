@@ -1,0 +1,176 @@
+//! Programs that write the same settings as `pagefold tune`. Pagefold does not fight them: a KSM setting that one of
+//! them writes repeatedly is refused, and all others are named, so that the operator gives the value to that program.
+
+/// A program that may change a setting back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Conflict {
+    /// The program.
+    pub program: &'static str,
+    /// What it writes.
+    pub writes: &'static str,
+    /// What to do.
+    pub remedy: &'static str,
+}
+
+/// A row of the table.
+struct TunerRow {
+    /// Names of its process.
+    names: &'static [&'static str],
+    conflict: Conflict,
+    /// The beginnings of paths that it writes.
+    paths: &'static [&'static str],
+    /// Whether it writes them again and again, so that a change would not last.
+    repeats: bool,
+}
+
+const KSM: &str = "sys/kernel/mm/ksm/";
+
+/// Names and settings: tuned 2.24 `profiles/*/tuned.conf`; ksmtuned 4.20150326; numad 0.5 `numad.c` (writes cpusets and
+/// `khugepaged/scan_sleep_millisecs`); KubeVirt `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; irqbalance 1.9
+/// (`/proc/irq/*/smp_affinity`); power-profiles-daemon 0.21 (energy preference and governor).
+const TUNERS: &[TunerRow] = &[
+    TunerRow {
+        names: &["tuned"],
+        conflict: Conflict {
+            program: "tuned",
+            writes: "sysctls, CPU governors, huge pages and module parameters of its profile, when it starts and when \
+                     its profile changes",
+            remedy: "put the values into a profile of your own (`pagefold tune export --format tuned`), or stop tuned",
+        },
+        paths: &["proc/sys/", "sys/kernel/mm/transparent_hugepage/", "sys/devices/system/cpu/", "sys/block/", KSM],
+        repeats: false,
+    },
+    TunerRow {
+        names: &["ksmtuned", "ksmctl"],
+        conflict: Conflict {
+            program: "ksmtuned",
+            writes: "settings of KSM, every minute",
+            remedy: "stop it: systemctl disable --now ksmtuned",
+        },
+        paths: &[KSM],
+        repeats: true,
+    },
+    TunerRow {
+        names: &["numad"],
+        conflict: Conflict {
+            program: "numad",
+            writes: "cpusets and affinities of processes, and the pause of khugepaged",
+            remedy: "stop it (systemctl disable --now numad), or leave these settings to it",
+        },
+        paths: &[
+            "sys/kernel/mm/transparent_hugepage/khugepaged/scan_sleep_millisecs",
+            "proc/sys/kernel/numa_balancing",
+        ],
+        repeats: true,
+    },
+    TunerRow {
+        names: &["virt-handler"],
+        conflict: Conflict {
+            program: "KubeVirt (virt-handler)",
+            writes: "settings of KSM on the nodes that its ksmConfiguration selects; it also defines the virtual machines",
+            remedy: "change the KubeVirt resource: a definition changed here is overwritten at the next start",
+        },
+        paths: &[KSM],
+        repeats: true,
+    },
+    TunerRow {
+        names: &["momd"],
+        conflict: Conflict {
+            program: "oVirt MOM",
+            writes: "settings of KSM, by the policy of the cluster",
+            remedy: "change the policy in oVirt",
+        },
+        paths: &[KSM],
+        repeats: true,
+    },
+    TunerRow {
+        names: &["pve-firewall", "pvestatd", "pvedaemon"],
+        conflict: Conflict {
+            program: "Proxmox VE",
+            writes: "the definitions of its virtual machines, from /etc/pve",
+            remedy: "change machines with `qm set`: a command line changed here is built anew at the next start",
+        },
+        paths: &[],
+        repeats: false,
+    },
+    TunerRow {
+        names: &["libvirtd", "virtqemud"],
+        conflict: Conflict {
+            program: "libvirt",
+            writes: "the definitions, cpusets and affinities of its virtual machines",
+            remedy: "change machines through libvirt (`pagefold tune apply --define`)",
+        },
+        paths: &[],
+        repeats: false,
+    },
+    TunerRow {
+        names: &["irqbalance"],
+        conflict: Conflict {
+            program: "irqbalance",
+            writes: "the CPUs of interrupts, every ten seconds",
+            remedy: "ban the interrupt (IRQBALANCE_ARGS=--banirq=N), or stop irqbalance",
+        },
+        paths: &["proc/irq/"],
+        repeats: true,
+    },
+    TunerRow {
+        names: &["power-profiles-daemon"],
+        conflict: Conflict {
+            program: "power-profiles-daemon",
+            writes: "CPU governors and energy preferences",
+            remedy: "choose the profile with powerprofilesctl, or stop the daemon",
+        },
+        paths: &["sys/devices/system/cpu/"],
+        repeats: false,
+    },
+];
+
+/// The names of processes that the table knows.
+pub fn known_names() -> impl Iterator<Item = &'static str> {
+    TUNERS.iter().flat_map(|row| row.names.iter().copied())
+}
+
+/// The running programs of the table that write one of these paths, or that define one of these machines.
+pub fn find_conflicts<'a>(
+    running: &[String],
+    paths: impl Iterator<Item = &'a str> + Clone,
+    machines: bool,
+) -> Vec<Conflict> {
+    let concerns = |row: &&TunerRow| {
+        let mut written = paths.clone();
+        written.any(|path| row.paths.iter().any(|prefix| path.starts_with(prefix)))
+            || machines && row.conflict.writes.contains("definitions")
+            || machines && row.conflict.writes.contains("defines")
+    };
+    running_rows(running).filter(concerns).map(|row| row.conflict).collect()
+}
+
+/// The running program that writes a path again and again.
+pub fn find_repeating_writer(running: &[String], path: &str) -> Option<Conflict> {
+    let mut rows = running_rows(running).filter(|row| row.repeats);
+    rows.find(|row| row.paths.iter().any(|prefix| path.starts_with(prefix))).map(|row| row.conflict)
+}
+
+fn running_rows(running: &[String]) -> impl Iterator<Item = &'static TunerRow> {
+    TUNERS.iter().filter(move |row| row.names.iter().any(|name| running.iter().any(|running| running == name)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_programs_that_write_the_setting_conflict() {
+        let running = ["tuned", "ksmtuned", "libvirtd"].map(str::to_owned);
+        let programs = |path: &'static str, machines| -> Vec<&str> {
+            find_conflicts(&running, [path].into_iter(), machines).iter().map(|conflict| conflict.program).collect()
+        };
+        assert_eq!(programs("proc/sys/vm/swappiness", false), ["tuned"]);
+        assert_eq!(programs("sys/kernel/mm/ksm/run", false), ["tuned", "ksmtuned"]);
+        assert_eq!(programs("sys/module/kvm/parameters/halt_poll_ns", true), ["libvirt"]);
+        let writer = find_repeating_writer(&running, "sys/kernel/mm/ksm/run").map(|conflict| conflict.program);
+        assert_eq!(writer, Some("ksmtuned"));
+        assert_eq!(find_repeating_writer(&running, "proc/sys/vm/swappiness"), None);
+        assert_eq!(find_repeating_writer(&[], "sys/kernel/mm/ksm/run"), None);
+    }
+}

@@ -1,0 +1,254 @@
+//! Settings as files of other programs, so that they last beyond a reboot or reach other hosts.
+
+use super::modprobe::ModuleOptions;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// The format of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportFormat {
+    /// A profile of tuned (`/etc/tuned/profiles/pagefold/tuned.conf`).
+    Tuned,
+    /// sysctl.d(5), for settings below `/proc/sys`.
+    Sysctl,
+    /// modprobe.d(5), for parameters of modules.
+    Modprobe,
+    /// Tasks of an Ansible playbook.
+    Ansible,
+}
+
+/// What is exported.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Values of settings, by their path below the root.
+    pub writes: BTreeMap<String, String>,
+    /// Parameters of modules.
+    pub modules: ModuleOptions,
+    /// Parameters that are removed from the kernel's command line, and those that are added.
+    pub boot: (Vec<String>, Vec<String>),
+}
+
+const NOTE: &str = "Written by `pagefold tune export`.";
+
+/// The settings in a format. What the format cannot express is named in comments.
+pub fn render(settings: &Settings, format: ExportFormat) -> String {
+    match format {
+        ExportFormat::Tuned => render_tuned(settings),
+        ExportFormat::Sysctl => render_sysctl(settings),
+        ExportFormat::Modprobe => render_modprobe(settings),
+        ExportFormat::Ansible => render_ansible(settings),
+    }
+}
+
+/// The name of a sysctl: `vm.swappiness`. A dot in a name becomes a slash (sysctl.d(5)).
+fn sysctl_name(path: &str) -> Option<String> {
+    let name = path.strip_prefix("proc/sys/")?;
+    Some(
+        name.chars()
+            .map(|c| {
+                if c == '/' {
+                    '.'
+                } else if c == '.' {
+                    '/'
+                } else {
+                    c
+                }
+            })
+            .collect(),
+    )
+}
+
+/// The settings that are not sysctls, nor parameters of modules.
+fn other_writes(settings: &Settings) -> impl Iterator<Item = (&String, &String)> {
+    settings.writes.iter().filter(|(path, _)| !path.starts_with("proc/sys/"))
+}
+
+fn sysctls(settings: &Settings) -> impl Iterator<Item = (String, &String)> {
+    settings.writes.iter().filter_map(|(path, value)| Some((sysctl_name(path)?, value)))
+}
+
+/// The parameters of modules, with those that are written while the module is loaded.
+fn all_module_options(settings: &Settings) -> ModuleOptions {
+    let mut all = settings.modules.clone();
+    for (path, value) in &settings.writes {
+        if let Some((module, parameter)) =
+            path.strip_prefix("sys/module/").and_then(|rest| rest.split_once("/parameters/"))
+        {
+            all.entry(module.to_owned()).or_default().entry(parameter.to_owned()).or_insert_with(|| value.clone());
+        }
+    }
+    all
+}
+
+fn render_tuned(settings: &Settings) -> String {
+    let mut text = format!("# {NOTE}\n[main]\nsummary=Settings of pagefold tune\n");
+    let mut section = |name: &str, lines: Vec<String>| {
+        if !lines.is_empty() {
+            let _ = write!(text, "\n[{name}]\n{}\n", lines.join("\n"));
+        }
+    };
+    section("sysctl", sysctls(settings).map(|(name, value)| format!("{name}={value}")).collect());
+    section("sysfs", other_writes(settings).map(|(path, value)| format!("/{path}={value}")).collect());
+    section(
+        "modules",
+        settings.modules.iter().map(|(module, options)| format!("{module}={}", join(options))).collect(),
+    );
+    let (removed, added) = &settings.boot;
+    let parameters: Vec<String> =
+        added.iter().map(|add| format!("+{add}")).chain(removed.iter().map(|remove| format!("-{remove}"))).collect();
+    let lines = parameters.iter().enumerate().map(|(number, word)| format!("cmdline_pagefold{number}={word}"));
+    section("bootloader", lines.collect());
+    text
+}
+
+fn join(options: &BTreeMap<String, String>) -> String {
+    options.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
+}
+
+fn render_sysctl(settings: &Settings) -> String {
+    let mut text = format!("# {NOTE}\n");
+    for (name, value) in sysctls(settings) {
+        let _ = writeln!(text, "{name} = {value}");
+    }
+    for (path, value) in other_writes(settings) {
+        let _ = writeln!(text, "# not a sysctl: /{path} = {value}");
+    }
+    text
+}
+
+fn render_modprobe(settings: &Settings) -> String {
+    let mut text = format!("# {NOTE}\n");
+    for (module, options) in all_module_options(settings) {
+        let _ = writeln!(text, "options {module} {}", join(&options));
+    }
+    for (path, value) in settings.writes.iter().filter(|(path, _)| !path.starts_with("sys/module/")) {
+        let _ = writeln!(text, "# not a parameter of a module: /{path} = {value}");
+    }
+    text
+}
+
+/// A text as a scalar of YAML in double quotes, whose escapes are those of JSON (YAML 1.2, section 5.7).
+fn yaml_string(text: &str) -> String {
+    serde_json::Value::from(text).to_string()
+}
+
+fn render_ansible(settings: &Settings) -> String {
+    let mut text = format!("# {NOTE} Tasks for hosts with Linux; the collection ansible.posix is needed.\n---\n");
+    let length = text.len();
+    for (name, value) in sysctls(settings) {
+        let _ = write!(
+            text,
+            "- name: {}\n  ansible.posix.sysctl:\n    name: {}\n    value: {}\n    state: present\n    \
+             sysctl_file: /etc/sysctl.d/90-pagefold.conf\n",
+            yaml_string(&format!("Set {name}")),
+            yaml_string(&name),
+            yaml_string(value),
+        );
+    }
+    // systemd-tmpfiles writes these at each boot.
+    let lines: Vec<String> =
+        other_writes(settings).map(|(path, value)| format!("w /{path} - - - - {value}\n")).collect();
+    if !lines.is_empty() {
+        let _ = write!(
+            text,
+            "- name: Write settings of sysfs at each boot\n  ansible.builtin.copy:\n    \
+             dest: /etc/tmpfiles.d/pagefold.conf\n    mode: \"0644\"\n    content: {}\n\
+             - name: Write settings of sysfs now\n  ansible.builtin.command:\n    argv:\n      - systemd-tmpfiles\n      \
+             - --create\n      - /etc/tmpfiles.d/pagefold.conf\n  changed_when: false\n",
+            yaml_string(&lines.concat())
+        );
+    }
+    if !settings.modules.is_empty() {
+        let options: Vec<String> =
+            settings.modules.iter().map(|(module, options)| format!("options {module} {}\n", join(options))).collect();
+        let _ = write!(
+            text,
+            "- name: Set parameters of modules from the next load on\n  ansible.builtin.copy:\n    \
+             dest: /etc/modprobe.d/zz-pagefold.conf\n    mode: \"0644\"\n    content: {}\n",
+            yaml_string(&options.concat())
+        );
+    }
+    for parameter in settings.boot.0.iter().map(|remove| format!("without {remove}")).chain(settings.boot.1.clone()) {
+        let message = yaml_string(&format!("The kernel command line is to be {parameter}"));
+        let _ = write!(text, "- name: Kernel command line\n  ansible.builtin.debug:\n    msg: {message}\n");
+    }
+    if text.len() == length {
+        text.push_str("[]\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::import::{ImportFormat, parse};
+    use super::*;
+    use pagefold_doctor::decide::change::SettingChange;
+    use proptest::prelude::*;
+
+    fn settings() -> Settings {
+        let pairs = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+        };
+        Settings {
+            writes: pairs(&[
+                ("proc/sys/vm/swappiness", "10"),
+                ("sys/module/kvm/parameters/halt_poll_ns", "10000"),
+                ("sys/block/nvme0n1/queue/scheduler", "none"),
+            ]),
+            modules: [("kvm_amd".to_owned(), pairs(&[("npt", "1")]))].into(),
+            boot: (vec!["quiet".to_owned()], vec!["clocksource=tsc".to_owned()]),
+        }
+    }
+
+    /// Exported files mean the same when they are imported.
+    #[test]
+    fn exported_files_are_imported_again() {
+        let settings = settings();
+        let imported = parse(&render(&settings, ExportFormat::Tuned), ImportFormat::Tuned);
+        assert_eq!(imported.ignored, []);
+        let writes: BTreeMap<String, String> = imported
+            .changes
+            .iter()
+            .filter_map(|change| match change {
+                SettingChange::Write { path, value } => Some((path.clone(), value.clone())),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(writes, settings.writes);
+        assert_eq!(imported.changes.len(), settings.writes.len() + 3);
+        let sysctl = parse(&render(&settings, ExportFormat::Sysctl), ImportFormat::Sysctl);
+        assert_eq!((sysctl.changes.len(), sysctl.ignored), (1, Vec::new()));
+        let modprobe = parse(&render(&settings, ExportFormat::Modprobe), ImportFormat::Modprobe);
+        assert_eq!((modprobe.changes.len(), modprobe.ignored), (2, Vec::new()));
+    }
+
+    #[test]
+    fn ansible_tasks_are_a_list_of_yaml() {
+        let tasks: Vec<serde_json::Value> =
+            serde_norway::from_str(&render(&settings(), ExportFormat::Ansible)).unwrap();
+        assert_eq!(tasks[0]["ansible.posix.sysctl"]["value"], "10");
+        assert_eq!(
+            tasks[1]["ansible.builtin.copy"]["content"],
+            "w /sys/block/nvme0n1/queue/scheduler - - - - none\nw /sys/module/kvm/parameters/halt_poll_ns - - - - 10000\n"
+        );
+        assert_eq!(tasks[3]["ansible.builtin.copy"]["content"], "options kvm_amd npt=1\n");
+        assert_eq!(tasks.len(), 6);
+        assert!(tasks.iter().all(|task| task["name"].is_string()));
+        let none: Vec<serde_json::Value> =
+            serde_norway::from_str(&render(&Settings::default(), ExportFormat::Ansible)).unwrap();
+        assert_eq!(none, Vec::<serde_json::Value>::new());
+    }
+
+    proptest! {
+        #[test]
+        fn ansible_keeps_any_value(value in "\\PC{0,40}") {
+            let settings = Settings {
+                writes: [("proc/sys/vm/x".to_owned(), value.clone())].into(),
+                ..Settings::default()
+            };
+            let tasks: Vec<serde_json::Value> =
+                serde_norway::from_str(&render(&settings, ExportFormat::Ansible)).unwrap();
+            prop_assert_eq!(tasks[0]["ansible.posix.sysctl"]["value"].as_str(), Some(&*value));
+        }
+    }
+}

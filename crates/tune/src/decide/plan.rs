@@ -1,0 +1,267 @@
+//! From proposals to steps.
+
+use super::conflict::{find_conflicts, find_repeating_writer};
+use super::modprobe::{normal_name, set_parameters};
+use super::profile::{Profile, Verdict, judge};
+use super::{
+    Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, TunePlan, TuneState, boot, describe_change, vm,
+};
+use pagefold_base::ProcessId;
+use pagefold_doctor::decide::change::{SettingChange, VmOption};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Modules that Pagefold loads again: no other module depends on them.
+const RELOADABLE_MODULES: [&str; 2] = ["kvm_amd", "kvm_intel"];
+
+/// The setting that stops and starts ksmd.
+pub const KSM_RUN_PATH: &str = "sys/kernel/mm/ksm/run";
+
+/// Plans the proposals for a host, in their order; the first proposal for a setting wins. A profile changes or drops
+/// some of them.
+pub fn plan(proposals: &[Proposal], profile: Option<Profile>, state: &TuneState) -> TunePlan {
+    let mut planner = Planner { state, plan: TunePlan::default(), decided: BTreeSet::new(), machines: BTreeMap::new() };
+    for proposal in proposals {
+        let mut module_parameters: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
+        for change in &proposal.changes {
+            let (change, title) = match judge(profile, &proposal.rule, change) {
+                Verdict::Keep => (change.clone(), proposal.title.clone()),
+                Verdict::Replace(change, reason) => (change, format!("{}: {reason}", proposal.title)),
+                Verdict::Drop(reason) => {
+                    planner.refuse(proposal, change, reason.to_owned());
+                    continue;
+                }
+            };
+            let proposal = Proposal { title, ..proposal.clone() };
+            match &change {
+                SettingChange::Write { path, value } => planner.plan_write(&proposal, &change, path, value),
+                SettingChange::ModuleParameter { module, parameter, value } => {
+                    let parameters = module_parameters.entry(normal_name(module)).or_default();
+                    parameters.insert(parameter.clone(), value.clone());
+                }
+                SettingChange::BootParameter { remove, add } => {
+                    planner.plan_boot(&proposal, &change, remove.as_deref(), add.as_deref());
+                }
+                SettingChange::VmDefinition { vm, option } => planner.plan_machine(&proposal, &change, *vm, option),
+            }
+        }
+        for (module, parameters) in module_parameters {
+            planner.plan_module(proposal, &module, parameters);
+        }
+    }
+    planner.finish()
+}
+
+struct Planner<'a> {
+    state: &'a TuneState,
+    plan: TunePlan,
+    /// Settings, parameters and options that a proposal has decided.
+    decided: BTreeSet<String>,
+    /// The step of each machine.
+    machines: BTreeMap<ProcessId, usize>,
+}
+
+impl Planner<'_> {
+    fn refuse(&mut self, proposal: &Proposal, change: &SettingChange, why: String) {
+        self.plan.refusals.push(Refusal { rule: proposal.rule.clone(), change: describe_change(change), why });
+    }
+
+    fn push(&mut self, proposal: &Proposal, effect: Effect) {
+        self.plan.steps.push(Step {
+            rule: proposal.rule.clone(),
+            title: proposal.title.clone(),
+            why: proposal.why.clone(),
+            details: proposal.details,
+            effect,
+        });
+    }
+
+    fn plan_write(&mut self, proposal: &Proposal, change: &SettingChange, path: &str, value: &str) {
+        if !self.decided.insert(path.to_owned()) {
+            return;
+        }
+        let from = match self.state.settings.get(path) {
+            Some(Ok(from)) => from,
+            Some(Err(why)) => return self.refuse(proposal, change, why.clone()),
+            None => return self.refuse(proposal, change, "its present value was not read".to_owned()),
+        };
+        let to = value_as_read(value, from);
+        if *from == to {
+            return;
+        }
+        if let Some(writer) = find_repeating_writer(&self.state.tuners, path) {
+            let why = format!("{} writes {}; {}", writer.program, writer.writes, writer.remedy);
+            return self.refuse(proposal, change, why);
+        }
+        if path == KSM_RUN_PATH && to == "2" {
+            let why = "it unmerges all pages at once and may trigger the OOM killer: use `pagefold unmerge --all`";
+            return self.refuse(proposal, change, why.to_owned());
+        }
+        if path == KSM_RUN_PATH
+            && to == "0"
+            && let Some(why) = &self.state.ksm_stop_refusal
+        {
+            return self.refuse(proposal, change, why.clone());
+        }
+        self.push(proposal, Effect::Write { path: path.to_owned(), from: from.clone(), to });
+    }
+
+    fn plan_module(&mut self, proposal: &Proposal, module: &str, mut parameters: BTreeMap<String, String>) {
+        parameters.retain(|name, _| self.decided.insert(format!("{module}.{name}")));
+        let Some((name, value)) = parameters.iter().next().map(|(name, value)| (name.clone(), value.clone())) else {
+            return;
+        };
+        let change = SettingChange::ModuleParameter { module: module.to_owned(), parameter: name, value };
+        let Some(state) = self.state.modules.get(module) else {
+            return self.refuse(proposal, &change, "its state was not read".to_owned());
+        };
+        if let Some(why) = find_module_refusal(module, state, &parameters, &self.state.kvm_users) {
+            return self.refuse(proposal, &change, why);
+        }
+        parameters.retain(|name, value| {
+            *value = normal_value(value);
+            state.parameters.get(name) != Some(value)
+        });
+        let before = self.module_file();
+        let after = set_parameters(before.as_deref(), module, &parameters);
+        // A module that is not loaded has no present value: what the file says decides.
+        if parameters.is_empty() || !state.is_loaded && before.as_ref() == Some(&after) {
+            return;
+        }
+        let from = parameters.keys().filter_map(|name| Some((name.clone(), state.parameters.get(name)?.clone())));
+        let change = ModuleChange {
+            module: module.to_owned(),
+            from: from.collect(),
+            to: parameters,
+            reload: state.is_loaded,
+            file_before: before,
+            file_after: after,
+        };
+        self.push(proposal, Effect::Module(change));
+    }
+
+    /// The text of the modprobe.d file after the steps so far.
+    fn module_file(&self) -> Option<String> {
+        let last = self.plan.steps.iter().rev().find_map(|step| match &step.effect {
+            Effect::Module(change) => Some(change.file_after.clone()),
+            _ => None,
+        });
+        last.or_else(|| self.state.module_file.clone())
+    }
+
+    fn plan_boot(&mut self, proposal: &Proposal, change: &SettingChange, remove: Option<&str>, add: Option<&str>) {
+        if boot::is_in_force(&self.state.boot, remove, add) || !self.decided.insert(describe_change(change)) {
+            return;
+        }
+        match boot::commands(&self.state.boot, remove, add) {
+            Ok(commands) => {
+                let effect = Effect::Boot { remove: remove.map(str::to_owned), add: add.map(str::to_owned), commands };
+                self.push(proposal, effect);
+            }
+            Err(why) => self.refuse(proposal, change, why),
+        }
+    }
+
+    /// All options of a machine become one patch, in the first step of the machine.
+    fn plan_machine(&mut self, proposal: &Proposal, change: &SettingChange, process: ProcessId, option: &VmOption) {
+        let Some(machine) = self.state.machines.get(&process) else {
+            return self.refuse(proposal, change, "the machine has ended, or its definition cannot be read".to_owned());
+        };
+        if !self.decided.insert(format!("{process:?} {option:?}")) {
+            return;
+        }
+        let step = self.machines.get(&process).copied();
+        let patch = step.map(|step| match &self.plan.steps[step].effect {
+            Effect::Machine { patch, .. } => patch.clone(),
+            _ => vm::Patch::begin(machine),
+        });
+        let mut patch = patch.unwrap_or_else(|| vm::Patch::begin(machine));
+        match patch.add(option) {
+            Err(why) => self.refuse(proposal, change, why),
+            Ok(false) => {}
+            Ok(true) => {
+                let effect = Effect::Machine { process, name: machine.name.clone(), patch };
+                match step {
+                    Some(step) => {
+                        let existing = &mut self.plan.steps[step];
+                        existing.effect = effect;
+                        if !existing.rule.split(", ").any(|rule| rule == proposal.rule) {
+                            existing.rule = format!("{}, {}", existing.rule, proposal.rule);
+                            existing.title = format!("{}; {}", existing.title, proposal.title);
+                        }
+                    }
+                    None => {
+                        self.machines.insert(process, self.plan.steps.len());
+                        self.push(proposal, effect);
+                    }
+                }
+            }
+        }
+    }
+
+    fn finish(mut self) -> TunePlan {
+        // Live settings first: they are the ones that cannot lose anything.
+        self.plan.steps.sort_by_key(|step| step.effect.method());
+        let paths = self.plan.steps.iter().filter_map(|step| match &step.effect {
+            Effect::Write { path, .. } => Some(path.as_str()),
+            _ => None,
+        });
+        let machines = self.plan.steps.iter().any(|step| matches!(step.effect, Effect::Machine { .. }));
+        self.plan.conflicts = find_conflicts(&self.state.tuners, paths, machines);
+        self.plan
+    }
+}
+
+/// Why a module cannot be given these parameters.
+fn find_module_refusal(
+    module: &str,
+    state: &ModuleState,
+    parameters: &BTreeMap<String, String>,
+    kvm_users: &[String],
+) -> Option<String> {
+    if state.is_built_in {
+        return Some(format!("{module} is part of the kernel image: boot with {module}.NAME=VALUE instead"));
+    }
+    let missing = parameters.keys().find(|name| state.is_loaded && !state.parameters.contains_key(*name));
+    if let Some(name) = missing {
+        return Some(format!("this kernel's {module} has no parameter {name}"));
+    }
+    let is_in_force = parameters.iter().all(|(name, value)| state.parameters.get(name) == Some(&normal_value(value)));
+    if !state.is_loaded || is_in_force {
+        return None;
+    }
+    if !RELOADABLE_MODULES.contains(&module) {
+        return Some(format!("Pagefold does not load {module} again: put it into /etc/modprobe.d and boot again"));
+    }
+    match (state.references, kvm_users) {
+        (Some(0), []) => None,
+        (_, []) => Some(format!("{module} is in use by programs that cannot be seen: a virtual machine would be lost")),
+        (_, users) => Some(format!(
+            "{module} is in use by {}: shut these virtual machines down or migrate them first",
+            users.join(", ")
+        )),
+    }
+}
+
+/// A value in the form in which the kernel reports it, where the present one shows that form: truth values of modules
+/// are `Y` and `N`, and are written as `1` and `0` as well (kernel/params.c, `param_get_bool`).
+pub fn value_as_read(value: &str, current: &str) -> String {
+    let value = value.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
+    match (current, value.to_ascii_lowercase().as_str()) {
+        ("Y" | "N", "1" | "y" | "on") => "Y".to_owned(),
+        ("Y" | "N", "0" | "n" | "off") => "N".to_owned(),
+        _ if current.split_ascii_whitespace().eq(value.split_ascii_whitespace()) => current.to_owned(),
+        _ => value,
+    }
+}
+
+/// A parameter's value in the form of modprobe(8).
+fn normal_value(value: &str) -> String {
+    match value {
+        "Y" | "y" | "on" => "1".to_owned(),
+        "N" | "n" | "off" => "0".to_owned(),
+        value => value.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,170 @@
+use super::*;
+use crate::decide::MachineState;
+use crate::decide::boot::{BootLoader, BootState};
+use pagefold_base::Pid;
+
+const POLL: &str = "sys/module/kvm/parameters/halt_poll_ns";
+const VM: ProcessId = ProcessId { pid: Pid(7), start_time: 3 };
+
+fn write(path: &str, value: &str) -> SettingChange {
+    SettingChange::Write { path: path.to_owned(), value: value.to_owned() }
+}
+
+fn parameter(module: &str, name: &str, value: &str) -> SettingChange {
+    SettingChange::ModuleParameter { module: module.to_owned(), parameter: name.to_owned(), value: value.to_owned() }
+}
+
+fn proposal(rule: &str, changes: Vec<SettingChange>) -> Proposal {
+    Proposal { rule: rule.to_owned(), title: rule.to_owned(), why: String::new(), details: None, changes }
+}
+
+fn state() -> TuneState {
+    let setting = |path: &str, value: &str| (path.to_owned(), Ok(value.to_owned()));
+    let amd = ModuleState {
+        is_loaded: true,
+        is_built_in: false,
+        references: Some(0),
+        parameters: [("npt".to_owned(), "0".to_owned()), ("nested".to_owned(), "1".to_owned())].into(),
+    };
+    TuneState {
+        settings: [
+            setting(POLL, "0"),
+            setting("sys/module/kvm/parameters/nx_huge_pages", "Y"),
+            setting(KSM_RUN_PATH, "1"),
+            ("proc/sys/vm/x".to_owned(), Err("Pagefold does not write it".to_owned())),
+        ]
+        .into(),
+        modules: [("kvm_amd".to_owned(), amd)].into(),
+        machines: [(
+            VM,
+            MachineState {
+                name: "web".to_owned(),
+                libvirt_xml: None,
+                arguments: ["qemu", "-cpu", "qemu64"].map(str::to_owned).to_vec(),
+            },
+        )]
+        .into(),
+        boot: BootState { loader: BootLoader::Grubby, command_line: "quiet".to_owned() },
+        ..TuneState::default()
+    }
+}
+
+fn plan_of(changes: Vec<SettingChange>, state: &TuneState) -> TunePlan {
+    plan(&[proposal("rule", changes)], None, state)
+}
+
+#[test]
+fn plan_of_a_host_that_is_right_is_empty() {
+    let changes = vec![
+        write(POLL, "0"),
+        write("sys/module/kvm/parameters/nx_huge_pages", "1"),
+        parameter("kvm_amd", "npt", "N"),
+        SettingChange::BootParameter { remove: Some("nosmt".to_owned()), add: Some("quiet".to_owned()) },
+        SettingChange::VmDefinition { vm: VM, option: VmOption::CpuFeature { name: "x".to_owned(), enable: true } },
+    ];
+    let mut state = state();
+    if let Some(machine) = state.machines.get_mut(&VM) {
+        machine.arguments[2] = "qemu64,x=on".to_owned();
+    }
+    assert_eq!(plan_of(changes, &state), TunePlan::default());
+}
+
+#[test]
+fn steps_are_ordered_from_live_to_reboot() {
+    let changes = vec![
+        SettingChange::BootParameter { remove: None, add: Some("clocksource=tsc".to_owned()) },
+        SettingChange::VmDefinition { vm: VM, option: VmOption::HostCpuModel },
+        parameter("kvm-amd", "npt", "1"),
+        write(POLL, "200000"),
+    ];
+    let plan = plan_of(changes, &state());
+    assert_eq!(plan.refusals, []);
+    let [poll, npt, machine, boot] = &plan.steps[..] else { panic!("{plan:#?}") };
+    assert_eq!(poll.effect, Effect::Write { path: POLL.to_owned(), from: "0".to_owned(), to: "200000".to_owned() });
+    let Effect::Module(change) = &npt.effect else { panic!("{npt:?}") };
+    assert_eq!((change.from["npt"].as_str(), change.to["npt"].as_str(), change.reload), ("0", "1", true));
+    assert!(change.file_before.is_none() && change.file_after.ends_with("options kvm_amd npt=1\n"));
+    assert!(matches!(&machine.effect, Effect::Machine { name, .. } if name == "web"));
+    let Effect::Boot { commands, .. } = &boot.effect else { panic!("{boot:?}") };
+    assert_eq!(commands, &["grubby --update-kernel=ALL --args=clocksource=tsc"]);
+}
+
+#[test]
+fn module_in_use_is_refused_and_its_machines_are_named() {
+    let mut state = state();
+    state.kvm_users = vec!["web (process 7)".to_owned()];
+    let plan = plan_of(vec![parameter("kvm_amd", "npt", "1")], &state);
+    assert!(plan.steps.is_empty() && plan.refusals[0].why.contains("web (process 7)"), "{plan:?}");
+    state.kvm_users.clear();
+    if let Some(module) = state.modules.get_mut("kvm_amd") {
+        module.references = Some(2);
+    }
+    let plan = plan_of(vec![parameter("kvm_amd", "npt", "1")], &state);
+    assert!(plan.steps.is_empty() && plan.refusals[0].why.contains("would be lost"), "{plan:?}");
+    for (change, why) in [
+        (parameter("kvm_amd", "no_such", "1"), "no parameter"),
+        (parameter("kvm_intel", "ept", "1"), "was not read"),
+        (write("proc/sys/vm/x", "1"), "does not write"),
+        (write("proc/sys/vm/y", "1"), "was not read"),
+        (write(KSM_RUN_PATH, "2"), "unmerge"),
+    ] {
+        let plan = plan_of(vec![change], &state);
+        assert!(plan.steps.is_empty() && plan.refusals[0].why.contains(why), "{why}: {plan:?}");
+    }
+}
+
+#[test]
+fn module_that_is_not_loaded_gets_its_file_only() {
+    let mut state = state();
+    let absent = ModuleState { is_loaded: false, is_built_in: false, references: None, parameters: BTreeMap::new() };
+    state.modules.insert("kvm_intel".to_owned(), absent);
+    // Users of kvm_amd do not matter for it.
+    state.kvm_users = vec!["web (process 7)".to_owned()];
+    let plan = plan_of(vec![parameter("kvm_intel", "ept", "1")], &state);
+    let [Step { effect: Effect::Module(change), .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+    assert!(!change.reload && change.from.is_empty());
+    state.module_file = Some(change.file_after.clone());
+    assert_eq!(plan_of(vec![parameter("kvm_intel", "ept", "1")], &state), TunePlan::default());
+    if let Some(module) = state.modules.get_mut("kvm_intel") {
+        module.is_built_in = true;
+    }
+    assert!(plan_of(vec![parameter("kvm_intel", "ept", "1")], &state).refusals[0].why.contains("kernel image"));
+}
+
+#[test]
+fn first_proposal_for_a_setting_wins_and_a_profile_replaces_its_value() {
+    let proposals = [proposal("a", vec![write(POLL, "50000")]), proposal("b", vec![write(POLL, "60000")])];
+    let value = |profile| {
+        let plan = plan(&proposals, profile, &state());
+        let [Step { effect: Effect::Write { to, .. }, rule, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+        assert_eq!(rule, "a");
+        to.clone()
+    };
+    assert_eq!(value(None), "50000");
+    assert_eq!(value(Some(Profile::Density)), "10000");
+}
+
+#[test]
+fn ksm_is_stopped_only_if_memory_suffices_and_no_other_program_runs_it() {
+    let stop = || vec![write(KSM_RUN_PATH, "0")];
+    assert_eq!(plan_of(stop(), &state()).steps.len(), 1);
+    let scarce = TuneState { ksm_stop_refusal: Some("memory does not suffice".to_owned()), ..state() };
+    assert_eq!(plan_of(stop(), &scarce).refusals[0].why, "memory does not suffice");
+    let tuned = TuneState { tuners: vec!["ksmtuned".to_owned()], ..state() };
+    assert!(plan_of(stop(), &tuned).refusals[0].why.starts_with("ksmtuned"));
+}
+
+#[test]
+fn options_of_one_machine_become_one_patch() {
+    let option = |option| SettingChange::VmDefinition { vm: VM, option };
+    let proposals = [
+        proposal("cpu", vec![option(VmOption::HostCpuModel)]),
+        proposal("eoi", vec![option(VmOption::CpuFeature { name: "kvm-pv-eoi".to_owned(), enable: true })]),
+        proposal("disk", vec![option(VmOption::DiskCacheNone { disk: "d".to_owned() })]),
+    ];
+    let plan = plan(&proposals, None, &state());
+    let [Step { rule, effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+    assert_eq!(rule, "cpu, eoi");
+    assert!(patch.diff("web").contains("+host,kvm-pv-eoi=on"), "{}", patch.diff("web"));
+    assert_eq!(plan.refusals.len(), 1);
+}

@@ -1,0 +1,461 @@
+//! Options in the arguments of QEMU (QEMU 9.2, `qemu-options.hx`).
+//!
+//! An argument of an option is a list of `NAME=VALUE` with commas between; a comma inside a value is doubled
+//! (util/keyval.c). `-blockdev`, `-device`, `-object` and `-netdev` may be JSON instead, as libvirt writes them.
+
+use pagefold_doctor::decide::change::VmOption;
+use serde_json::{Map, Value, json};
+
+/// The arguments with an option.
+///
+/// # Errors
+/// Why they cannot have it, and what to do instead.
+pub fn set_option(arguments: &[String], option: &VmOption) -> Result<Vec<String>, String> {
+    let mut line = CommandLine(arguments.to_vec());
+    match option {
+        VmOption::HostCpuModel => line.set_cpu_model("host"),
+        VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, *enable),
+        VmOption::CpuPowerManagement { enable } => line.set_in_option("-overcommit", "cpu-pm", on_off(*enable)),
+        VmOption::VirtualNodes { count } => line.split_into_nodes(*count)?,
+        VmOption::MergeableMemory => line.make_memory_mergeable()?,
+        VmOption::DiskCacheNone { disk } => line.set_disk_cache_none(disk)?,
+        VmOption::DiskAio { disk, interface } => line.set_disk_aio(disk, interface)?,
+        VmOption::DiskIoThreads { disk, count } => line.add_io_threads(disk, *count)?,
+        VmOption::VhostNet { network } => line.change_netdev(network, &[("vhost", json!(true))])?,
+        VmOption::NetworkQueues { network, count } => line.set_queues(network, *count)?,
+    }
+    Ok(line.0)
+}
+
+/// The number of vCPUs that a machine starts with (`-smp`), if it can be read.
+pub fn vcpu_count(arguments: &[String]) -> Option<u32> {
+    let line = CommandLine(arguments.to_vec());
+    match line.last("-smp") {
+        None => Some(1),
+        Some((_, smp)) => smp.value("cpus").unwrap_or_else(|| smp.kind("cpus")).parse().ok(),
+    }
+}
+
+fn on_off(enable: bool) -> &'static str {
+    if enable { "on" } else { "off" }
+}
+
+/// The value of an option: a list of names and values, or JSON.
+#[derive(Clone, Debug, PartialEq)]
+enum OptionValue {
+    /// Names with values; a value without a name is the implied first one, or a truth value.
+    List(Vec<(Option<String>, String)>),
+    Json(Map<String, Value>),
+}
+
+impl OptionValue {
+    fn parse(text: &str) -> Self {
+        if text.starts_with('{')
+            && let Ok(Value::Object(object)) = serde_json::from_str(text)
+        {
+            return Self::Json(object);
+        }
+        let mut items = vec![String::new()];
+        let mut rest = text.chars().peekable();
+        while let Some(c) = rest.next() {
+            match c {
+                ',' if rest.peek() == Some(&',') => {
+                    rest.next();
+                    push_char(&mut items, ',');
+                }
+                ',' => items.push(String::new()),
+                c => push_char(&mut items, c),
+            }
+        }
+        let split = |item: String| match item.split_once('=') {
+            Some((name, value)) => (Some(name.to_owned()), value.to_owned()),
+            None => (None, item),
+        };
+        Self::List(items.into_iter().map(split).collect())
+    }
+
+    fn render(&self) -> String {
+        match self {
+            Self::Json(object) => Value::Object(object.clone()).to_string(),
+            Self::List(items) => {
+                let render = |(name, value): &(Option<String>, String)| {
+                    let value = value.replace(',', ",,");
+                    name.as_ref().map_or(value.clone(), |name| format!("{name}={value}"))
+                };
+                items.iter().map(render).collect::<Vec<_>>().join(",")
+            }
+        }
+    }
+
+    /// The value of a name as text.
+    fn value(&self, name: &str) -> Option<String> {
+        match self {
+            Self::Json(object) => {
+                let mut value = Some(object);
+                let (parents, last) = name.rsplit_once('.').map_or(("", name), |(parents, last)| (parents, last));
+                for parent in parents.split('.').filter(|parent| !parent.is_empty()) {
+                    value = value?.get(parent)?.as_object();
+                }
+                Some(match value?.get(last)? {
+                    Value::String(text) => text.clone(),
+                    Value::Bool(enable) => on_off(*enable).to_owned(),
+                    other => other.to_string(),
+                })
+            }
+            Self::List(items) => {
+                let mut found = items.iter().rev().filter(|(known, _)| known.as_deref() == Some(name));
+                found.next().map(|(_, value)| value.clone())
+            }
+        }
+    }
+
+    /// The type, which is the first value: `virtio-blk-pci` of `-device virtio-blk-pci,drive=d`.
+    fn kind(&self, name: &str) -> String {
+        match self {
+            Self::List(items) => match items.first() {
+                Some((None, value)) => value.clone(),
+                _ => self.value(name).unwrap_or_default(),
+            },
+            Self::Json(_) => self.value(name).unwrap_or_default(),
+        }
+    }
+
+    /// Sets a name, in place if it exists.
+    fn set(&mut self, name: &str, value: Value) {
+        match self {
+            Self::Json(object) => {
+                let (parents, last) = name.rsplit_once('.').map_or(("", name), |(parents, last)| (parents, last));
+                let mut object = object;
+                for parent in parents.split('.').filter(|parent| !parent.is_empty()) {
+                    let child = object.entry(parent).or_insert_with(|| json!({}));
+                    if !child.is_object() {
+                        *child = json!({});
+                    }
+                    let Some(child) = child.as_object_mut() else { return };
+                    object = child;
+                }
+                object.insert(last.to_owned(), value);
+            }
+            Self::List(items) => {
+                let text = match value {
+                    Value::String(text) => text,
+                    Value::Bool(enable) => on_off(enable).to_owned(),
+                    other => other.to_string(),
+                };
+                match items.iter_mut().find(|(known, _)| known.as_deref() == Some(name)) {
+                    Some((_, value)) => *value = text,
+                    None => items.push((Some(name.to_owned()), text)),
+                }
+            }
+        }
+    }
+
+    fn remove(&mut self, name: &str) {
+        match self {
+            Self::Json(object) => drop(object.remove(name)),
+            Self::List(items) => items.retain(|(known, _)| known.as_deref() != Some(name)),
+        }
+    }
+}
+
+fn push_char(items: &mut [String], c: char) {
+    if let Some(last) = items.last_mut() {
+        last.push(c);
+    }
+}
+
+struct CommandLine(Vec<String>);
+
+impl CommandLine {
+    /// The positions of the values of an option, which may be written with one or two hyphens.
+    fn positions(&self, option: &str) -> Vec<usize> {
+        let is_option = |argument: &String| argument == option || argument.strip_prefix('-') == Some(option);
+        (1..self.0.len()).filter(|&position| is_option(&self.0[position - 1])).collect()
+    }
+
+    /// The last value of an option.
+    fn last(&self, option: &str) -> Option<(usize, OptionValue)> {
+        self.positions(option).pop().map(|position| (position, OptionValue::parse(&self.0[position])))
+    }
+
+    /// The value of an option with this name and value in it.
+    fn find(&self, option: &str, name: &str, value: &str) -> Option<(usize, OptionValue)> {
+        let parsed = self.positions(option).into_iter().map(|at| (at, OptionValue::parse(&self.0[at])));
+        parsed.into_iter().find(|(_, parsed)| parsed.value(name).as_deref() == Some(value))
+    }
+
+    fn put(&mut self, (position, value): (usize, OptionValue)) {
+        if OptionValue::parse(&self.0[position]) != value {
+            self.0[position] = value.render();
+        }
+    }
+
+    fn push(&mut self, option: &str, value: String) {
+        self.0.extend([option.to_owned(), value]);
+    }
+
+    fn set_in_option(&mut self, option: &str, name: &str, value: &str) {
+        match self.last(option) {
+            Some((position, mut parsed)) => {
+                parsed.set(name, value.into());
+                self.put((position, parsed));
+            }
+            None => self.push(option, format!("{name}={value}")),
+        }
+    }
+
+    fn set_cpu_model(&mut self, model: &str) {
+        match self.last("-cpu") {
+            Some((position, OptionValue::List(mut items))) => {
+                items[0] = (None, model.to_owned());
+                self.put((position, OptionValue::List(items)));
+            }
+            _ => self.push("-cpu", model.to_owned()),
+        }
+    }
+
+    /// `+NAME` and `-NAME` are older forms of `NAME=on` and `NAME=off`, and win over these (target/i386/cpu.c).
+    fn set_cpu_feature(&mut self, name: &str, enable: bool) {
+        let Some((position, OptionValue::List(mut items))) = self.last("-cpu") else {
+            // The default model of a machine, with the feature.
+            return self.push("-cpu", format!("qemu64,{name}={}", on_off(enable)));
+        };
+        let alternative = name.replace('-', "_");
+        items.retain(|(known, value)| {
+            let old_form = value.strip_prefix(['+', '-']).filter(|_| known.is_none());
+            old_form.is_none_or(|old| old != name && old.replace('-', "_") != alternative)
+        });
+        let mut parsed = OptionValue::List(items);
+        let spelled = if parsed.value(&alternative).is_some() { &*alternative } else { name };
+        parsed.set(spelled, on_off(enable).into());
+        self.put((position, parsed));
+    }
+
+    fn split_into_nodes(&mut self, count: u32) -> Result<(), String> {
+        if !self.positions("-numa").is_empty() {
+            return Err("the machine has virtual nodes already: change its -numa options by hand".to_owned());
+        }
+        let machine = [self.last("-machine"), self.last("-M")].into_iter().flatten();
+        if machine.into_iter().any(|(_, machine)| machine.value("memory-backend").is_some()) {
+            return Err("its memory is one backend (memory-backend=): give each node a backend by hand".to_owned());
+        }
+        let cpus = self
+            .last("-smp")
+            .map_or(Some(1), |(_, smp)| smp.value("cpus").unwrap_or_else(|| smp.kind("cpus")).parse::<u32>().ok());
+        let memory = self.last("-m").and_then(|(_, memory)| {
+            let size = memory.value("size").unwrap_or_else(|| memory.kind("size"));
+            parse_mebibytes(&size)
+        });
+        let (Some(cpus), Some(mebibytes)) = (cpus, memory) else {
+            return Err("the number of its CPUs or its memory cannot be read from -smp and -m".to_owned());
+        };
+        if count < 2 || cpus % count != 0 || mebibytes % u64::from(count) != 0 {
+            return Err(format!("{cpus} vCPUs and {mebibytes} MiB cannot be split into {count} equal nodes"));
+        }
+        let (node_cpus, node_mebibytes) = (cpus / count, mebibytes / u64::from(count));
+        for node in 0..count {
+            self.push("-object", format!("memory-backend-ram,id=vnode{node},size={node_mebibytes}M"));
+            let first = node * node_cpus;
+            let cpus = if node_cpus == 1 { first.to_string() } else { format!("{first}-{}", first + node_cpus - 1) };
+            self.push("-numa", format!("node,nodeid={node},cpus={cpus},memdev=vnode{node}"));
+        }
+        Ok(())
+    }
+
+    fn make_memory_mergeable(&mut self) -> Result<(), String> {
+        let uses_shared = |option: &str, word: &str| {
+            self.positions(option).iter().any(|&at| {
+                let parsed = OptionValue::parse(&self.0[at]);
+                parsed.kind("driver").contains(word) || parsed.kind("type").contains(word)
+            })
+        };
+        if uses_shared("-device", "vhost-user") || uses_shared("-netdev", "vhost-user") {
+            return Err("a vhost-user device needs shared memory, which KSM cannot merge".to_owned());
+        }
+        for position in self.positions("-object") {
+            let mut parsed = OptionValue::parse(&self.0[position]);
+            let kind = parsed.kind("qom-type");
+            if !kind.starts_with("memory-backend-") {
+                continue;
+            }
+            if kind != "memory-backend-ram" {
+                match &mut parsed {
+                    OptionValue::List(items) => items[0] = (None, "memory-backend-ram".to_owned()),
+                    OptionValue::Json(_) => parsed.set("qom-type", "memory-backend-ram".into()),
+                }
+                let file_only = [
+                    "mem-path",
+                    "hugetlb",
+                    "hugetlbsize",
+                    "seal",
+                    "pmem",
+                    "discard-data",
+                    "align",
+                    "readonly",
+                    "offset",
+                ];
+                file_only.into_iter().for_each(|name| parsed.remove(name));
+            }
+            if parsed.value("share").as_deref() == Some("on") {
+                parsed.remove("share");
+            }
+            if parsed.value("merge").as_deref() == Some("off") {
+                parsed.remove("merge");
+            }
+            self.put((position, parsed));
+        }
+        for position in self.positions("-mem-path").into_iter().rev() {
+            self.0.drain(position - 1..=position);
+        }
+        for option in ["-machine", "-M"] {
+            if let Some((position, mut machine)) = self.last(option)
+                && machine.value("mem-merge").as_deref() == Some("off")
+            {
+                machine.remove("mem-merge");
+                self.put((position, machine));
+            }
+        }
+        Ok(())
+    }
+
+    /// The node of a disk: `-drive` or `-blockdev` by its id, or by the device that uses it.
+    fn find_drive(&self, disk: &str) -> Result<(usize, OptionValue), String> {
+        let used = self.find("-device", "id", disk).and_then(|(_, device)| device.value("drive"));
+        let names = [Some(disk.to_owned()), used];
+        for name in names.iter().flatten() {
+            let found = [("-drive", "id"), ("-blockdev", "node-name")];
+            if let Some(found) = found.iter().find_map(|(option, key)| self.find(option, key, name)) {
+                return Ok(found);
+            }
+        }
+        Err(format!("no -drive or -blockdev of {disk} is on the command line"))
+    }
+
+    /// The nodes of a disk from the format down to the protocol.
+    fn node_chain(&self, disk: &str) -> Result<Vec<(usize, OptionValue)>, String> {
+        let mut chain = vec![self.find_drive(disk)?];
+        while let Some(below) = chain.last().and_then(|(_, node)| node.value("file")) {
+            match self.find("-blockdev", "node-name", &below) {
+                Some(node) if chain.iter().all(|(position, _)| *position != node.0) => chain.push(node),
+                _ => break,
+            }
+        }
+        Ok(chain)
+    }
+
+    fn is_drive(&self, position: usize) -> bool {
+        self.0[position - 1].trim_start_matches('-') == "drive"
+    }
+
+    fn set_disk_cache_none(&mut self, disk: &str) -> Result<(), String> {
+        for (position, mut node) in self.node_chain(disk)? {
+            if self.is_drive(position) {
+                node.set("cache", "none".into());
+            } else {
+                node.set("cache.direct", json!(true));
+            }
+            self.put((position, node));
+        }
+        Ok(())
+    }
+
+    fn set_disk_aio(&mut self, disk: &str, interface: &str) -> Result<(), String> {
+        let chain = self.node_chain(disk)?;
+        let is_direct = chain.iter().all(|(_, node)| {
+            node.value("cache.direct").as_deref() == Some("on")
+                || node.value("cache").is_some_and(|cache| cache == "none" || cache == "directsync")
+        });
+        if interface == "native" && !is_direct {
+            return Err("aio=native needs cache=none: set that first, or use io_uring".to_owned());
+        }
+        let (position, mut node) = chain.into_iter().last().unwrap_or((0, OptionValue::List(Vec::new())));
+        let is_inline = node.value("file.driver").is_some() || node.value("file.filename").is_some();
+        let name = if is_inline && !self.is_drive(position) { "file.aio" } else { "aio" };
+        node.set(name, interface.into());
+        self.put((position, node));
+        Ok(())
+    }
+
+    /// The device that uses a disk.
+    fn find_disk_device(&self, disk: &str) -> Result<(usize, OptionValue), String> {
+        let found = self.find("-device", "id", disk).or_else(|| self.find("-device", "drive", disk));
+        let (position, device) = found.ok_or_else(|| format!("no -device of {disk} is on the command line"))?;
+        let kind = device.kind("driver");
+        if kind.starts_with("virtio-blk") || kind.starts_with("virtio-scsi") {
+            return Ok((position, device));
+        }
+        Err(format!("{kind} cannot use iothreads: virtio-blk and virtio-scsi can"))
+    }
+
+    fn add_io_threads(&mut self, disk: &str, count: u32) -> Result<(), String> {
+        let (position, mut device) = self.find_disk_device(disk)?;
+        if device.value("iothread").is_some() || device.value("iothread-vq-mapping").is_some() {
+            return Err(format!("{disk} has iothreads already"));
+        }
+        let names: Vec<String> = (0..count.max(1)).map(|number| format!("{disk}-io{number}")).collect();
+        if let [name] = &names[..] {
+            device.set("iothread", name.as_str().into());
+        } else if let OptionValue::Json(_) = device {
+            let mapping: Vec<Value> = names.iter().map(|name| json!({"iothread": name})).collect();
+            device.set("iothread-vq-mapping", mapping.into());
+        } else {
+            return Err(format!(
+                "several iothreads need the device in JSON form (-device '{{\"driver\": ...}}'): convert {disk} by hand, \
+                 or use one iothread"
+            ));
+        }
+        self.put((position, device));
+        // Objects must be on the command line before a device that is in JSON form, and may be anywhere otherwise.
+        let first_device = self.positions("-device").into_iter().min().unwrap_or(self.0.len() + 1) - 1;
+        for name in names.into_iter().rev() {
+            self.0.splice(first_device..first_device, ["-object".to_owned(), format!("iothread,id={name}")]);
+        }
+        Ok(())
+    }
+
+    fn change_netdev(&mut self, network: &str, changes: &[(&str, Value)]) -> Result<(), String> {
+        let found = self.find("-netdev", "id", network);
+        let (position, mut netdev) =
+            found.ok_or_else(|| format!("no -netdev with id={network} is on the command line"))?;
+        let kind = netdev.kind("type");
+        if kind != "tap" {
+            return Err(format!("network {network} is {kind}: only tap has vhost and queues in the kernel"));
+        }
+        for (name, value) in changes {
+            netdev.set(name, value.clone());
+        }
+        self.put((position, netdev));
+        Ok(())
+    }
+
+    fn set_queues(&mut self, network: &str, count: u32) -> Result<(), String> {
+        if let Some((_, netdev)) = self.find("-netdev", "id", network)
+            && ["fd", "fds", "ifname", "vhostfd", "vhostfds"].iter().any(|name| netdev.value(name).is_some())
+            && netdev.value("ifname").is_none()
+        {
+            return Err(format!("the program that starts {network} passes open files for its queues: change it there"));
+        }
+        self.change_netdev(network, &[("queues", json!(count))])?;
+        if let Some((position, mut device)) = self.find("-device", "netdev", network) {
+            device.set("mq", json!(true));
+            // Two vectors for each queue, one for changes of the configuration, one for the control queue.
+            device.set("vectors", json!(2 * count + 2));
+            self.put((position, device));
+        }
+        Ok(())
+    }
+}
+
+/// A size of `-m` in MiB, which is its default unit.
+fn parse_mebibytes(size: &str) -> Option<u64> {
+    let (digits, mebibytes) = match size.char_indices().last()? {
+        (at, 'G' | 'g') => (&size[..at], 1 << 10),
+        (at, 'T' | 't') => (&size[..at], 1 << 20),
+        (at, 'M' | 'm') => (&size[..at], 1),
+        _ => (size, 1),
+    };
+    digits.parse::<u64>().ok()?.checked_mul(mebibytes)
+}
+
+#[cfg(test)]
+mod tests;

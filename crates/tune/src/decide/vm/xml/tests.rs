@@ -1,0 +1,173 @@
+use super::*;
+use proptest::prelude::*;
+
+/// A domain as `virsh dumpxml --inactive` prints it, with parts that Pagefold knows nothing of.
+const DOMAIN: &str = "<domain type='kvm'>
+  <name>web</name>
+  <!-- do not touch -->
+  <metadata>
+    <app:info xmlns:app='http://example.org/'>a &amp; b</app:info>
+  </metadata>
+  <memory unit='GiB'>4</memory>
+  <memoryBacking>
+    <hugepages/>
+    <source type='memfd'/>
+    <access mode='shared'/>
+    <locked/>
+  </memoryBacking>
+  <vcpu placement='static'>8</vcpu>
+  <features>
+    <acpi/>
+    <apic/>
+  </features>
+  <cpu mode='custom' match='exact' check='none'>
+    <model fallback='forbid'>Skylake-Server</model>
+    <feature policy='disable' name='x2apic'/>
+  </cpu>
+  <devices>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='raw'/>
+      <source file='/vm/web.img'/>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+    <disk type='file' device='cdrom'>
+      <target dev='sda' bus='sata'/>
+    </disk>
+    <interface type='bridge'>
+      <source bridge='br0'/>
+      <model type='virtio'/>
+    </interface>
+  </devices>
+</domain>
+";
+
+fn set(option: &VmOption) -> String {
+    let after = set_option(DOMAIN, option).unwrap_or_else(|why| panic!("{option:?}: {why}"));
+    Document::parse(&after).unwrap();
+    after
+}
+
+/// The lines that an option removes and adds.
+fn changes(option: &VmOption) -> (Vec<String>, Vec<String>) {
+    let after = set(option);
+    let difference = |of: &str, without: &str| -> Vec<String> {
+        of.lines()
+            .filter(|line| !without.lines().any(|other| other == *line))
+            .map(|line| line.trim().to_owned())
+            .collect()
+    };
+    (difference(DOMAIN, &after), difference(&after, DOMAIN))
+}
+
+fn texts(lines: &[&str]) -> Vec<String> {
+    lines.iter().map(|line| (*line).to_owned()).collect()
+}
+
+#[test]
+fn host_model_keeps_features_and_drops_the_named_model() {
+    let (removed, added) = changes(&VmOption::HostCpuModel);
+    let expected =
+        ["<cpu mode='custom' match='exact' check='none'>", "<model fallback='forbid'>Skylake-Server</model>"];
+    assert_eq!((removed, added), (texts(&expected), texts(&["<cpu mode='host-passthrough' check='none'>"])));
+    let bare = "<domain type='kvm'><name>a</name></domain>";
+    let after = set_option(bare, &VmOption::HostCpuModel).unwrap();
+    assert_eq!(after, "<domain type='kvm'><name>a</name>\n  <cpu mode='host-passthrough'/>\n</domain>");
+    assert_eq!(set_option(&after, &VmOption::HostCpuModel), Ok(after));
+}
+
+#[test]
+fn features_go_where_libvirt_has_them() {
+    let feature = |name: &str, enable| VmOption::CpuFeature { name: name.to_owned(), enable };
+    assert_eq!(changes(&feature("kvm-pv-eoi", true)).1, ["<apic eoi='on'/>"]);
+    assert_eq!(changes(&feature("kvm_pv_unhalt", true)).1, ["<pvspinlock state='on'/>"]);
+    assert_eq!(changes(&feature("kvm-hint-dedicated", true)).1, ["<kvm>", "<hint-dedicated state='on'/>", "</kvm>"]);
+    assert_eq!(changes(&feature("x2apic", true)).1, ["<feature policy='require' name='x2apic'/>"]);
+    assert_eq!(changes(&feature("invtsc", true)).1, ["<feature policy='require' name='invtsc'/>"]);
+    assert!(set_option(DOMAIN, &feature("kvm-asyncpf", true)).is_err());
+    assert!(set_option(DOMAIN, &feature("a'/><x", true)).is_err());
+    assert!(set_option(DOMAIN, &VmOption::CpuPowerManagement { enable: true }).is_err());
+}
+
+#[test]
+fn memory_backing_keeps_what_merging_does_not_forbid() {
+    let (removed, added) = changes(&VmOption::MergeableMemory);
+    assert_eq!(removed, ["<hugepages/>", "<source type='memfd'/>", "<access mode='shared'/>"]);
+    assert_eq!(added, Vec::<String>::new());
+    let shared = DOMAIN.replace("type='bridge'", "type='vhostuser'");
+    assert!(set_option(&shared, &VmOption::MergeableMemory).is_err());
+}
+
+#[test]
+fn disk_is_found_by_target_and_by_the_alias_that_libvirt_gives_it() {
+    for disk in ["vda", "virtio-disk0", "drive-virtio-disk0"] {
+        let (_, added) = changes(&VmOption::DiskCacheNone { disk: disk.to_owned() });
+        assert_eq!(added, ["<driver cache='none' name='qemu' type='raw'/>"], "{disk}");
+    }
+    let disk = || "vda".to_owned();
+    assert!(set_option(DOMAIN, &VmOption::DiskCacheNone { disk: "vdb".to_owned() }).is_err());
+    assert!(set_option(DOMAIN, &VmOption::DiskAio { disk: disk(), interface: "native".to_owned() }).is_err());
+    let uring = VmOption::DiskAio { disk: disk(), interface: "io_uring".to_owned() };
+    assert_eq!(changes(&uring).1, ["<driver io='io_uring' name='qemu' type='raw'/>"]);
+    let (_, added) = changes(&VmOption::DiskIoThreads { disk: disk(), count: 1 });
+    assert_eq!(added, ["<driver iothread='1' name='qemu' type='raw'/>", "<iothreads>1</iothreads>"]);
+    let (_, added) = changes(&VmOption::DiskIoThreads { disk: disk(), count: 2 });
+    assert!(added.contains(&"<iothreads><iothread id='1'/><iothread id='2'/></iothreads>".to_owned()), "{added:?}");
+    assert!(set_option(DOMAIN, &VmOption::DiskIoThreads { disk: "sda".to_owned(), count: 1 }).is_err());
+    assert_eq!(
+        (target_index("vda"), target_index("vdz"), target_index("vdaa"), target_index("x")),
+        (Some(0), Some(25), Some(26), None)
+    );
+}
+
+#[test]
+fn interface_gets_a_driver() {
+    for network in ["hostnet0", "net0"] {
+        let (_, added) = changes(&VmOption::NetworkQueues { network: network.to_owned(), count: 8 });
+        assert_eq!(added, ["<driver queues='8' name='vhost'/>"], "{network}");
+    }
+    assert!(set_option(DOMAIN, &VmOption::VhostNet { network: "net1".to_owned() }).is_err());
+}
+
+#[test]
+fn nodes_have_equal_parts() {
+    let (_, added) = changes(&VmOption::VirtualNodes { count: 2 });
+    let expected = [
+        "<numa>",
+        "<cell id='0' cpus='0-3' memory='2097152' unit='KiB'/>",
+        "<cell id='1' cpus='4-7' memory='2097152' unit='KiB'/>",
+        "</numa>",
+    ];
+    assert_eq!(added, expected);
+    assert!(set_option(DOMAIN, &VmOption::VirtualNodes { count: 3 }).is_err());
+    assert!(set_option(&set(&VmOption::VirtualNodes { count: 2 }), &VmOption::VirtualNodes { count: 2 }).is_err());
+}
+
+#[test]
+fn comments_metadata_and_other_devices_stay() {
+    let all = [
+        VmOption::HostCpuModel,
+        VmOption::MergeableMemory,
+        VmOption::DiskCacheNone { disk: "vda".to_owned() },
+        VmOption::NetworkQueues { network: "net0".to_owned(), count: 2 },
+    ];
+    let after = all.iter().fold(DOMAIN.to_owned(), |xml, option| set_option(&xml, option).unwrap());
+    for part in [
+        "<!-- do not touch -->",
+        "<app:info xmlns:app='http://example.org/'>a &amp; b</app:info>",
+        "<locked/>",
+        "<target dev='sda' bus='sata'/>",
+    ] {
+        assert!(after.contains(part), "{part}: {after}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_text_panics(text in "(<(domain|cpu|disk|devices|memory|vcpu)( [a-z]=')?|[a-z<>/'= ]|</domain>){0,20}") {
+        for option in [VmOption::HostCpuModel, VmOption::MergeableMemory, VmOption::VirtualNodes { count: 2 },
+            VmOption::DiskCacheNone { disk: "vda".to_owned() }] {
+            let _ = set_option(&text, &option);
+            let _ = set_option(&format!("<domain>{text}</domain>"), &option);
+        }
+    }
+}

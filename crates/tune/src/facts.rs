@@ -1,0 +1,251 @@
+//! Reads the state that a plan depends on.
+
+use crate::decide::boot::{BootState, identify_loader};
+use crate::decide::conflict::known_names;
+use crate::decide::modprobe::{MODULE_FILE, normal_name};
+use crate::decide::vm::arguments::vcpu_count;
+use crate::decide::{MachineState, ModuleState, TuneState};
+use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
+use pagefold_base::process::Process;
+use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
+use pagefold_doctor::decide::change::SettingChange;
+use pagefold_host::kernel_module::normal_parameter_value;
+use pagefold_host::knob::Knob;
+use pagefold_host::{Host, memory_headroom, observe};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Reads the state for these changes, and for the settings that match the patterns of a profile or of a file.
+pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]) -> TuneState {
+    let mut paths: BTreeSet<String> = patterns.iter().flat_map(|pattern| list_matching(host, pattern)).collect();
+    let (mut modules, mut machines) = (BTreeSet::new(), BTreeSet::new());
+    for change in changes {
+        match change {
+            SettingChange::Write { path, .. } => _ = paths.insert(path.clone()),
+            SettingChange::ModuleParameter { module, .. } => _ = modules.insert(normal_name(module)),
+            SettingChange::VmDefinition { vm, .. } => _ = machines.insert(*vm),
+            SettingChange::BootParameter { .. } => {}
+        }
+    }
+    let processes: Vec<Process> =
+        observe::processes(host).unwrap_or_default().into_iter().filter_map(|(_, process)| process.ok()).collect();
+    TuneState {
+        settings: paths.into_iter().map(|path| (path.clone(), read_setting(host, &path))).collect(),
+        kvm_users: if modules.is_empty() { Vec::new() } else { find_kvm_users(host, &processes) },
+        modules: modules.into_iter().map(|module| (module.clone(), read_module(host, &module))).collect(),
+        module_file: read_text(host, MODULE_FILE).ok(),
+        tuners: find_tuners(&processes),
+        machines: read_machines(host, &processes, &machines),
+        boot: BootState {
+            loader: identify_loader(
+                &read_text(host, "etc/os-release").unwrap_or_default(),
+                host.read("etc/kernel/proxmox-boot-uuids").is_ok(),
+            ),
+            command_line: read_text(host, "proc/cmdline").unwrap_or_default().trim().to_owned(),
+        },
+        ksm_stop_refusal: find_ksm_stop_refusal(host),
+    }
+}
+
+fn read_text(host: &dyn Host, path: &str) -> Reading<String> {
+    Ok(String::from_utf8_lossy(&host.read(path)?).into_owned())
+}
+
+fn read_setting(host: &dyn Host, path: &str) -> Result<String, String> {
+    let knob = Knob::from_path(path).ok_or_else(|| {
+        format!("Pagefold does not write /{path}: its list of settings is for memory, CPUs, KVM and disks")
+    })?;
+    knob.read(host).map_err(|why| match why {
+        Absent::NotOnThisKernel => format!("there is no /{path}: {}", knob.requirement()),
+        why => format!("cannot read /{path}: {why}"),
+    })
+}
+
+/// The existing paths that match a pattern.
+pub fn list_matching(host: &dyn Host, pattern: &str) -> Vec<String> {
+    let mut found = vec![String::new()];
+    for component in pattern.split('/') {
+        let mut longer = Vec::new();
+        for folder in found {
+            let join = |name: &str| if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
+            match component.split_once('*') {
+                None => longer.push(join(component)),
+                Some((start, end)) => {
+                    let names = host.list(&folder).unwrap_or_default();
+                    let matching = names.iter().filter(|name| {
+                        name.len() > start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
+                    });
+                    longer.extend(matching.map(|name| join(name)));
+                }
+            }
+        }
+        found = longer;
+    }
+    found.retain(|path| host.read(path).is_ok());
+    found
+}
+
+fn read_module(host: &dyn Host, module: &str) -> ModuleState {
+    let folder = format!("sys/module/{module}/parameters");
+    let names = host.list(&folder).unwrap_or_default();
+    let read = |name: String| {
+        let value = read_text(host, &format!("{folder}/{name}")).ok()?;
+        Some((name, normal_parameter_value(&value)))
+    };
+    let references = read_text(host, &format!("sys/module/{module}/refcnt"));
+    ModuleState {
+        is_loaded: references.is_ok(),
+        is_built_in: references.is_err() && host.list(&format!("sys/module/{module}")).is_ok(),
+        references: references.ok().and_then(|text| text.trim().parse().ok()),
+        parameters: names.into_iter().filter_map(read).collect(),
+    }
+}
+
+/// The processes that have `/dev/kvm`, a virtual machine or a vCPU open.
+fn find_kvm_users(host: &dyn Host, processes: &[Process]) -> Vec<String> {
+    let mut users = Vec::new();
+    for process in processes.iter().filter(|process| !process.kernel_thread) {
+        let links = pagefold_host::hold(host, process.id).and_then(|handle| handle.links("fd")).unwrap_or_default();
+        if links.iter().any(|link| link == "/dev/kvm" || link.starts_with("anon_inode:kvm-")) {
+            users.push(format!("{} (process {})", machine_name(process), process.id.pid));
+        }
+    }
+    users
+}
+
+/// The name of a machine, otherwise of its program.
+fn machine_name(process: &Process) -> String {
+    let name = process.identity.vm.as_ref().and_then(|vm| vm.name.clone());
+    name.unwrap_or_else(|| process.comm.clone())
+}
+
+/// The programs of root that the table of conflicts knows.
+fn find_tuners(processes: &[Process]) -> Vec<String> {
+    let runs = |name: &str| {
+        processes.iter().any(|process| {
+            let arguments = process.arguments.as_deref().unwrap_or_default();
+            process.uid == Ok(0) && !process.kernel_thread && tuner::runs(name, &process.comm, arguments)
+        })
+    };
+    known_names().filter(|name| runs(name)).map(str::to_owned).collect()
+}
+
+fn read_machines(
+    host: &dyn Host,
+    processes: &[Process],
+    machines: &BTreeSet<ProcessId>,
+) -> BTreeMap<ProcessId, MachineState> {
+    let wanted = processes.iter().filter(|process| machines.contains(&process.id));
+    let read = |process: &Process| {
+        let arguments = process.arguments.clone().ok()?;
+        let name = machine_name(process);
+        // libvirt refuses a slash in the name of a domain (`src/conf/domain_conf.c`, `virDomainDefPostParseCommon`).
+        let is_file_name = !name.contains('/') && !name.starts_with('.');
+        let libvirt_xml = is_file_name.then(|| read_text(host, &format!("etc/libvirt/qemu/{name}.xml")).ok()).flatten();
+        Some((process.id, MachineState { name, libvirt_xml, arguments }))
+    };
+    wanted.filter_map(read).collect()
+}
+
+/// Why ksmd must not be stopped: merged pages that guests write to are copied, and no page is merged any more to pay for
+/// it. So memory must suffice for copies of all of them.
+fn find_ksm_stop_refusal(host: &dyn Host) -> Option<String> {
+    let ksm = observe::ksm(host).ok()?;
+    let merged = ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0));
+    if merged == 0 {
+        return None;
+    }
+    let headroom = memory_headroom::measure_headroom(host, &BTreeSet::new());
+    let need = FrameNeed::for_cgroup(None, Pages(merged), Pages::ZERO);
+    let verdict = check_memory(&need, &headroom, host.page_size()).verdict;
+    (verdict != MemoryVerdict::Fits).then(|| {
+        format!(
+            "{merged} merged pages would need memory of their own when guests write to them, and available memory does \
+             not suffice: shut machines down or migrate them first"
+        )
+    })
+}
+
+/// Whether the vCPUs of a machine have run guest code.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VcpuCheck {
+    /// The process of the machine.
+    pub process: ProcessId,
+    /// The name of the machine.
+    pub name: String,
+    /// The number of vCPUs on its command line.
+    pub declared: Option<u32>,
+    /// The number of vCPU threads.
+    pub threads: u32,
+    /// The number of vCPU threads that have run guest code for at least one clock tick.
+    pub ran: u32,
+}
+
+/// The field `guest_time` of `/proc/PID/task/TID/stat` (proc(5)), counted from the state, which is field 3.
+const GUEST_TIME_FIELD: usize = 43 - 3;
+
+/// Checks the vCPUs of all QEMU machines that run by KVM. A guest that does not bring a vCPU up never runs it, as in the
+/// reports of guests that saw one CPU after EPT was turned off.
+pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
+    let processes = observe::processes(host).unwrap_or_default();
+    let machines =
+        processes.into_iter().filter_map(|(_, process)| process.ok()).filter(|process| process.identity.vm.is_some());
+    let check = |process: Process| {
+        let tasks = host.list(&format!("proc/{}/task", process.id.pid)).unwrap_or_default();
+        let (mut threads, mut ran) = (0, 0);
+        for tid in tasks.iter().filter_map(|tid| tid.parse().ok().map(Pid)) {
+            let folder = format!("proc/{}/task/{tid}", process.id.pid);
+            let comm = read_text(host, &format!("{folder}/comm")).unwrap_or_default();
+            if !(comm.starts_with("CPU ") && comm.trim_end().ends_with("/KVM")) {
+                continue;
+            }
+            threads += 1;
+            let stat = read_text(host, &format!("{folder}/stat")).unwrap_or_default();
+            let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+            let ticks =
+                fields.split_ascii_whitespace().nth(GUEST_TIME_FIELD).and_then(|ticks| ticks.parse::<u64>().ok());
+            ran += u32::from(ticks.is_some_and(|ticks| ticks > 0));
+        }
+        let declared = process.arguments.as_deref().ok().and_then(vcpu_count);
+        (threads > 0).then(|| VcpuCheck { process: process.id, name: machine_name(&process), declared, threads, ran })
+    };
+    machines.filter_map(check).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_host::fake_host::FakeHost;
+
+    #[test]
+    fn state_has_values_modules_and_boot() {
+        let host = FakeHost::booted();
+        for cpu in 0..3 {
+            host.put_file(&format!("sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"), "powersave\n");
+        }
+        host.put_file("sys/devices/system/cpu/online", "0-2\n");
+        host.put_file("sys/module/kvm_amd/parameters/npt", "Y\n");
+        host.put_file("sys/module/kvm_amd/refcnt", "0\n");
+        host.put_file("sys/module/kvm_intel/parameters/ept", "Y\n");
+        host.put_file("proc/cmdline", "quiet\n");
+        host.put_file("etc/os-release", "ID=debian\n");
+        let parameter = |module: &str| SettingChange::ModuleParameter {
+            module: module.to_owned(),
+            parameter: "npt".to_owned(),
+            value: "1".to_owned(),
+        };
+        let write = SettingChange::Write { path: "proc/sys/kernel/core_pattern".to_owned(), value: "x".to_owned() };
+        let changes = [parameter("kvm-amd"), parameter("kvm_intel"), write];
+        let changes: Vec<&SettingChange> = changes.iter().collect();
+        let governors = "sys/devices/system/cpu/cpu*/cpufreq/scaling_governor";
+        let state = read_state(&host, &changes, &[governors, "sys/block/*/queue/scheduler"]);
+        assert_eq!(state.settings.len(), 4);
+        assert_eq!(state.settings.values().filter(|value| *value == &Ok("powersave".to_owned())).count(), 3);
+        assert!(
+            state.settings["proc/sys/kernel/core_pattern"].as_ref().is_err_and(|why| why.contains("does not write"))
+        );
+        let amd = &state.modules["kvm_amd"];
+        assert!(amd.is_loaded && !amd.is_built_in && amd.references == Some(0) && amd.parameters["npt"] == "1");
+        assert!(!state.modules["kvm_intel"].is_loaded && state.modules["kvm_intel"].is_built_in);
+        assert_eq!(state.boot.command_line, "quiet");
+    }
+}

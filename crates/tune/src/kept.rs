@@ -1,0 +1,225 @@
+//! The changes that `pagefold tune apply` left in force: whether they still are, and their undo.
+//!
+//! A value that another program has written since is drift. It is reported and stays: the undo leaves it, too.
+
+use crate::decide::export::Settings;
+use crate::decide::{Effect, TunePlan};
+use pagefold_base::{Absent, Reading};
+use pagefold_host::Host;
+use pagefold_host::action::Action;
+use pagefold_host::resource::ResourceClass;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::journal::{Journal, JournalEntry, StateDirectory};
+use pagefold_host::transaction::session::{Error, FailedUndo, read_boot_id};
+use std::io;
+use std::path::Path;
+
+/// The purpose of kept changes that are those of `tune`.
+pub const PURPOSE: &str = "tune";
+
+/// The classes that `tune` changes.
+const CLASSES: [ResourceClass; 3] = [ResourceClass::Ksm, ResourceClass::Settings, ResourceClass::Configuration];
+
+/// Whether a change is still in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KeptState {
+    /// The value is the one that `tune` wrote.
+    InForce,
+    /// The value is the previous one again.
+    ChangedBack,
+    /// Another program wrote another value.
+    ChangedByOthers,
+    /// It cannot be read.
+    Unknown,
+}
+
+/// A change that `tune` left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptChange {
+    /// The absolute path of the setting or file, or the module.
+    pub name: String,
+    /// The path of the setting below the root, if it is one.
+    pub setting: Option<String>,
+    /// The value before.
+    pub before: String,
+    /// The value that `tune` wrote.
+    pub written: String,
+    /// The present value, or why it is absent.
+    pub current: Result<String, String>,
+    /// Whether it is in force.
+    pub state: KeptState,
+}
+
+/// Reads the changes that are left, in the order in which they were made, and their present values. Takes no lock.
+///
+/// # Errors
+/// If a state directory or a journal in it cannot be read.
+pub fn load(host: &dyn Host, state_directory: &Path) -> Result<Vec<KeptChange>, Error> {
+    let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
+    let mut kept = Vec::new();
+    for class in CLASSES {
+        let path = class.directory(state_directory);
+        let directory = match StateDirectory::open(&path) {
+            Ok(directory) => directory,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(source) => return Err(Error::StateDirectoryUnusable { path, source }),
+        };
+        let journal = Journal::load(&directory, class.kept_changes_file())?;
+        let journal = journal.filter(|journal| is_ours(journal) && (class.survives_reboot() || journal.boot == boot));
+        kept.extend(journal.iter().flat_map(|journal| &journal.entries).filter_map(|entry| read_change(host, entry)));
+    }
+    Ok(kept)
+}
+
+fn is_ours(journal: &Journal) -> bool {
+    journal.purpose.as_deref() == Some(PURPOSE)
+}
+
+fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
+    let (name, setting, before, written, current) = match &entry.undo {
+        Action::Write { knob, value } => {
+            let written = entry.written_values.last()?.clone();
+            (knob.to_string(), Some(knob.path().to_owned()), value.clone(), written, knob.read(host))
+        }
+        Action::ReloadModule { module, parameters } => {
+            let current = parameters.to.read_current(host, *module).map(|current| current.to_string());
+            let setting = format!("sys/module/{module}");
+            (format!("module {module}"), Some(setting), parameters.to.to_string(), parameters.from.to_string(), current)
+        }
+        Action::ReplaceFile { file, content } => {
+            let text = |content: &Option<String>| content.clone().unwrap_or_else(|| "absent".to_owned());
+            let current: Reading<String> = match host.read(&file.path()) {
+                Err(Absent::NotOnThisKernel) => Ok(text(&None)),
+                current => current.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()),
+            };
+            (file.to_string(), None, text(&content.to.0), text(&content.from.0), current)
+        }
+        _ => return None,
+    };
+    let state = match &current {
+        Ok(current) if *current == written => KeptState::InForce,
+        Ok(current) if *current == before => KeptState::ChangedBack,
+        Ok(_) => KeptState::ChangedByOthers,
+        Err(_) => KeptState::Unknown,
+    };
+    Some(KeptChange { name, setting, before, written, current: current.map_err(|why| why.to_string()), state })
+}
+
+/// What was undone.
+#[derive(Debug, Default)]
+pub struct Undone {
+    /// The undone changes.
+    pub done: Vec<Action>,
+    /// The changes that could not be undone, with the reason.
+    pub failed: Vec<FailedUndo>,
+}
+
+/// Undoes all changes that `tune` left, the last class first.
+///
+/// # Errors
+/// If a lock or a journal cannot be used.
+pub fn undo(host: &dyn Host, state_directory: &Path) -> Result<Undone, Error> {
+    let mut undone = Undone::default();
+    let mut sessions = Vec::new();
+    for class in CLASSES {
+        let (session, done, failed) = Session::begin(host, state_directory, class)?;
+        undone.done.extend(done);
+        undone.failed.extend(failed);
+        sessions.push(session);
+    }
+    for session in sessions.iter_mut().rev() {
+        if session.load_kept_changes()?.is_some_and(|journal| is_ours(&journal)) {
+            let (done, failed) = session.undo_kept_changes()?;
+            undone.done.extend(done);
+            undone.failed.extend(failed);
+        }
+    }
+    Ok(undone)
+}
+
+/// A counter that shows the effect of a change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counter {
+    /// Its name.
+    pub name: String,
+    /// Its value.
+    pub value: u64,
+}
+
+/// The beginnings of paths of settings, and the counters that show their effect: a file of one number, or
+/// `FILE:NAME` for a line `NAME NUMBER` (virt/kvm/kvm_main.c, mm/vmstat.c, 6.18).
+const COUNTERS: &[(&str, &[&str])] = &[
+    (
+        "sys/module/kvm/parameters/halt_poll",
+        &[
+            "sys/kernel/debug/kvm/halt_successful_poll",
+            "sys/kernel/debug/kvm/halt_attempted_poll",
+            "sys/kernel/debug/kvm/halt_poll_success_ns",
+            "sys/kernel/debug/kvm/halt_poll_fail_ns",
+        ],
+    ),
+    ("sys/module/kvm/parameters/nx_huge_pages", &["sys/kernel/debug/kvm/nx_lpage_splits"]),
+    ("sys/module/kvm", &["sys/kernel/debug/kvm/exits", "sys/kernel/debug/kvm/pf_taken"]),
+    ("proc/sys/kernel/numa_balancing", &["proc/vmstat:numa_pte_updates", "proc/vmstat:numa_pages_migrated"]),
+    ("proc/sys/vm/zone_reclaim_mode", &["proc/vmstat:zone_reclaim_success", "proc/vmstat:zone_reclaim_failed"]),
+    ("proc/sys/vm/swappiness", &["proc/vmstat:pswpin", "proc/vmstat:pswpout"]),
+    ("sys/kernel/mm/transparent_hugepage/", &["proc/vmstat:thp_fault_alloc", "proc/vmstat:thp_collapse_alloc"]),
+    ("sys/kernel/mm/ksm/", &["sys/kernel/mm/ksm/pages_sharing", "sys/kernel/mm/ksm/full_scans"]),
+];
+
+/// The present values of the counters of these changes, as far as this host has them.
+pub fn read_counters(host: &dyn Host, kept: &[KeptChange]) -> Vec<Counter> {
+    let concerns = |prefix: &str| {
+        kept.iter().filter_map(|change| change.setting.as_deref()).any(|setting| setting.starts_with(prefix))
+    };
+    let mut sources: Vec<&str> = COUNTERS
+        .iter()
+        .filter(|(prefix, _)| concerns(prefix))
+        .flat_map(|(_, sources)| sources.iter().copied())
+        .collect();
+    sources.dedup();
+    let read = |source: &str| {
+        let (path, name) = source.split_once(':').map_or((source, None), |(path, name)| (path, Some(name)));
+        let text = String::from_utf8_lossy(&host.read(path).ok()?).into_owned();
+        let value = match name {
+            None => text.trim().parse().ok()?,
+            Some(name) => {
+                let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+                lines.find(|(known, _)| *known == name)?.1.trim().parse().ok()?
+            }
+        };
+        let name = name.map_or_else(|| path.rsplit('/').next().unwrap_or_default().to_owned(), str::to_owned);
+        Some(Counter { name, value })
+    };
+    sources.into_iter().filter_map(read).collect()
+}
+
+/// The settings in force by `tune` and those of a plan, for an export. The plan wins.
+pub fn export_settings(kept: &[KeptChange], plan: &TunePlan) -> Settings {
+    let mut settings = Settings::default();
+    for change in kept {
+        match change.setting.as_deref().map(|path| (path, path.strip_prefix("sys/module/"))) {
+            Some((_, Some(module))) if !module.contains('/') => {
+                let words = change.written.split(' ').filter_map(|word| word.split_once('='));
+                let words = words.map(|(name, value)| (name.to_owned(), value.to_owned()));
+                settings.modules.entry(module.to_owned()).or_default().extend(words);
+            }
+            Some((path, _)) => _ = settings.writes.insert(path.to_owned(), change.written.clone()),
+            None => {}
+        }
+    }
+    for step in &plan.steps {
+        match &step.effect {
+            Effect::Write { path, to, .. } => _ = settings.writes.insert(path.clone(), to.clone()),
+            Effect::Module(change) => {
+                settings.modules.entry(change.module.clone()).or_default().extend(change.to.clone());
+            }
+            Effect::Boot { remove, add, .. } => {
+                settings.boot.0.extend(remove.clone());
+                settings.boot.1.extend(add.clone());
+            }
+            Effect::Machine { .. } => {}
+        }
+    }
+    settings
+}

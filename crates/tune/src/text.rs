@@ -1,0 +1,219 @@
+//! Plans and their results as text.
+
+use crate::wire::{
+    ChangeReport, KeptStateName, MethodName, StepReport, TuneApplyReport, TunePlanReport, TuneVerifyReport,
+};
+use pagefold_output::text::{TextStyle, escape_unprintable, format_number};
+use std::fmt::Write;
+
+/// Columns before the lines of a step.
+const INDENT: usize = 3;
+
+/// Renders a plan.
+pub fn render_plan(report: &TunePlanReport, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_title(report), 0);
+    for (number, step) in report.steps.iter().enumerate() {
+        text.push('\n');
+        text.push_str(&render_step(number + 1, step, style));
+    }
+    text.push_str(&render_rest(report, style));
+    text
+}
+
+fn render_title(report: &TunePlanReport) -> String {
+    let profile = report.profile.map(|profile| format!(", profile {profile}")).unwrap_or_default();
+    let steps = match report.steps.len() {
+        0 => "nothing is to be changed".to_owned(),
+        1 => "1 step".to_owned(),
+        count => format!("{count} steps"),
+    };
+    let refused = match report.refused.len() {
+        0 => String::new(),
+        count => format!(", {count} refused"),
+    };
+    format!("Plan for {}{profile}: {steps}{refused}.", report.host)
+}
+
+fn method_name(method: MethodName) -> &'static str {
+    match method {
+        MethodName::Live => "at once",
+        MethodName::ModuleReload => "by loading the module again",
+        MethodName::VmRestart => "when the machine starts again",
+        MethodName::Reboot => "when the host boots again",
+        MethodName::Manual => "by hand",
+    }
+}
+
+fn render_step(number: usize, step: &StepReport, style: TextStyle) -> String {
+    let title = format!("{number}. {} [{}], {}", step.title, step.rule, method_name(step.method));
+    let mut text = style.format_paragraph(&escape_unprintable(&title), INDENT);
+    let indent = " ".repeat(INDENT);
+    match &step.change {
+        ChangeReport::Write { path, from, to } => {
+            let _ = writeln!(text, "{indent}{}", escape_unprintable(&format!("{path}: {from} -> {to}")));
+        }
+        ChangeReport::Module { module, from, to, reload, file } => {
+            for (name, value) in to {
+                let before = from.get(name).map_or("not loaded", |value| value);
+                let _ = writeln!(text, "{indent}{module}.{name}: {before} -> {value}");
+            }
+            let reload = if *reload { ", and a reload now" } else { "; the module is not loaded now" };
+            let _ = writeln!(text, "{indent}{file}{reload}");
+        }
+        ChangeReport::Boot { commands, .. } => {
+            for command in commands {
+                let _ = writeln!(text, "{indent}# {command}");
+            }
+        }
+        ChangeReport::Machine { diff, .. } => {
+            for line in diff.lines() {
+                let _ = writeln!(text, "{indent}{}", escape_unprintable(line));
+            }
+        }
+    }
+    let notes = [
+        ("Why", Some(step.why.as_str()).filter(|why| !why.is_empty())),
+        ("Benefit", step.benefit),
+        ("Risk", step.risk),
+        ("Undo", Some(step.undo.as_str())),
+        ("Proof", step.counter),
+    ];
+    for (label, note) in notes {
+        if let Some(note) = note {
+            let paragraph =
+                style.format_paragraph(&escape_unprintable(&format!("{indent}{label}: {note}")), INDENT + 2);
+            text.push_str(&paragraph);
+        }
+    }
+    text
+}
+
+/// Refusals, conflicts and ignored lines.
+fn render_rest(report: &TunePlanReport, style: TextStyle) -> String {
+    let mut text = String::new();
+    let mut section = |heading: &str, lines: Vec<String>| {
+        if !lines.is_empty() {
+            text.push_str(&style.format_heading(heading));
+            for line in lines {
+                text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+            }
+        }
+    };
+    let refused =
+        report.refused.iter().map(|refusal| format!("{} [{}]: {}", refusal.change, refusal.rule, refusal.why));
+    section("Refused", refused.collect());
+    let conflicts = report
+        .conflicts
+        .iter()
+        .map(|conflict| format!("{} writes {}: {}", conflict.program, conflict.writes, conflict.remedy));
+    section("Other programs", conflicts.collect());
+    let ignored =
+        report.ignored_lines.iter().map(|line| format!("line {}: {}: {}", line.number, line.text.trim(), line.why));
+    section("Not carried out", ignored.collect());
+    text
+}
+
+/// Renders the result of an applied plan.
+pub fn render_applied(report: &TuneApplyReport, style: TextStyle) -> String {
+    let mut text = String::new();
+    if report.plan.steps.is_empty() {
+        text.push_str(&render_plan(&report.plan, style));
+        return text;
+    }
+    for &position in &report.done {
+        let Some(step) = report.plan.steps.get(position) else { continue };
+        text.push_str(&style.format_paragraph(&format!("Done: {}", describe_change(&step.change)), 2));
+    }
+    for failed in &report.failed {
+        let Some(step) = report.plan.steps.get(failed.step) else { continue };
+        let line = format!("Failed, nothing changed: {}: {}", describe_change(&step.change), failed.why);
+        text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+    }
+    for undo in &report.failed_undos {
+        text.push_str(&style.format_paragraph(&escape_unprintable(&format!("Not undone: {undo}")), 2));
+    }
+    if !report.manual.is_empty() {
+        text.push_str(&style.format_heading("Left to you"));
+        for (number, &position) in report.manual.iter().enumerate() {
+            let Some(step) = report.plan.steps.get(position) else { continue };
+            text.push_str(&render_step(number + 1, step, style));
+        }
+    }
+    text.push_str(&render_rest(&report.plan, style));
+    if !report.done.is_empty() {
+        text.push_str("\nThe changes stay until `pagefold tune undo`; `pagefold tune verify` checks them.\n");
+    }
+    text
+}
+
+fn describe_change(change: &ChangeReport) -> String {
+    escape_unprintable(&match change {
+        ChangeReport::Write { path, from, to } => format!("{path} is {to}, was {from}"),
+        ChangeReport::Module { module, to, reload, file, .. } => {
+            let values: Vec<String> = to.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            let loaded = if *reload { "is loaded with" } else { "will be loaded with" };
+            format!("module {module} {loaded} {}, stored in {file}", values.join(" "))
+        }
+        ChangeReport::Boot { commands, .. } => commands.join("; "),
+        ChangeReport::Machine { name, .. } => format!("the definition of {name}"),
+    })
+    .into_owned()
+}
+
+/// Renders the check of what is in force.
+pub fn render_verified(report: &TuneVerifyReport, style: TextStyle) -> String {
+    let mut text = String::new();
+    if report.changes.is_empty() {
+        text.push_str("No changes of `pagefold tune` are in force.\n");
+    }
+    for change in &report.changes {
+        let line = match change.state {
+            KeptStateName::InForce => format!("in force: {} is {}", change.name, one_line(&change.written)),
+            KeptStateName::ChangedBack => {
+                format!("drift: {} is {} again: another program changed it back", change.name, one_line(&change.before))
+            }
+            KeptStateName::ChangedByOthers => format!(
+                "drift: {} is {}, not {}: another program wrote it, and it stays so",
+                change.name,
+                one_line(&change.current),
+                one_line(&change.written)
+            ),
+            KeptStateName::Unknown => format!("unknown: {}: {}", change.name, change.current),
+        };
+        text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+    }
+    if !report.counters.is_empty() {
+        text.push_str(&style.format_heading("Counters"));
+        let mut table = style.new_table(&["counter", ">value", ">growth"]);
+        for counter in &report.counters {
+            let growth = counter.growth.map(|growth| format!("{growth:+}")).unwrap_or_default();
+            table.add_row([counter.name.clone(), format_number(counter.value), growth]);
+        }
+        text.push_str(&style.render_table(&table));
+    }
+    if !report.machines.is_empty() {
+        text.push_str(&style.format_heading("vCPUs"));
+        let mut table = style.new_table(&["machine", ">pid", ">declared", ">threads", ">ran"]);
+        for machine in &report.machines {
+            let declared = machine.declared.map(|count| count.to_string()).unwrap_or_default();
+            let name = escape_unprintable(&machine.name).into_owned();
+            table.add_row([
+                name,
+                machine.pid.to_string(),
+                declared,
+                machine.threads.to_string(),
+                machine.ran.to_string(),
+            ]);
+        }
+        text.push_str(&style.render_table(&table));
+    }
+    text
+}
+
+/// A value of several lines as their number.
+fn one_line(value: &str) -> String {
+    match value.trim_end().lines().count() {
+        0 | 1 => value.trim_end().to_owned(),
+        count => format!("a file of {count} lines"),
+    }
+}

@@ -1,0 +1,440 @@
+//! Plans and their results in JSON.
+
+use crate::apply::Applied;
+use crate::decide::import::IgnoredLine;
+use crate::decide::profile::Profile;
+use crate::decide::{Effect, Step, TunePlan, vm};
+use crate::facts::VcpuCheck;
+use crate::kept::{Counter, KeptChange, KeptState};
+use pagefold_doctor::decide::change::ApplyMethod;
+use pagefold_host::transaction::session::UndoDescription;
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The result of `pagefold tune plan` and `pagefold tune import`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct TunePlanReport {
+    /// `pagefold.tune-plan/1`.
+    pub schema: &'static str,
+    /// The host: `this host` or a recording.
+    pub host: String,
+    /// The profile, if one was chosen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub profile: Option<&'static str>,
+    /// The steps in the order in which they are made.
+    pub steps: Vec<StepReport>,
+    /// Changes that are not made.
+    pub refused: Vec<RefusalReport>,
+    /// Running programs that write the same settings.
+    pub conflicts: Vec<ConflictReport>,
+    /// Lines of the imported file that are not carried out.
+    pub ignored_lines: Vec<IgnoredLineReport>,
+}
+
+/// A step of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct StepReport {
+    /// The rules that ask for it, or `profile-NAME`, or `import`.
+    pub rule: String,
+    /// Summary in one phrase.
+    pub title: String,
+    /// Why it matters.
+    pub why: String,
+    /// How it takes effect.
+    pub method: MethodName,
+    /// What the change gains.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub benefit: Option<&'static str>,
+    /// What the change may break or cost.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub risk: Option<&'static str>,
+    /// How it is undone.
+    pub undo: String,
+    /// The counter or file that shows that it works.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counter: Option<&'static str>,
+    /// Where the facts come from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub citation: Option<&'static str>,
+    /// What is changed.
+    pub change: ChangeReport,
+}
+
+/// How a change takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MethodName {
+    /// At once.
+    Live,
+    /// When the module is loaded again.
+    ModuleReload,
+    /// When the virtual machine starts again.
+    VmRestart,
+    /// When the host boots again.
+    Reboot,
+    /// By an operator.
+    Manual,
+}
+
+impl From<ApplyMethod> for MethodName {
+    fn from(method: ApplyMethod) -> Self {
+        match method {
+            ApplyMethod::Live => Self::Live,
+            ApplyMethod::ModuleReload => Self::ModuleReload,
+            ApplyMethod::VmRestart => Self::VmRestart,
+            ApplyMethod::Reboot => Self::Reboot,
+            ApplyMethod::Manual => Self::Manual,
+        }
+    }
+}
+
+/// What a step changes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum ChangeReport {
+    /// A setting of the running kernel.
+    Write {
+        /// Its absolute path.
+        path: String,
+        /// The present value.
+        from: String,
+        /// The new value.
+        to: String,
+    },
+    /// Parameters of a module.
+    Module {
+        /// The module.
+        module: String,
+        /// The present values of the parameters that change; none if the module is not loaded.
+        from: BTreeMap<String, String>,
+        /// Their new values.
+        to: BTreeMap<String, String>,
+        /// Whether the module is loaded again now.
+        reload: bool,
+        /// The file for later loads.
+        file: String,
+    },
+    /// The kernel's command line, which the operator changes.
+    Boot {
+        /// The parameter that is removed.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        remove: Option<String>,
+        /// The parameter that is added.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        add: Option<String>,
+        /// The commands, for a shell of root.
+        commands: Vec<String>,
+    },
+    /// The definition of a virtual machine.
+    Machine {
+        /// The process of the machine.
+        pid: u32,
+        /// Its start time, in clock ticks since boot.
+        start_time: u64,
+        /// The name of the machine.
+        name: String,
+        /// Whether libvirt owns the machine; otherwise the diff is of QEMU's arguments.
+        libvirt: bool,
+        /// The change as a unified diff.
+        diff: String,
+    },
+}
+
+/// A change that is not made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct RefusalReport {
+    /// The rule that asks for it.
+    pub rule: String,
+    /// The change.
+    pub change: String,
+    /// Why it is not made, and what to do instead.
+    pub why: String,
+}
+
+/// A running program that writes the same settings.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct ConflictReport {
+    /// The program.
+    pub program: &'static str,
+    /// What it writes.
+    pub writes: &'static str,
+    /// What to do.
+    pub remedy: &'static str,
+}
+
+/// A line of an imported file that is not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct IgnoredLineReport {
+    /// Its number, from 1.
+    pub number: usize,
+    /// The line.
+    pub text: String,
+    /// Why.
+    pub why: String,
+}
+
+impl TunePlanReport {
+    /// Creates the report of a plan.
+    pub fn new(host: String, profile: Option<Profile>, plan: &TunePlan, ignored: &[IgnoredLine]) -> Self {
+        let refused = plan.refusals.iter().map(|refusal| RefusalReport {
+            rule: refusal.rule.clone(),
+            change: refusal.change.clone(),
+            why: refusal.why.clone(),
+        });
+        let conflicts = plan.conflicts.iter().map(|conflict| ConflictReport {
+            program: conflict.program,
+            writes: conflict.writes,
+            remedy: conflict.remedy,
+        });
+        let ignored = ignored.iter().map(|line| IgnoredLineReport {
+            number: line.number,
+            text: line.text.clone(),
+            why: line.why.clone(),
+        });
+        Self {
+            schema: "pagefold.tune-plan/1",
+            host,
+            profile: profile.map(Profile::name),
+            steps: plan.steps.iter().map(StepReport::new).collect(),
+            refused: refused.collect(),
+            conflicts: conflicts.collect(),
+            ignored_lines: ignored.collect(),
+        }
+    }
+}
+
+impl StepReport {
+    fn new(step: &Step) -> Self {
+        let details = step.details;
+        Self {
+            rule: step.rule.clone(),
+            title: step.title.clone(),
+            why: step.why.clone(),
+            method: step.effect.method().into(),
+            benefit: details.map(|details| details.benefit),
+            risk: details.map(|details| details.risk),
+            undo: describe_undo(&step.effect),
+            counter: details.map(|details| details.counter),
+            citation: details.map(|details| details.citation),
+            change: ChangeReport::new(&step.effect),
+        }
+    }
+}
+
+/// How a step is undone.
+fn describe_undo(effect: &Effect) -> String {
+    match effect {
+        Effect::Write { from, .. } => {
+            format!("`pagefold tune undo` writes {from} again, unless another program wrote it")
+        }
+        Effect::Module(change) if change.reload => {
+            "`pagefold tune undo` restores the file and loads the module with the previous values".to_owned()
+        }
+        Effect::Module(_) => "`pagefold tune undo` restores the file".to_owned(),
+        Effect::Boot { .. } => "reverse the commands, and boot again".to_owned(),
+        Effect::Machine { .. } => "reverse the diff, and start the machine again".to_owned(),
+    }
+}
+
+impl ChangeReport {
+    fn new(effect: &Effect) -> Self {
+        match effect {
+            Effect::Write { path, from, to } => {
+                Self::Write { path: format!("/{path}"), from: from.clone(), to: to.clone() }
+            }
+            Effect::Module(change) => Self::Module {
+                module: change.module.clone(),
+                from: change.from.clone(),
+                to: change.to.clone(),
+                reload: change.reload,
+                file: format!("/{}", crate::decide::modprobe::MODULE_FILE),
+            },
+            Effect::Boot { remove, add, commands } => {
+                Self::Boot { remove: remove.clone(), add: add.clone(), commands: commands.clone() }
+            }
+            Effect::Machine { process, name, patch } => Self::Machine {
+                pid: process.pid.0,
+                start_time: process.start_time,
+                name: name.clone(),
+                libvirt: matches!(patch, vm::Patch::Libvirt { .. }),
+                diff: patch.diff(name),
+            },
+        }
+    }
+}
+
+/// The result of `pagefold tune apply`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct TuneApplyReport {
+    /// `pagefold.tune-apply/1`.
+    pub schema: &'static str,
+    /// The plan.
+    pub plan: TunePlanReport,
+    /// The positions of the steps that were made, from 0.
+    pub done: Vec<usize>,
+    /// The steps that failed.
+    pub failed: Vec<FailedStepReport>,
+    /// The positions of the steps that are left to the operator.
+    pub manual: Vec<usize>,
+    /// Changes that could not be undone, as the state before each change.
+    pub failed_undos: Vec<String>,
+}
+
+/// A step that failed. It changed nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct FailedStepReport {
+    /// Its position in the plan, from 0.
+    pub step: usize,
+    /// Why.
+    pub why: String,
+}
+
+impl TuneApplyReport {
+    /// Creates the report of an applied plan.
+    pub fn new(plan: TunePlanReport, applied: &Applied) -> Self {
+        let tried = |step: &usize| applied.done.contains(step) || applied.failed.iter().any(|(at, _)| at == step);
+        let manual = (0..plan.steps.len()).filter(|step| !tried(step)).collect();
+        let failed = applied.failed.iter().map(|(step, why)| FailedStepReport { step: *step, why: why.clone() });
+        let mut done = applied.done.clone();
+        done.sort_unstable();
+        Self {
+            schema: "pagefold.tune-apply/1",
+            done,
+            failed: failed.collect(),
+            manual,
+            failed_undos: applied.failed_undos.iter().map(ToString::to_string).collect(),
+            plan,
+        }
+    }
+
+    /// Changes of an earlier, killed run that were undone first, as texts.
+    pub fn recovered_texts(applied: &Applied) -> Vec<String> {
+        applied.recovered.iter().map(|undo| UndoDescription(undo).to_string()).collect()
+    }
+}
+
+/// The result of `pagefold tune verify`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct TuneVerifyReport {
+    /// `pagefold.tune-verify/1`.
+    pub schema: &'static str,
+    /// The host.
+    pub host: String,
+    /// The changes that `tune apply` left.
+    pub changes: Vec<KeptChangeReport>,
+    /// Counters that show the effect of the changes.
+    pub counters: Vec<CounterReport>,
+    /// The vCPUs of machines that run by KVM.
+    pub machines: Vec<VcpuReport>,
+}
+
+/// A change that `tune apply` left.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct KeptChangeReport {
+    /// The setting, file or module.
+    pub name: String,
+    /// Whether it is in force.
+    pub state: KeptStateName,
+    /// The value before.
+    pub before: String,
+    /// The value that was written.
+    pub written: String,
+    /// The present value, or why it is absent.
+    pub current: String,
+}
+
+/// Whether a change is in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum KeptStateName {
+    /// The value is the one that was written.
+    InForce,
+    /// Drift: the previous value is back.
+    ChangedBack,
+    /// Drift: another program wrote another value.
+    ChangedByOthers,
+    /// It cannot be read.
+    Unknown,
+}
+
+/// A counter.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct CounterReport {
+    /// Its name.
+    pub name: String,
+    /// Its value.
+    pub value: u64,
+    /// How much it grew while `verify` waited; absent without `--wait`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub growth: Option<i64>,
+}
+
+/// The vCPUs of a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct VcpuReport {
+    /// The name of the machine.
+    pub name: String,
+    /// Its process.
+    pub pid: u32,
+    /// The vCPUs on its command line, if they can be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub declared: Option<u32>,
+    /// Threads of vCPUs.
+    pub threads: u32,
+    /// vCPUs that have run guest code for at least one clock tick.
+    pub ran: u32,
+}
+
+impl TuneVerifyReport {
+    /// Creates the report. `earlier` are the counters before the wait, if there was one.
+    pub fn new(
+        host: String,
+        kept: &[KeptChange],
+        (earlier, counters): (Option<&[Counter]>, &[Counter]),
+        machines: &[VcpuCheck],
+    ) -> Self {
+        let changes = kept.iter().map(|kept| KeptChangeReport {
+            name: kept.name.clone(),
+            state: match kept.state {
+                KeptState::InForce => KeptStateName::InForce,
+                KeptState::ChangedBack => KeptStateName::ChangedBack,
+                KeptState::ChangedByOthers => KeptStateName::ChangedByOthers,
+                KeptState::Unknown => KeptStateName::Unknown,
+            },
+            before: kept.before.clone(),
+            written: kept.written.clone(),
+            current: kept.current.clone().unwrap_or_else(|why| why),
+        });
+        let growth = |counter: &Counter| {
+            let before = earlier?.iter().find(|earlier| earlier.name == counter.name)?;
+            Some(counter.value.cast_signed().wrapping_sub(before.value.cast_signed()))
+        };
+        let counters = counters.iter().map(|counter| CounterReport {
+            name: counter.name.clone(),
+            value: counter.value,
+            growth: growth(counter),
+        });
+        let machines = machines.iter().map(|machine| VcpuReport {
+            name: machine.name.clone(),
+            pid: machine.process.pid.0,
+            declared: machine.declared,
+            threads: machine.threads,
+            ran: machine.ran,
+        });
+        Self {
+            schema: "pagefold.tune-verify/1",
+            host,
+            changes: changes.collect(),
+            counters: counters.collect(),
+            machines: machines.collect(),
+        }
+    }
+
+    /// Whether another program has changed a setting.
+    pub fn has_drift(&self) -> bool {
+        self.changes
+            .iter()
+            .any(|change| matches!(change.state, KeptStateName::ChangedBack | KeptStateName::ChangedByOthers))
+    }
+}
