@@ -4,7 +4,7 @@
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use pagefold_base::{AddressRange, IdSet, Pid};
-use pagefold_host::action::{Action, CpusetFile, Exchange, ThreadId};
+use pagefold_host::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
@@ -30,6 +30,9 @@ pub struct PlaceArguments {
     /// Move its private anonymous memory to this NUMA node
     #[arg(long, value_name = "NODE")]
     node: Option<u32>,
+    /// With --cpus: the UUID of the domain of libvirt whose first virtual CPU gets the CPUs instead, through libvirt
+    #[arg(long, value_name = "UUID", requires = "cpus")]
+    libvirt: Option<String>,
     /// Let a cgroup, by its directory, run on these CPUs only: DIR=LIST
     #[arg(long, value_name = "DIR=LIST", value_parser = parse_cpuset)]
     cpuset: Option<(String, IdSet)>,
@@ -84,11 +87,22 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
     let process = handle.id();
     let mut actions = Vec::new();
     if let Some(cpus) = &arguments.cpus {
-        let stat = handle.read(&format!("task/{}/stat", arguments.pid)).and_then(|bytes| parse::stat(&bytes));
+        let tid = match &arguments.libvirt {
+            None => process.pid,
+            Some(uuid) => {
+                let domains = observe::libvirt_domains(host).map_err(to_error)?;
+                let domain =
+                    domains.iter().find(|domain| domain.uuid == *uuid).context("libvirt has no such domain")?;
+                *domain.vcpu_threads.get(&0).context("the domain has no virtual CPU")?
+            }
+        };
+        let stat = handle.read(&format!("task/{tid}/stat")).and_then(|bytes| parse::stat(&bytes));
         let stat = stat.map_err(to_error)?;
-        let from = handle.thread_cpus(process.pid).map_err(to_error)?;
-        let thread = ThreadId { process, tid: process.pid, start_time: stat.start_time };
-        actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() } });
+        let from = handle.thread_cpus(tid).map_err(to_error)?;
+        let thread = ThreadId { process, tid, start_time: stat.start_time };
+        let target = LibvirtPinTarget::Vcpu(0);
+        let pin = arguments.libvirt.clone().map(|domain| LibvirtPin { domain, target });
+        actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() }, pin });
     }
     if let Some((cgroup, to)) = &arguments.cpuset {
         let file = CpusetFile::Cpus;

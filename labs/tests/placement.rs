@@ -47,7 +47,7 @@ fn affinity_is_exchanged_and_undone() {
     let (host, sleeper) = (LiveHost::new(), Sleeper::start());
     let (thread, all) = (sleeper.thread(&host), sleeper.allowed_cpus(&host));
     let one: IdSet = all.iter().take(1).collect();
-    let set = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: one.clone() } };
+    let set = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: one.clone() }, pin: None };
     let undo = undo_actions(&host, &set).unwrap();
     host.apply(&set).unwrap();
     assert_eq!(sleeper.allowed_cpus(&host), one);
@@ -56,14 +56,15 @@ fn affinity_is_exchanged_and_undone() {
     host.apply(undo).unwrap();
     assert_eq!(sleeper.allowed_cpus(&host), all);
 
-    let offline = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: ids("1000") } };
+    let offline = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: ids("1000") }, pin: None };
     assert!(matches!(host.apply(&offline), Err(ActionError::Failed(_))));
     assert_eq!(sleeper.allowed_cpus(&host), all, "a refused affinity must change nothing");
     let another = ThreadId { start_time: thread.start_time + 1, ..thread };
-    let gone = Action::SetAffinity { thread: another, cpus: Exchange { from: all.clone(), to: one.clone() } };
+    let gone =
+        Action::SetAffinity { thread: another, cpus: Exchange { from: all.clone(), to: one.clone() }, pin: None };
     assert_eq!(host.apply(&gone), Err(ActionError::Vanished));
     if all != one {
-        let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("1000") } };
+        let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("1000") }, pin: None };
         assert!(matches!(host.apply(&changed), Err(ActionError::ChangedByOthers(_))));
     }
 }

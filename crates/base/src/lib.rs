@@ -14,6 +14,7 @@ pub mod guard;
 pub mod id_set;
 pub mod identity;
 pub mod ksm;
+pub mod libvirt;
 pub mod memory;
 pub mod merge_lifetime;
 pub mod process;

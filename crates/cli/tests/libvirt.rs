@@ -202,6 +202,50 @@ fn merged_bytes(pid: u64) -> (u64, bool) {
     (kib.sum::<u64>() << 10, enrolled.flat_map(str::split_whitespace).any(|flag| flag == "mg"))
 }
 
+/// Pins a virtual CPU through libvirt: its definition of the domain and the kernel agree, and the undo restores both, also
+/// after the pinning process was killed.
+fn check_pins(libvirt: &mut LibvirtSession) {
+    let name = libvirt.domain_names[0].clone();
+    let lab = pagefold_labs::client::lab_binary().unwrap();
+    let (lab, pagefold) = (lab.display(), env!("CARGO_BIN_EXE_pagefold"));
+    libvirt.run_shell(&format!(
+        "uuid=$(virsh domuuid {name}); pid=$(cat /run/libvirt/qemu/{name}.pid); state=$directory/pins; \
+         vcpu=$(grep -l 'CPU 0/' /proc/$pid/task/*/comm | sed 's|/comm||'); mkfifo $directory/fifo"
+    ));
+    let cpus_of = |libvirt: &mut LibvirtSession| {
+        let pinned = libvirt.run_shell(&format!("virsh vcpupin {name} | awk '$1 == 0 {{ print \"PIN \" $2 }}'"));
+        let allowed = libvirt.run_shell("sed -n 's/^Cpus_allowed_list:[^0-9]*/CPUS /p' $vcpu/status");
+        let word = |text: String, prefix: &str| {
+            text.lines()
+                .find_map(|line| line.strip_prefix(prefix).map(str::to_owned))
+                .unwrap_or_else(|| panic!("{text}"))
+        };
+        (word(pinned, "PIN "), word(allowed, "CPUS "))
+    };
+    let place = format!(
+        "{lab} place $pid --state $state --libvirt $uuid --cpus 1 < $directory/fifo > $directory/placed 2>&1 & \
+         placing=$!; exec 9> $directory/fifo; tries=0; \
+         until grep -q PLACED $directory/placed || [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; \
+         grep PLACED $directory/placed || {{ cat $directory/placed; false; }}"
+    );
+    let both = |cpus: &str| (cpus.to_owned(), cpus.to_owned());
+    let before = cpus_of(libvirt);
+    assert_eq!(before, both("0-1"));
+    libvirt.run_shell(&place);
+    assert_eq!(cpus_of(libvirt), both("1"));
+    libvirt.run_shell("exec 9>&-; wait $placing");
+    assert_eq!(cpus_of(libvirt), before);
+    libvirt.run_shell(&place);
+    libvirt.run_shell("kill -9 $placing; exec 9>&-; wait $placing || true");
+    assert_eq!(cpus_of(libvirt), both("1"));
+    libvirt.run_shell(&format!("{pagefold} recover --state $state"));
+    assert_eq!(cpus_of(libvirt), before);
+    // The map names the domain, and a process that only claims a name is none of libvirt's.
+    let map = libvirt.run_shell(&format!("{pagefold} numa map --vm {name} --json | grep libvirt_uuid"));
+    let uuid = libvirt.run_shell("echo $uuid");
+    assert!(map.contains(uuid.lines().next().unwrap()), "{map} {uuid}");
+}
+
 #[test]
 fn libvirt_domains_are_kept_apart_and_unharmed() {
     if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
@@ -219,6 +263,9 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     let state_directory = LibvirtStateDirectory(tempfile::tempdir().unwrap());
     let mut libvirt = LibvirtSession::start();
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    if fs::read_to_string("/sys/devices/system/cpu/online").is_ok_and(|cpus| cpus.trim() == "0-1") {
+        check_pins(&mut libvirt);
+    }
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.
     let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();

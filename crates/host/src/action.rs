@@ -10,6 +10,7 @@ use crate::resource::ResourceClass;
 use crate::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_base::region::VmFlags;
 use pagefold_base::{Absent, AddressRange, IdSet, Pages, Pid, ProcessId, Reading};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
@@ -71,6 +72,9 @@ pub enum Action {
         thread: ThreadId,
         /// The CPUs.
         cpus: Exchange<IdSet>,
+        /// The domain of libvirt to which the thread belongs, if it does. Then libvirt sets the CPUs, so that its
+        /// definition of the running domain agrees with them.
+        pin: Option<LibvirtPin>,
     },
     /// Restricts the processes of a cgroup to CPUs or NUMA nodes. The undo restores the file only: with new nodes the
     /// kernel may move memory of the processes (cgroup v2, and v1 with `cpuset.memory_migrate`), and with new CPUs it
@@ -250,6 +254,25 @@ pub struct ThreadId {
     pub start_time: u64,
 }
 
+/// What libvirt pins of a domain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LibvirtPin {
+    /// The UUID of the domain, as libvirt prints it.
+    pub domain: String,
+    /// What is pinned.
+    pub target: LibvirtPinTarget,
+}
+
+/// A thread of a domain, in libvirt's terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LibvirtPinTarget {
+    /// The virtual CPU with this number.
+    Vcpu(u32),
+    /// The main thread of the emulator.
+    Emulator,
+}
+
 /// A file of the cpuset controller, which is the same in both versions of cgroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpusetFile {
@@ -423,9 +446,9 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
                 value: value.inverse(),
             }]
         }
-        Action::SetAffinity { thread, cpus } => {
+        Action::SetAffinity { thread, cpus, pin } => {
             hold(host, thread.process)?;
-            vec![Action::SetAffinity { thread: *thread, cpus: cpus.inverse() }]
+            vec![Action::SetAffinity { thread: *thread, cpus: cpus.inverse(), pin: pin.clone() }]
         }
         Action::WriteCpuset { cgroup, file, ids } => {
             vec![Action::WriteCpuset { cgroup: cgroup.clone(), file: *file, ids: ids.inverse() }]

@@ -433,7 +433,7 @@ impl Host for FakeHost {
                     _ => Ok(ActionOutcome::default()),
                 }
             }
-            Action::SetAffinity { thread, cpus } => {
+            Action::SetAffinity { thread, cpus, .. } => {
                 let file = format!("proc/{}/task/{}/cpus", thread.process.pid, thread.tid);
                 self.exchange_ids(&file, cpus).map_err(|why| match why {
                     ActionError::Unsupported(_) => ActionError::Vanished,

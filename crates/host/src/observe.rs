@@ -4,6 +4,7 @@ use crate::{Host, ProcessHandle, parse};
 use pagefold_base::identity;
 use pagefold_base::identity::Identity;
 use pagefold_base::ksm::Ksm;
+use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::memory::{MemInfo, Pressure, PressureLine, Shortage};
 use pagefold_base::process::{Process as ProcessFacts, SmapsRollup};
 use pagefold_base::region::{MapsEntry, Region};
@@ -89,6 +90,24 @@ pub fn process(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<ProcessFa
         seccomp: status.clone().and_then(|status| status.seccomp),
         pinned: status.and_then(|status| status.pinned),
     })
+}
+
+/// Where libvirt keeps the state of running domains.
+pub const LIBVIRT_STATE_DIRECTORY: &str = "run/libvirt/qemu";
+
+/// The running domains of libvirt, in the order of their names; none on a host without libvirt. Files that are no state of
+/// a domain are left out, such as those of domains that end meanwhile.
+///
+/// # Errors
+/// `Denied` without root.
+pub fn libvirt_domains(host: &dyn Host) -> Reading<Vec<LibvirtDomain>> {
+    let names = match host.list(LIBVIRT_STATE_DIRECTORY) {
+        Err(Absent::NotOnThisKernel | Absent::Vanished) => return Ok(Vec::new()),
+        names => names?,
+    };
+    let states = names.iter().filter(|name| name.ends_with(".xml"));
+    let state = |name| parse::libvirt_domain_state(&host.read(&format!("{LIBVIRT_STATE_DIRECTORY}/{name}")).ok()?).ok();
+    Ok(states.filter_map(state).collect())
 }
 
 /// The NUMA nodes with memory, if KSM merges pages across nodes (`merge_across_nodes`); empty if there is only one.

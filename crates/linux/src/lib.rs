@@ -7,6 +7,7 @@ mod cgroup_namespace;
 mod frame_files;
 mod host_lock;
 pub mod launch;
+pub mod libvirt;
 mod page_nodes;
 mod page_reader;
 mod proc_connector;

@@ -13,10 +13,11 @@ use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, ThreadToPl
 use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
+use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, IdSet, Pages, Pid, ProcessId, Reading};
-use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, ThreadId};
+use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
@@ -179,6 +180,7 @@ impl ApplyOutcome {
 pub struct PreparedMachine {
     process: ProcessId,
     steps: MachineSteps,
+    libvirt: Option<LibvirtDomain>,
 }
 
 impl PreparedMachine {
@@ -203,7 +205,8 @@ fn prepare_machine(
     target: &MachineTarget,
 ) -> Reading<PreparedMachine> {
     let process = placement.process.id;
-    let ended = PreparedMachine { process, steps: MachineSteps::default() };
+    let libvirt = placement.libvirt.clone();
+    let ended = PreparedMachine { process, steps: MachineSteps::default(), libvirt: None };
     let handle = match pagefold_host::hold(host, process) {
         Err(Absent::Vanished) => return Ok(ended),
         handle => handle?,
@@ -230,7 +233,7 @@ fn prepare_machine(
         .map(|thread| thread_to_place(thread, part_of_thread(thread, placement, target.parts.len())))
         .collect();
     let cpus_of_node: BTreeMap<u32, IdSet> = topology.nodes.iter().map(|(&id, node)| (id, node.cpus.clone())).collect();
-    Ok(PreparedMachine { process, steps: steps::machine_steps(&parts, &threads, &cpus_of_node) })
+    Ok(PreparedMachine { process, steps: steps::machine_steps(&parts, &threads, &cpus_of_node), libvirt })
 }
 
 /// The ranges of a region that are moved: all of it, or the pages that the process has written in a mapping of a file.
@@ -303,7 +306,8 @@ fn place_threads(
     for step in &machine.steps.threads {
         let thread = ThreadId { process: machine.process, tid: step.tid, start_time: step.start_time };
         let cpus = Exchange { from: step.from.clone(), to: step.to.clone() };
-        match try_apply(session, &Action::SetAffinity { thread, cpus })? {
+        let pin = machine.libvirt.as_ref().and_then(|domain| libvirt_pin(domain, step.tid));
+        match try_apply(session, &Action::SetAffinity { thread, cpus, pin })? {
             Ok(_) => result.placed_threads += 1,
             // A thread that has ended needs no CPUs; whether its process lives shows when its memory is moved.
             Err(ActionError::Vanished) => {}
@@ -311,6 +315,17 @@ fn place_threads(
         }
     }
     Ok(())
+}
+
+/// What libvirt calls a thread of a domain, if it pins it.
+fn libvirt_pin(domain: &LibvirtDomain, tid: Pid) -> Option<LibvirtPin> {
+    let vcpu = domain.vcpu_threads.iter().find(|(_, thread)| **thread == tid);
+    let target = match vcpu {
+        Some((&number, _)) => LibvirtPinTarget::Vcpu(number),
+        None if tid == domain.pid => LibvirtPinTarget::Emulator,
+        None => return None,
+    };
+    Some(LibvirtPin { domain: domain.uuid.clone(), target })
 }
 
 /// Apply an action until it is undone; what the host refuses is an answer and no error.
@@ -442,7 +457,7 @@ pub fn read_kept_cpus(host: &dyn Host, directory: &Path) -> Result<Vec<Action>, 
 pub fn restore_permitted_cpus(map: &mut NumaMap, kept: &[Action]) {
     // The oldest change of a thread comes last: its undo has the CPUs that the owner permits.
     for action in kept.iter().rev() {
-        let Action::SetAffinity { thread, cpus } = action else { continue };
+        let Action::SetAffinity { thread, cpus, .. } = action else { continue };
         let threads = map
             .processes
             .iter_mut()

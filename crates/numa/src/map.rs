@@ -10,6 +10,7 @@ use crate::page_nodes::{PageNodeReader, PageNodes};
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
+use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
 use pagefold_base::{Absent, IdSet, Reading};
@@ -47,6 +48,8 @@ pub struct ProcessPlacement {
     pub threads: Reading<Vec<ThreadPlacement>>,
     /// The nodes from which it may allocate memory (`Mems_allowed_list:`).
     pub allowed_nodes: Reading<IdSet>,
+    /// The domain of libvirt that the process runs, if it runs one.
+    pub libvirt: Option<LibvirtDomain>,
     /// Devices of the host that are passed through.
     pub devices: Vec<PassedThroughDevice>,
     /// Its expected accesses; `None` if threads or memory are not known.
@@ -109,8 +112,10 @@ pub fn read_map_and_frames(
     let topology = Topology::read(host).map_err(unreadable)?;
     let frame_nodes = NumaNodes::read(host).map_err(unreadable)?;
     let reader = PageNodeReader::new(host, &frame_nodes);
+    // Without root there are no page tables either.
+    let domains = observe::libvirt_domains(host).unwrap_or_default();
     let (mut found, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
-        read_process(host, &topology, &reader, handle, process)
+        read_process(host, (&topology, &domains), &reader, handle, process)
     })?;
     found.sort_by_key(|(placement, _)| std::cmp::Reverse(placement.pages.resident()));
     let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
@@ -121,7 +126,7 @@ pub fn read_map_and_frames(
 
 fn read_process(
     host: &dyn Host,
-    topology: &Topology,
+    (topology, domains): (&Topology, &[LibvirtDomain]),
     reader: &PageNodeReader<'_>,
     handle: &dyn ProcessHandle,
     process: Process,
@@ -162,7 +167,9 @@ fn read_process(
     let cost = decide::mean_cost(by_virtual_node).or_else(|| access_cost(topology, &cpu_shares, &pages));
     let main_node = cpu_shares.iter().max_by(|left, right| left.1.total_cmp(right.1)).map(|(&node, _)| node);
     let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
-    let placement = ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, devices, cost };
+    let runs_domain = |domain: &&LibvirtDomain| process.identity.vm.is_some() && domain.pid == process.id.pid;
+    let libvirt = domains.iter().find(runs_domain).cloned();
+    let placement = ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, libvirt, devices, cost };
     Ok((placement, FrameReader { node: main_node, frames }))
 }
 

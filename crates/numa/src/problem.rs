@@ -101,8 +101,11 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         || pinned > 0 && pinned >= placement.pages.resident().0 / PINNED_PAGES_RATIO;
     let permitted_cpus: IdSet = threads.iter().flat_map(|thread| thread.permitted_cpus.iter()).collect();
     let cpu_nodes = topology.nodes_of_cpus(&permitted_cpus);
+    let strict_nodes = placement.libvirt.as_ref().and_then(|domain| domain.strict_nodes.as_deref());
+    let strict_nodes: Option<IdSet> = strict_nodes.and_then(|nodes| nodes.parse().ok());
     let is_permitted = |node: &u32| {
-        (permitted_cpus.is_empty() || cpu_nodes.contains(*node))
+        strict_nodes.as_ref().is_none_or(|nodes| nodes.contains(*node))
+            && (permitted_cpus.is_empty() || cpu_nodes.contains(*node))
             && placement.allowed_nodes.as_ref().is_ok_and(|nodes| nodes.contains(*node))
     };
     let allowed_nodes: Vec<u32> = topology.nodes.keys().copied().filter(is_permitted).collect();

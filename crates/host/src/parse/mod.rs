@@ -15,6 +15,7 @@ mod cgroup;
 mod connector;
 mod ksm;
 mod labels;
+mod libvirt;
 mod memory;
 mod process;
 mod smaps;
@@ -24,6 +25,7 @@ pub use cgroup::{mount_root, parse_limit as cgroup_limit, reclaimable_bytes as c
 pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request, proc_event};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};
+pub use libvirt::libvirt_domain_state;
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
     PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_at_secure, job_environment, stat,

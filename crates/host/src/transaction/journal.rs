@@ -8,7 +8,7 @@
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
 //! state before a policy was set. It outlives the command that set the policy.
 
-use crate::action::{Action, CpusetFile, Exchange, MergeAdvice, ThreadId};
+use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
@@ -273,6 +273,12 @@ enum WireChange {
 }
 
 #[derive(Serialize, Deserialize)]
+struct WireLibvirtPin {
+    domain: String,
+    target: LibvirtPinTarget,
+}
+
+#[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum WireAction {
     Write {
@@ -306,6 +312,8 @@ enum WireAction {
         thread_start_time: u64,
         from: WireIdSet,
         to: WireIdSet,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pin: Option<WireLibvirtPin>,
     },
     WriteCpuset {
         cgroup: String,
@@ -406,13 +414,14 @@ impl WireAction {
                 from: value.from.clone(),
                 to: value.to.clone(),
             },
-            Action::SetAffinity { thread, cpus } => Self::SetAffinity {
+            Action::SetAffinity { thread, cpus, pin } => Self::SetAffinity {
                 pid: thread.process.pid.0,
                 start_time: thread.process.start_time,
                 tid: thread.tid.0,
                 thread_start_time: thread.start_time,
                 from: WireIdSet(cpus.from.clone()),
                 to: WireIdSet(cpus.to.clone()),
+                pin: pin.as_ref().map(|pin| WireLibvirtPin { domain: pin.domain.clone(), target: pin.target }),
             },
             Action::WriteCpuset { cgroup, file, ids } => Self::WriteCpuset {
                 cgroup: cgroup.clone(),
@@ -460,10 +469,11 @@ impl From<WireAction> for Action {
                 let value = Exchange { from, to };
                 Self::SetQomProperty { process: process(pid, start_time), socket, object, property, value }
             }
-            WireAction::SetAffinity { pid, start_time, tid, thread_start_time, from, to } => {
+            WireAction::SetAffinity { pid, start_time, tid, thread_start_time, from, to, pin } => {
                 let process = process(pid, start_time);
                 let thread = ThreadId { process, tid: Pid(tid), start_time: thread_start_time };
-                Self::SetAffinity { thread, cpus: Exchange { from: from.0, to: to.0 } }
+                let pin = pin.map(|WireLibvirtPin { domain, target }| LibvirtPin { domain, target });
+                Self::SetAffinity { thread, cpus: Exchange { from: from.0, to: to.0 }, pin }
             }
             WireAction::WriteCpuset { cgroup, file, from, to } => {
                 let file = match file {
@@ -574,6 +584,12 @@ mod tests {
             Action::SetAffinity {
                 thread: ThreadId { process, tid: Pid(8), start_time: 100 },
                 cpus: Exchange { from: "0-3".parse().unwrap(), to: "1,3".parse().unwrap() },
+                pin: None,
+            },
+            Action::SetAffinity {
+                thread: ThreadId { process, tid: Pid(8), start_time: 100 },
+                cpus: Exchange { from: "0-3".parse().unwrap(), to: "1,3".parse().unwrap() },
+                pin: Some(LibvirtPin { domain: "uuid".to_owned(), target: LibvirtPinTarget::Vcpu(3) }),
             },
             Action::WriteCpuset {
                 cgroup: "sys/fs/cgroup/a".to_owned(),

@@ -101,7 +101,7 @@ impl fmt::Display for UndoDescription<'_> {
             Action::SetQomProperty { process, object, property, value, .. } => {
                 write!(f, "{property} of {object} of the guest of process {} was {}", process.pid, value.to)
             }
-            Action::SetAffinity { thread, cpus } => {
+            Action::SetAffinity { thread, cpus, .. } => {
                 write!(f, "thread {} of process {} could run on CPUs {}", thread.tid, thread.process.pid, cpus.to)
             }
             Action::WriteCpuset { cgroup, file, ids } => write!(f, "/{cgroup}/{} was {}", file.file_name(), ids.to),

@@ -5,11 +5,11 @@
 //! let another thread run elsewhere, or move some of its pages; no memory content changes.
 
 use super::{push_missed_range, write_setting};
-use crate::LiveHost;
 use crate::page_nodes::{self, PageUnit};
 use crate::process::LiveProcess;
+use crate::{LiveHost, libvirt};
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
-use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, MissedReason, ThreadId};
+use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, LibvirtPin, MissedReason, ThreadId};
 use pagefold_host::{Host, ProcessHandle, hold, parse};
 use pagefold_sys::{fault, numa};
 use rustix::io::Errno;
@@ -22,7 +22,12 @@ use std::collections::BTreeMap;
 const UNITS_PER_CALL: usize = 4096;
 
 /// Restrict a thread to CPUs.
-pub fn set_affinity(host: &LiveHost, thread: ThreadId, cpus: &Exchange<IdSet>) -> Result<ActionOutcome, ActionError> {
+pub fn set_affinity(
+    host: &LiveHost,
+    thread: ThreadId,
+    cpus: &Exchange<IdSet>,
+    pin: Option<&LibvirtPin>,
+) -> Result<ActionOutcome, ActionError> {
     let stat = hold(host, thread.process)?.read(&format!("task/{}/stat", thread.tid))?;
     if parse::stat(&stat)?.start_time != thread.start_time {
         return Err(ActionError::Vanished);
@@ -38,7 +43,10 @@ pub fn set_affinity(host: &LiveHost, thread: ThreadId, cpus: &Exchange<IdSet>) -
         return Err(ActionError::ChangedByOthers(format!("the CPUs of thread {tid} are {current}, not {from}")));
     }
     fault::point("before setting an affinity");
-    sched_setaffinity(raw_tid(thread.tid), &to_cpu_set(host, &cpus.to)?).map_err(affinity_error)?;
+    match pin {
+        Some(pin) => libvirt::pin(host, thread.process, pin, &cpus.to)?,
+        None => sched_setaffinity(raw_tid(thread.tid), &to_cpu_set(host, &cpus.to)?).map_err(affinity_error)?,
+    }
     fault::point("after setting an affinity");
     Ok(ActionOutcome::default())
 }

@@ -45,7 +45,7 @@ fn machines() -> Vec<PreparedMachine> {
             restricted_threads: Vec::new(),
             moves: [0, 4].map(|first| MoveStep { ranges: vec![range(first)], node: 1 }).to_vec(),
         };
-        PreparedMachine { process: ProcessId { pid: Pid(pid), start_time: 1 }, steps }
+        PreparedMachine { process: ProcessId { pid: Pid(pid), start_time: 1 }, steps, libvirt: None }
     };
     vec![machine(7), machine(17)]
 }

@@ -56,6 +56,9 @@ pub struct ProcessPlacementReport {
     /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
+    /// The UUID of the domain of libvirt that it runs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub libvirt_uuid: Option<String>,
     /// Its memory.
     #[serde(flatten)]
     pub memory: MemoryReport,
@@ -244,6 +247,7 @@ fn node_report(topology: &Topology, id: u32, nodes: &[u32]) -> NodeReport {
 fn placement_report(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize) -> ProcessPlacementReport {
     ProcessPlacementReport {
         process: ProcessInfo::from_process(&placement.process, None),
+        libvirt_uuid: placement.libvirt.as_ref().map(|domain| domain.uuid.clone()),
         memory: memory_report(&placement.pages),
         allowed_nodes: placement.allowed_nodes.as_ref().ok().map(ToString::to_string),
         pinned_pages: placement.process.pinned.as_ref().ok().map(|&pinned| page_size.pages_in(pinned).0),

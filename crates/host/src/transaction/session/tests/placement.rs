@@ -32,7 +32,7 @@ fn exchange<T: std::str::FromStr<Err: fmt::Debug>>(from: &str, to: &str) -> Exch
 
 fn set_affinity(from: &str, to: &str) -> Action {
     let thread = ThreadId { process: PROCESS, tid: Pid(8), start_time: 1 };
-    Action::SetAffinity { thread, cpus: exchange(from, to) }
+    Action::SetAffinity { thread, cpus: exchange(from, to), pin: None }
 }
 
 fn replace_file(path: &str, from: Option<&str>, to: Option<&str>) -> Action {

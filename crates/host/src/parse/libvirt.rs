@@ -1,0 +1,112 @@
+//! libvirt's state of a running domain: `/run/libvirt/qemu/NAME.xml` (`qemuDomainObjPrivateXMLFormat` in
+//! src/qemu/qemu_domain.c and `virDomainObjFormat` in src/conf/domain_conf.c, libvirt 9.0). Only root can read it.
+//!
+//! The file has the whole definition of the domain, also passwords of its displays; nothing of these is kept.
+
+use super::text::malformed;
+use pagefold_base::libvirt::LibvirtDomain;
+use pagefold_base::{Pid, Reading};
+use roxmltree::{Document, Node, ParsingOptions};
+
+/// The largest file that is read. A domain with hundreds of devices has some 100 KiB.
+const MAX_STATE_BYTES: usize = 4 << 20;
+
+/// The most XML nodes that are read.
+const MAX_XML_NODES: u32 = 200_000;
+
+/// Parses the state of a running domain.
+///
+/// # Errors
+/// `Malformed` if it is no such state, or too large.
+pub fn libvirt_domain_state(bytes: &[u8]) -> Reading<LibvirtDomain> {
+    let bad = |what: &str| malformed(what, &bytes[..bytes.len().min(80)]);
+    if bytes.len() > MAX_STATE_BYTES {
+        return Err(bad("the state of a libvirt domain is too large"));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|_| bad("the state of a libvirt domain is not UTF-8"))?;
+    let options = ParsingOptions { nodes_limit: MAX_XML_NODES, ..ParsingOptions::default() };
+    let document = Document::parse_with_options(text, options).map_err(|_| bad("not XML"))?;
+    let status = document.root_element();
+    let number = |node: Node<'_, '_>, name: &str| node.attribute(name).and_then(|text| text.parse::<u32>().ok());
+    if !status.has_tag_name("domstatus") {
+        return Err(bad("not the state of a libvirt domain"));
+    }
+    let domain = get(status, "domain").ok_or_else(|| bad("a libvirt state without a domain"))?;
+    let text_of = |name: &str| get(domain, name).and_then(|node| node.text()).map(str::to_owned);
+    let vcpus = get(status, "vcpus").into_iter().flat_map(|vcpus| vcpus.children());
+    let memory = get(domain, "numatune").and_then(|tune| get(tune, "memory"));
+    let is_strict = |memory: &Node<'_, '_>| memory.attribute("mode") == Some("strict");
+    Ok(LibvirtDomain {
+        name: text_of("name").ok_or_else(|| bad("a libvirt domain without a name"))?,
+        uuid: text_of("uuid").ok_or_else(|| bad("a libvirt domain without a UUID"))?,
+        pid: Pid(number(status, "pid").ok_or_else(|| bad("a libvirt state without a pid"))?),
+        vcpu_threads: vcpus.filter_map(|vcpu| Some((number(vcpu, "id")?, Pid(number(vcpu, "pid")?)))).collect(),
+        strict_nodes: memory.filter(is_strict).and_then(|memory| memory.attribute("nodeset")).map(str::to_owned),
+    })
+}
+
+/// The first child element with a name.
+fn get<'d, 'i>(parent: Node<'d, 'i>, name: &str) -> Option<Node<'d, 'i>> {
+    parent.children().find(|node| node.has_tag_name(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::Absent;
+    use proptest::prelude::*;
+
+    const STATE: &str = "<!--
+WARNING: THIS IS AN AUTO-GENERATED FILE. CHANGES TO IT ARE LIKELY TO BE
+OVERWRITTEN AND LOST.
+-->
+
+<domstatus state='running' reason='booted' pid='4711'>
+  <taint flag='high-privileges'/>
+  <monitor path='/var/lib/libvirt/qemu/domain-1-db/monitor.sock' type='unix'/>
+  <vcpus>
+    <vcpu id='0' pid='4722'/>
+    <vcpu id='1' pid='4723'/>
+  </vcpus>
+  <domain type='kvm' id='1'>
+    <name>db numa,x=1 &amp; co</name>
+    <uuid>c7a5fdbd-cdaf-9455-926a-d65c16db1809</uuid>
+    <numatune><memory mode='strict' nodeset='0-1'/></numatune>
+    <devices><graphics type='vnc' passwd='secret'/></devices>
+  </domain>
+</domstatus>
+";
+
+    #[test]
+    fn state_of_a_running_domain_is_parsed() {
+        let domain = libvirt_domain_state(STATE.as_bytes()).unwrap();
+        assert_eq!((domain.name.as_str(), domain.pid), ("db numa,x=1 & co", Pid(4711)));
+        assert_eq!(domain.uuid, "c7a5fdbd-cdaf-9455-926a-d65c16db1809");
+        assert_eq!(domain.vcpu_threads, [(0, Pid(4722)), (1, Pid(4723))].into());
+        assert_eq!(domain.strict_nodes.as_deref(), Some("0-1"));
+        let free = STATE.replace("mode='strict'", "mode='preferred'");
+        assert_eq!(libvirt_domain_state(free.as_bytes()).unwrap().strict_nodes, None);
+    }
+
+    #[test]
+    fn other_texts_are_malformed() {
+        let without = |part: &str| STATE.replace(part, "");
+        let deep = format!("<domstatus pid='1'>{}</domstatus>", "<a>".repeat(150_000));
+        for text in ["", "x", "<a/>", "<domstatus pid='1'/>", &deep, &without(" pid='4711'"), &STATE[..STATE.len() / 2]]
+        {
+            assert!(matches!(libvirt_domain_state(text.as_bytes()), Err(Absent::Malformed(_))), "{:.80}", text);
+        }
+        assert!(matches!(libvirt_domain_state(&[b'<', 0xff]), Err(Absent::Malformed(_))));
+        assert!(matches!(libvirt_domain_state(&vec![b' '; MAX_STATE_BYTES + 1]), Err(Absent::Malformed(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STATE.len(), other in any::<u8>()) {
+            let _ = libvirt_domain_state(&bytes);
+            let mut changed = STATE.as_bytes().to_vec();
+            changed[cut] = other;
+            let _ = libvirt_domain_state(&changed);
+        }
+    }
+}
