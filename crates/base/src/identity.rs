@@ -7,6 +7,7 @@ mod container;
 mod job;
 pub mod virtual_nodes;
 mod vm;
+pub mod vm_definition;
 
 use std::collections::BTreeMap;
 
