@@ -5,6 +5,7 @@
 
 mod container;
 mod job;
+pub mod thread_role;
 pub mod virtual_nodes;
 mod vm;
 pub mod vm_definition;

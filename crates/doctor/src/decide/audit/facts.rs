@@ -1,11 +1,12 @@
 //! What the rules about settings read of a host: files of sysfs and procfs as text, each with its mode, and the
 //! virtual machines.
 
-use crate::decide::MissingReading;
+use crate::decide::{MissingReading, require};
+use pagefold_base::IdSet;
+use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Pid, ProcessId};
-use pagefold_base::{IdSet, Pages};
 use std::collections::BTreeMap;
 
 /// A file that holds a setting.
@@ -37,12 +38,12 @@ pub struct VmFacts {
     pub name: String,
     /// Its definition on the command line; `None` for a monitor other than QEMU.
     pub definition: Option<Reading<VmDefinition>>,
-    /// Its threads, ascending.
+    /// The PCI addresses of devices of the host that are passed through.
+    pub passed_through: Vec<String>,
+    /// Its threads that run virtual CPUs or serve vhost devices, ascending.
     pub threads: Reading<Vec<VmThread>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
-    /// Its resident memory by node, as `/proc/PID/numa_maps` counts it; read on a host with several nodes only.
-    pub node_pages: Reading<BTreeMap<u32, Pages>>,
 }
 
 /// A thread of a virtual machine.
@@ -51,22 +52,11 @@ pub struct VmThread {
     /// Its number.
     pub tid: Pid,
     /// What it does.
-    pub role: VmThreadRole,
+    pub role: ThreadRole,
     /// The CPU on which it ran last.
     pub last_cpu: u32,
     /// The CPUs on which it may run.
     pub allowed_cpus: IdSet,
-}
-
-/// What a thread of a virtual machine does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum VmThreadRole {
-    /// Runs a virtual CPU.
-    Vcpu,
-    /// Serves a vhost device in the kernel.
-    Vhost,
-    /// Anything else.
-    Other,
 }
 
 /// The limit of a cgroup on CPU time (kernel/sched/core.c, `cpu_max_show` and `cpu_cfs_stat_show`).
@@ -85,15 +75,27 @@ pub struct CpuThrottling {
 }
 
 impl VmFacts {
-    /// The threads that run virtual CPUs.
-    pub fn vcpus(&self) -> Result<Vec<&VmThread>, MissingReading> {
-        let threads = require_named(&format!("/proc/{}/task", self.process.pid), &self.threads)?;
-        Ok(threads.iter().filter(|thread| thread.role == VmThreadRole::Vcpu).collect())
+    /// The threads that run virtual CPUs, as far as their names show. QEMU names them with `debug-threads=on` only.
+    pub(super) fn vcpu_threads(&self) -> Result<Vec<&VmThread>, MissingReading> {
+        let threads = require(&format!("/proc/{}/task", self.process.pid), &self.threads)?;
+        Ok(threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect())
     }
-}
 
-pub(super) fn require_named<'a, T>(name: &str, reading: &'a Reading<T>) -> Result<&'a T, MissingReading> {
-    reading.as_ref().map_err(|absent| MissingReading { reading_name: name.to_owned(), absent: absent.clone() })
+    /// The number of virtual CPUs: by threads, else by definition.
+    pub(super) fn vcpu_count(&self) -> Result<u64, MissingReading> {
+        let threads = self.vcpu_threads()?.len() as u64;
+        if threads > 0 {
+            return Ok(threads);
+        }
+        let defined = match &self.definition {
+            Some(Ok(definition)) => definition.vcpus.map(u64::from),
+            _ => None,
+        };
+        defined.ok_or_else(|| MissingReading {
+            reading_name: format!("the virtual CPUs of process {}", self.process.pid),
+            absent: Absent::NotOnThisKernel,
+        })
+    }
 }
 
 impl SettingFacts {

@@ -1,0 +1,5 @@
+//! Rules.
+
+use super::SettingRule;
+
+pub(super) const RULES: &[SettingRule] = &[];
