@@ -35,6 +35,8 @@ pub struct VmDefinition {
     pub windows: bool,
     /// Why KSM cannot merge its memory: `share=on`, `hugetlb`; empty if it can.
     pub unmergeable: Vec<String>,
+    /// Whether a device needs shared memory: vhost-user, as virtiofs uses it.
+    pub needs_shared_memory: bool,
     /// Its disks.
     pub disks: Vec<VmDisk>,
     /// Its virtio network devices with a backend of the host (`-netdev`).
@@ -104,6 +106,10 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
         cpu_pm: all("overcommit").any(|value| is_on(value, "cpu-pm")),
         windows: has_hyper_v || all("rtc").any(|value| value.get("base").is_some_and(|base| base == "localtime")),
         unmergeable: find_unmergeable(all("object"), all("mem-path").count() > 0),
+        needs_shared_memory: ["device", "netdev"].into_iter().flat_map(all).any(|value| {
+            let kinds = [value.get("driver"), value.get("type")];
+            kinds.into_iter().flatten().any(|kind| kind.starts_with("vhost-user"))
+        }),
         disks: parse_disks(&options),
         networks: parse_networks(all("netdev"), all("device")),
         cpu_model,
@@ -165,6 +171,8 @@ fn parse_cpu(cpu: Option<&Parameters>) -> (Option<String>, BTreeMap<String, bool
     let new = new.into_iter().filter_map(|(name, value)| match value.as_str() {
         "on" | "yes" | "true" | "y" => Some((normal(name), true)),
         "off" | "no" | "false" | "n" => Some((normal(name), false)),
+        // hv-spinlocks takes a number of tries.
+        value if name.starts_with("hv") => Some((normal(name), value != "0")),
         _ => None,
     });
     let old = old.into_iter().map(|(name, _)| (normal(&name[1..]), name.starts_with('+')));
@@ -292,7 +300,7 @@ mod tests {
     fn json_of_libvirt_is_parsed() {
         let vm = definition(
             r#"/usr/bin/qemu-system-x86_64 -name guest=web -machine pc-q35-8.2,memory-backend=pc.ram -accel kvm
-            -cpu host,migratable=on,hv-relaxed=on,+vmx,kvm_pv_eoi=off -smp 8,sockets=2,cores=4,threads=1
+            -cpu host,migratable=on,hv-relaxed=on,hv_spinlocks=0x1fff,+vmx,kvm_pv_eoi=off -smp 8,sockets=2,cores=4,threads=1
             -object {"qom-type":"memory-backend-memfd","id":"pc.ram","share":true,"size":4294967296}
             -overcommit cpu-pm=on
             -blockdev {"driver":"host_device","filename":"/dev/vg/web","node-name":"libvirt-1-storage","cache":{"direct":true,"no-flush":false},"aio":"native"}
@@ -303,8 +311,8 @@ mod tests {
         );
         assert_eq!((vm.kvm, vm.cpu_model.as_deref(), vm.vcpus, vm.cpu_pm), (true, Some("host"), Some(8), true));
         assert!(vm.windows, "it has features of Hyper-V");
-        assert_eq!(vm.cpu_features["kvm-pv-eoi"], false);
-        assert_eq!(vm.cpu_features["vmx"], true);
+        assert!(!vm.cpu_features["kvm-pv-eoi"]);
+        assert!(vm.cpu_features["vmx"] && vm.cpu_features["hv-spinlocks"]);
         assert_eq!(vm.unmergeable, ["pc.ram is shared"]);
         let disk = VmDisk {
             id: "virtio-disk0".into(),

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 /// A machine that no rule warns of.
 pub(super) fn good_vm() -> VmFacts {
-    vm(500, GOOD_VM, &["0-3", "0-3"])
+    vm(500, GOOD_VM, &["0-7", "0-7"])
 }
 
 /// The command line of a machine that no rule warns of.
