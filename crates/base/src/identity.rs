@@ -5,8 +5,10 @@
 
 mod container;
 mod job;
+pub mod thread_role;
 pub mod virtual_nodes;
 mod vm;
+pub mod vm_definition;
 
 use std::collections::BTreeMap;
 

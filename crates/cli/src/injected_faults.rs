@@ -303,6 +303,7 @@ impl Host for PidReuseHost<'_> {
             fn page_size(&self) -> PageSize;
             fn read(&self, path: &str) -> Reading<Vec<u8>>;
             fn list(&self, path: &str) -> Reading<Vec<String>>;
+            fn file_mode(&self, path: &str) -> Reading<u32>;
             fn pids(&self) -> Reading<Vec<Pid>>;
             fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
             fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;

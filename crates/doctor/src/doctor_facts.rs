@@ -11,6 +11,7 @@
 //! Limits: the facts are not from one instant.
 
 use crate::decide::{HostFacts, KsmdCpuTime, ProcessFacts};
+use crate::setting_facts::gather_setting_facts;
 use pagefold_base::domain::DomainConfig;
 use pagefold_base::exclusion::Exclusions;
 use pagefold_base::ksm::Ksm;
@@ -70,6 +71,7 @@ pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPo
         },
         tuners: find_tuners(host, &processes),
         rewritten_settings: changed_settings(ksm.as_ref().ok(), observe::ksm(host).as_ref().ok()),
+        settings: gather_setting_facts(host, &processes),
         processes,
         ksm,
     }

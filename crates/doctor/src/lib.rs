@@ -6,5 +6,6 @@
 
 pub mod decide;
 pub mod doctor_facts;
+pub mod setting_facts;
 pub mod text;
 pub mod wire;

@@ -49,6 +49,7 @@ impl Host for CountingHost<'_> {
         to self.host {
             fn read(&self, path: &str) -> Reading<Vec<u8>>;
             fn list(&self, path: &str) -> Reading<Vec<String>>;
+            fn file_mode(&self, path: &str) -> Reading<u32>;
             fn pids(&self) -> Reading<Vec<Pid>>;
             fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
             fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;

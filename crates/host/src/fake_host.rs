@@ -371,6 +371,11 @@ impl Host for FakeHost {
         if names.is_empty() { Err(Absent::NotOnThisKernel) } else { Ok(names.into_iter().collect()) }
     }
 
+    /// In octal in the file of this name with `.mode` at its end.
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        crate::parse::file_mode(&self.read(&format!("{path}.mode"))?)
+    }
+
     fn pids(&self) -> Reading<Vec<Pid>> {
         let files = self.files.lock().unwrap();
         let pid = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);

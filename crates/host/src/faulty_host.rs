@@ -81,6 +81,11 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
         self.host.list(path)
     }
 
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        self.check_for_fault(path)?;
+        self.host.file_mode(path)
+    }
+
     fn pids(&self) -> Reading<Vec<Pid>> {
         self.check_for_fault("proc")?;
         self.host.pids()

@@ -51,6 +51,12 @@ pub trait Host: Sync {
     /// The names in a directory, by its path below the root, sorted.
     fn list(&self, path: &str) -> Reading<Vec<String>>;
 
+    /// The permission bits of a file, by its path below the root: `0o444` for a module parameter that can only be set
+    /// when the module is loaded. By default they are not known.
+    fn file_mode(&self, _path: &str) -> Reading<u32> {
+        Err(Absent::NotOnThisKernel)
+    }
+
     /// The process numbers of the host, ascending.
     fn pids(&self) -> Reading<Vec<Pid>>;
 

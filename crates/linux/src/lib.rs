@@ -23,6 +23,7 @@ use pagefold_host::resource::ResourceClass;
 use pagefold_host::{ExecEvents, FrameFlags, Host, HostLock, LockHolder, ProcessHandle};
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -71,6 +72,11 @@ impl Host for LiveHost {
         }
         names.sort();
         Ok(names)
+    }
+
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        let metadata = fs::metadata(Path::new("/").join(path)).map_err(|error| absence_reason(&error))?;
+        Ok(metadata.permissions().mode() & 0o777)
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {

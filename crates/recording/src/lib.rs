@@ -10,6 +10,7 @@
 //!   proc/PID/environ    only the variables that name a job
 //!   proc/PID/fd.links   the link targets of a directory
 //!   DIRECTORY/.names    the names in a listed directory
+//!   FILE.mode           the permission bits of a file in octal, where they were read
 //! absent.txt            files that could not be read, with the reason
 //! pages/PID.txt         the pages of a process: see `lines`
 //! frames.txt            the frames, renumbered: see `lines`
@@ -200,6 +201,10 @@ impl Host for Recording {
 
     fn list(&self, path: &str) -> Reading<Vec<String>> {
         self.list_recorded_names(path)
+    }
+
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        pagefold_host::parse::file_mode(&self.read_recorded_file(&format!("{path}.mode"))?)
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {

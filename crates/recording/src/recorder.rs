@@ -195,6 +195,13 @@ impl Host for HostRecorder<'_> {
         answer
     }
 
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        let answer = self.host.file_mode(path);
+        let text = answer.as_ref().map(|mode| format!("{mode:o}\n")).map_err(Absent::clone);
+        self.save_answer(&format!("{path}.mode"), text.as_deref().map(str::as_bytes).map_err(Absent::clone));
+        answer
+    }
+
     fn pids(&self) -> Reading<Vec<Pid>> {
         let mut answer = self.host.pids();
         if let (Ok(pids), Ok(visible)) = (&mut answer, self.visible_pids.lock()) {

@@ -15,6 +15,7 @@
 //! Limits: facts are from one point in time. Rates since boot are averages, and the counters of merged pages are those
 //! of ksmd's last scan.
 
+pub mod audit;
 pub mod change;
 mod cost;
 mod enrollment;
@@ -29,6 +30,7 @@ mod writers;
 
 pub use pace::{SCAN_MICROSECONDS_PER_PAGE, pages_to_scan_for, pass_seconds};
 
+use audit::facts::SettingFacts;
 use change::{SettingChange, SettingDetails};
 use host_processes::HostProcesses;
 use pagefold_base::domain::TrustDomain;
@@ -69,6 +71,8 @@ pub struct HostFacts {
     /// Settings of KSM that changed while the facts were gathered, each with its values: `run: 1, then 0`. While the
     /// advisor is on, the settings that it changes are not included.
     pub rewritten_settings: Vec<String>,
+    /// Settings of the host and of its virtual machines.
+    pub settings: SettingFacts,
     /// All processes, in any order.
     pub processes: Vec<ProcessFacts>,
 }
@@ -178,7 +182,7 @@ pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
         Err(Absent::NotOnThisKernel) if rule.needs_ksm => rule.not_applicable("this kernel has no KSM", "absent"),
         _ => judge(rule, facts, &host_processes).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
     });
-    worst_first(findings.collect())
+    worst_first(findings.chain(audit::examine(facts)).collect())
 }
 
 /// Judge one process of the host: why its memory is not merging. Worst findings first.

@@ -1,7 +1,7 @@
 //! The memory limits of cgroups: `memory.max` and similar files (mm/memcontrol.c), `memory.limit_in_bytes` and similar
 //! files of v1 (mm/memcontrol-v1.c).
 
-use super::text::{field, number};
+use super::text::{field, malformed, number};
 use pagefold_base::{Absent, Bytes, Reading};
 
 /// From this value on, a v1 limit means no limit: v1 prints the largest multiple of the page size that fits into a long
@@ -14,6 +14,34 @@ pub fn parse_limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
         return Ok(None);
     }
     Ok(Some(number(bytes)?).filter(|&limit| limit < MIN_V1_UNLIMITED_BYTES).map(Bytes))
+}
+
+/// A limit on the CPU time of a cgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CpuMax {
+    /// CPU time in each period, in microseconds.
+    pub quota: u64,
+    /// The period in microseconds.
+    pub period: u64,
+}
+
+/// Parses `cpu.max`: `max 100000` or `200000 100000` (kernel/sched/core.c, `cpu_max_show`). `None` without a limit.
+pub fn cpu_max(bytes: &[u8]) -> Reading<Option<CpuMax>> {
+    let bad = || malformed("not a limit of CPU time", bytes);
+    let text = std::str::from_utf8(bytes).map_err(|_| bad())?;
+    let mut words = text.split_ascii_whitespace();
+    let quota = words.next().ok_or_else(bad)?;
+    let period = words.next().ok_or_else(bad)?.parse().map_err(|_| bad())?;
+    match quota {
+        "max" => Ok(None),
+        quota => Ok(Some(CpuMax { quota: quota.parse().map_err(|_| bad())?, period })),
+    }
+}
+
+/// The periods in which a cgroup had something to run, and those in which it used up its quota: `nr_periods` and
+/// `nr_throttled` of `cpu.stat` (kernel/sched/core.c, `cpu_cfs_stat_show`).
+pub fn throttled_periods(cpu_stat: &[u8]) -> Reading<(u64, u64)> {
+    Ok((number(field(cpu_stat, "nr_periods")?)?, number(field(cpu_stat, "nr_throttled")?)?))
 }
 
 /// The part of a cgroup's usage that is reclaimed first and at once, from its `memory.stat`: inactive file pages that
@@ -68,6 +96,16 @@ mod tests {
         assert_eq!(reclaimable_bytes(v1, true), Ok(Bytes::ZERO));
         assert_eq!(reclaimable_bytes(b"inactive_file 9\n", false), Ok(Bytes(9)));
         assert!(matches!(reclaimable_bytes(b"inactive_file 9\nfile_dirty x\n", false), Err(Absent::Malformed(_))));
+    }
+
+    #[test]
+    fn limit_on_cpu_time_is_parsed() {
+        assert_eq!(cpu_max(b"max 100000\n"), Ok(None));
+        assert_eq!(cpu_max(b"250000 100000\n"), Ok(Some(CpuMax { quota: 250_000, period: 100_000 })));
+        assert!(cpu_max(b"250000\n").is_err() && cpu_max(b"x 1\n").is_err() && cpu_max(b"").is_err());
+        let stat = b"usage_usec 5\nnr_periods 10\nnr_throttled 4\nthrottled_usec 9\n";
+        assert_eq!(throttled_periods(stat), Ok((10, 4)));
+        assert_eq!(throttled_periods(b"usage_usec 5\n"), Err(Absent::NotOnThisKernel));
     }
 
     proptest! {

@@ -21,7 +21,10 @@ mod process;
 mod smaps;
 mod text;
 
-pub use cgroup::{mount_root, parse_limit as cgroup_limit, reclaimable_bytes as cgroup_reclaimable};
+pub use cgroup::{
+    CpuMax, cpu_max, mount_root, parse_limit as cgroup_limit, reclaimable_bytes as cgroup_reclaimable,
+    throttled_periods,
+};
 pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request, proc_event};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};
@@ -32,7 +35,7 @@ pub use process::{
     statm, status,
 };
 pub use smaps::{maps, rollup, smaps};
-pub use text::{CpuTicks, Schedstat, bracketed_word, cpu_ticks, number, number_list, schedstat};
+pub use text::{CpuTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, number, number_list, schedstat};
 
 #[cfg(doc)]
 use pagefold_base::Absent;

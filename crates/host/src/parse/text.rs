@@ -42,6 +42,13 @@ pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
         .ok_or_else(|| malformed("not a number in range", bytes))
 }
 
+/// Permission bits in octal, as a recording has them: `644`.
+pub fn file_mode(bytes: &[u8]) -> Reading<u32> {
+    let text = std::str::from_utf8(bytes.trim_ascii()).ok();
+    let mode = text.and_then(|text| u32::from_str_radix(text, 8).ok()).filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| malformed("not permission bits in octal", bytes))
+}
+
 /// `/proc/PID/schedstat`: the scheduling times of a thread, in nanoseconds (fs/proc/base.c, `proc_pid_schedstat`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedstat {

@@ -96,7 +96,7 @@ fn line(avg60: f64) -> PressureLine {
 }
 
 /// A host with two enrolled processes and no problem.
-fn healthy() -> HostFacts {
+pub(super) fn healthy() -> HostFacts {
     HostFacts {
         page_size: PageSize::new(4096).unwrap(),
         kernel: Ok("6.18.44".into()),
@@ -118,6 +118,7 @@ fn healthy() -> HostFacts {
         ksmd: Ok(KsmdCpuTime { cpu_seconds: 30.0, uptime_seconds: 3600.0 }),
         tuners: Ok(vec![]),
         rewritten_settings: vec![],
+        settings: SettingFacts::default(),
         processes: vec![healthy_process(100), healthy_process(200)],
     }
 }

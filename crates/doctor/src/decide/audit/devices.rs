@@ -1,0 +1,213 @@
+//! Disks and network devices of the host, and where the devices of a machine are.
+
+use super::facts::VmFacts;
+use super::memory::{bound_nodes, node_cpus};
+use super::{Judge, SettingRule, with_write};
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult};
+use pagefold_base::IdSet;
+use pagefold_base::identity::thread_role::ThreadRole;
+
+pub(super) const RULES: &[SettingRule] = &[
+    SettingRule {
+        rule: RuleInfo {
+            id: "nvme-scheduler",
+            source: "/sys/block/nvme*/queue/scheduler",
+            why: "An NVMe disk orders its requests itself, in many queues. A scheduler of the host only adds locks \
+                  and CPU time.",
+            needs_ksm: false,
+        },
+        expected: "none",
+        details: SettingDetails {
+            benefit: "less CPU time for each request, and more requests per second",
+            risk: "no fairness between processes; kyber or bfq give it where it is needed",
+            method: ApplyMethod::Live,
+            undo: "write the scheduler that was there",
+            counter: "iostat; CPU time of the machines' iothreads",
+            versions: "Linux 4.12 and later",
+            citation: "Documentation/block/switching-sched.rst; block/elevator.c (elevator_get_default)",
+        },
+        judge: Judge::Host(judge_schedulers),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "io-uring",
+            source: "/proc/sys/kernel/io_uring_disabled",
+            why: "A machine with aio=io_uring runs on, but does not start again once io_uring is disabled.",
+            needs_ksm: false,
+        },
+        expected: "0 while a machine uses io_uring",
+        details: SettingDetails {
+            benefit: "machines with io_uring start",
+            risk: "io_uring is a large interface of the kernel; some hosts disable it on purpose",
+            method: ApplyMethod::Live,
+            undo: "write the value that was there",
+            counter: "the machine starts",
+            versions: "Linux 6.6 and later; QEMU 5.0 and later",
+            citation: "Documentation/admin-guide/sysctl/kernel.rst (io_uring_disabled)",
+        },
+        judge: Judge::Host(judge_io_uring),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vhost-worker-node",
+            source: "/proc/PID/task/TID/status",
+            why: "A vhost worker copies packets between guest RAM and the host's. On another node than its machine, \
+                  each packet crosses the link between nodes.",
+            needs_ksm: false,
+        },
+        expected: "vhost workers may run only on the nodes of the machine",
+        details: SettingDetails {
+            benefit: "more packets per second, steadier latency",
+            risk: "workers compete with the virtual CPUs of their node",
+            method: ApplyMethod::Manual,
+            undo: "restore the affinity of the threads",
+            counter: "run delay of the workers; numa_miss",
+            versions: "workers are threads of the machine since Linux 6.4",
+            citation: "kernel/vhost_task.c; drivers/vhost/vhost.c",
+        },
+        judge: Judge::Vm(judge_vhost_workers),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "device-node",
+            source: "/sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status",
+            why: "A device that is passed through writes to guest RAM. If it is attached to another node, all of its \
+                  data crosses the link between nodes.",
+            needs_ksm: false,
+        },
+        expected: "passed-through devices are on a node of the machine",
+        details: SettingDetails {
+            benefit: "more throughput and less latency of the device",
+            risk: "the node of the device may be full",
+            method: ApplyMethod::Manual,
+            undo: "bind the machine as before",
+            counter: "numa_maps of the machine",
+            versions: "all kernels",
+            citation: "Documentation/ABI/testing/sysfs-bus-pci (numa_node)",
+        },
+        judge: Judge::Vm(judge_device_node),
+    },
+];
+
+fn judge_schedulers(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+    let settings = &facts.settings;
+    let (mut shown, mut slow) = (Vec::new(), Vec::new());
+    for disk in settings.find_names("sys/block")?.iter().filter(|disk| disk.starts_with("nvme")) {
+        let path = format!("sys/block/{disk}/queue/scheduler");
+        let Some(text) = settings.find_text(&path)? else { continue };
+        // A disk without a choice shows `none` without brackets (block/elevator.c, `elv_iosched_show`).
+        let scheduler = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map_or(text, |(name, _)| name);
+        shown.push(format!("{disk} {scheduler}"));
+        if scheduler != "none" {
+            slow.push((disk, path));
+        }
+    }
+    if shown.is_empty() {
+        return Ok(rule.not_applicable("the host has no NVMe disk", "none"));
+    }
+    let value = shown.join(", ");
+    if slow.is_empty() {
+        return Ok(rule.ok("NVMe disks order their requests themselves", value));
+    }
+    let mut finding = rule
+        .warn("requests to NVMe disks pass a scheduler of the host", value)
+        .remedy(slow.iter().map(|(_, path)| format!("echo none > /{path}")))
+        .verify(format!("grep -F '[none]' /{}", slow[0].1));
+    finding.changes =
+        slow.into_iter().map(|(_, path)| SettingChange::Write { path, value: "none".to_owned() }).collect();
+    Ok(finding)
+}
+
+fn judge_io_uring(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+    let settings = &facts.settings;
+    let path = "proc/sys/kernel/io_uring_disabled";
+    let Some(mode) = settings.find_number(path)? else {
+        return Ok(rule.not_applicable("the kernel cannot disable io_uring", "absent"));
+    };
+    let mut users = 0;
+    for vm in &settings.vms {
+        match &vm.definition {
+            None => {}
+            Some(Ok(definition)) => users += usize::from(definition.disks.iter().any(|disk| disk.aio == "io_uring")),
+            Some(Err(absent)) => {
+                let reading_name = format!("/proc/{}/cmdline", vm.process.pid);
+                return Err(MissingReading { reading_name, absent: absent.clone() });
+            }
+        }
+    }
+    let value = format!("io_uring_disabled = {mode}, {users} virtual machines use io_uring");
+    match (mode, users) {
+        (0, _) => Ok(rule.ok("io_uring is allowed", value)),
+        (_, 0) => Ok(rule.ok("io_uring is disabled, and no virtual machine uses it", value)),
+        _ => {
+            let title = "virtual machines that use io_uring will not start again";
+            Ok(with_write(rule.warn(title, value), path, "0"))
+        }
+    }
+}
+
+/// The CPUs of the nodes to which a machine is bound; or why the rule does not apply.
+fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<(IdSet, IdSet), &'static str>, MissingReading> {
+    let nodes = node_cpus(&facts.settings)?;
+    if nodes.len() < 2 {
+        return Ok(Err("the host has one node"));
+    }
+    let Some(bound) = bound_nodes(vm, &nodes)? else { return Ok(Err("the virtual CPUs are not bound to nodes")) };
+    let cpus = nodes.iter().filter(|(node, _)| bound.contains(**node)).flat_map(|(_, cpus)| cpus.iter()).collect();
+    Ok(Ok((bound, cpus)))
+}
+
+fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    let threads = super::super::require(&format!("/proc/{}/task", vm.process.pid), &vm.threads)?;
+    let workers: Vec<_> = threads.iter().filter(|thread| thread.role == ThreadRole::Vhost).collect();
+    if workers.is_empty() {
+        return Ok(rule.not_applicable("it has no vhost worker", "none"));
+    }
+    let (nodes, cpus) = match machine_nodes(vm, facts)? {
+        Ok(bound) => bound,
+        Err(reason) => return Ok(rule.not_applicable(reason, format!("{} workers", workers.len()))),
+    };
+    let astray: Vec<_> = workers.iter().filter(|worker| !worker.allowed_cpus.is_subset(&cpus)).collect();
+    let value = format!("{} of {} workers may leave the nodes {nodes}", astray.len(), workers.len());
+    if astray.is_empty() {
+        return Ok(rule.ok("vhost workers stay on the nodes of the machine", value));
+    }
+    Ok(rule
+        .warn("vhost workers may run on other nodes than the machine", value)
+        .remedy(astray.iter().map(|worker| format!("taskset -pc {cpus} {}", worker.tid)))
+        .verify(format!("taskset -pc {}", astray[0].tid)))
+}
+
+fn judge_device_node(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    if let Some(Err(absent)) = &vm.definition {
+        let reading_name = format!("/proc/{}/cmdline", vm.process.pid);
+        return Err(MissingReading { reading_name, absent: absent.clone() });
+    }
+    if vm.passed_through.is_empty() {
+        return Ok(rule.not_applicable("no device is passed through", "none"));
+    }
+    let (nodes, _) = match machine_nodes(vm, facts)? {
+        Ok(bound) => bound,
+        Err(reason) => return Ok(rule.not_applicable(reason, vm.passed_through.join(", "))),
+    };
+    let (mut shown, mut is_remote) = (Vec::new(), false);
+    for address in &vm.passed_through {
+        let text = facts.settings.find_text(&format!("sys/bus/pci/devices/{address}/numa_node"))?;
+        // -1: the firmware does not tell.
+        let Some(node) = text.and_then(|text| text.parse::<u32>().ok()) else { continue };
+        shown.push(format!("{address} on node {node}"));
+        is_remote |= !nodes.contains(node);
+    }
+    if shown.is_empty() {
+        return Ok(rule.not_applicable("the firmware does not tell the nodes of devices", vm.passed_through.join(", ")));
+    }
+    let value = format!("{}, machine on {nodes}", shown.join(", "));
+    if !is_remote {
+        return Ok(rule.ok("passed-through devices are on a node of the machine", value));
+    }
+    Ok(rule
+        .warn("a passed-through device is on another node than the machine", value)
+        .remedy(["# bind the machine to the node of the device, or pass a device of its node through"])
+        .verify("pagefold doctor"))
+}

@@ -1,0 +1,167 @@
+//! What the rules about settings read of a host: files of sysfs and procfs as text, each with its mode, and the
+//! virtual machines.
+
+use crate::decide::{MissingReading, require};
+use pagefold_base::IdSet;
+use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::identity::vm_definition::VmDefinition;
+use pagefold_base::reading::{Absent, Reading};
+use pagefold_base::units::{Pid, ProcessId};
+use std::collections::BTreeMap;
+
+/// A file that holds a setting.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SettingFile {
+    /// Its text without blanks at the end.
+    pub text: Reading<String>,
+    /// Its permission bits: a parameter without a bit for writing changes only when its module is loaded again.
+    pub mode: Reading<u32>,
+}
+
+/// Settings of a host and of its virtual machines.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SettingFacts {
+    /// The files by path below the root. A path that is missing was not found.
+    pub files: BTreeMap<String, SettingFile>,
+    /// The names in directories, by path below the root.
+    pub directories: BTreeMap<String, Reading<Vec<String>>>,
+    /// The virtual machines, in any order.
+    pub vms: Vec<VmFacts>,
+}
+
+/// A virtual machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct VmFacts {
+    /// Its process.
+    pub process: ProcessId,
+    /// Its name, or the name of its program.
+    pub name: String,
+    /// Its definition on the command line; `None` for a monitor other than QEMU.
+    pub definition: Option<Reading<VmDefinition>>,
+    /// The PCI addresses of devices of the host that are passed through.
+    pub passed_through: Vec<String>,
+    /// Its threads that run virtual CPUs or serve vhost devices, ascending.
+    pub threads: Reading<Vec<VmThread>>,
+    /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
+    pub throttling: Reading<Option<CpuThrottling>>,
+}
+
+/// A thread of a virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmThread {
+    /// Its number.
+    pub tid: Pid,
+    /// What it does.
+    pub role: ThreadRole,
+    /// The CPU on which it ran last.
+    pub last_cpu: u32,
+    /// The CPUs on which it may run.
+    pub allowed_cpus: IdSet,
+}
+
+/// The limit of a cgroup on CPU time (kernel/sched/core.c, `cpu_max_show` and `cpu_cfs_stat_show`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuThrottling {
+    /// The cgroup, by its path below the mount point.
+    pub cgroup: String,
+    /// The first word of `cpu.max` in microseconds for each `period`.
+    pub quota: u64,
+    /// The second word of `cpu.max`, in microseconds.
+    pub period: u64,
+    /// Periods in which it had something to run.
+    pub periods: u64,
+    /// Periods in which it used up its quota.
+    pub throttled_periods: u64,
+}
+
+impl VmFacts {
+    /// The threads that run virtual CPUs, as far as their names show. QEMU names them with `debug-threads=on` only.
+    pub(super) fn vcpu_threads(&self) -> Result<Vec<&VmThread>, MissingReading> {
+        let threads = require(&format!("/proc/{}/task", self.process.pid), &self.threads)?;
+        Ok(threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect())
+    }
+
+    /// The number of virtual CPUs: by threads, else by definition.
+    pub(super) fn vcpu_count(&self) -> Result<u64, MissingReading> {
+        let threads = self.vcpu_threads()?.len() as u64;
+        if threads > 0 {
+            return Ok(threads);
+        }
+        let defined = match &self.definition {
+            Some(Ok(definition)) => definition.vcpus.map(u64::from),
+            _ => None,
+        };
+        defined.ok_or_else(|| MissingReading {
+            reading_name: format!("the virtual CPUs of process {}", self.process.pid),
+            absent: Absent::NotOnThisKernel,
+        })
+    }
+}
+
+impl SettingFacts {
+    /// The text of a file. `NotOnThisKernel` if it does not exist.
+    pub fn text(&self, path: &str) -> Reading<&str> {
+        let file = self.files.get(path).ok_or(Absent::NotOnThisKernel)?;
+        file.text.as_deref().map_err(Clone::clone)
+    }
+
+    /// The names in a directory. `NotOnThisKernel` if it does not exist.
+    pub fn names(&self, directory: &str) -> Reading<&[String]> {
+        let names = self.directories.get(directory).ok_or(Absent::NotOnThisKernel)?;
+        names.as_deref().map_err(Clone::clone)
+    }
+
+    /// The text of a file that a rule needs; `None` if this kernel does not have the file.
+    pub(super) fn find_text(&self, path: &str) -> Result<Option<&str>, MissingReading> {
+        match self.text(path) {
+            Ok(text) => Ok(Some(text)),
+            Err(Absent::NotOnThisKernel) => Ok(None),
+            Err(absent) => Err(MissingReading { reading_name: format!("/{path}"), absent }),
+        }
+    }
+
+    /// The number in a file that a rule needs; `None` if this kernel does not have the file.
+    pub(super) fn find_number(&self, path: &str) -> Result<Option<u64>, MissingReading> {
+        let Some(text) = self.find_text(path)? else { return Ok(None) };
+        text.parse().map(Some).map_err(|_| malformed(path, text))
+    }
+
+    /// The truth value in a file that a rule needs: `Y`, `N`, or a number (kernel/params.c, `param_get_bool`); `None`
+    /// if this kernel does not have the file.
+    pub(super) fn find_flag(&self, path: &str) -> Result<Option<bool>, MissingReading> {
+        match self.find_text(path)? {
+            None => Ok(None),
+            Some("Y" | "y") => Ok(Some(true)),
+            Some("N" | "n") => Ok(Some(false)),
+            Some(text) => text.parse::<i64>().map(|number| Some(number != 0)).map_err(|_| malformed(path, text)),
+        }
+    }
+
+    /// The names in a directory that a rule needs; empty if this kernel does not have it.
+    pub(super) fn find_names(&self, directory: &str) -> Result<&[String], MissingReading> {
+        match self.names(directory) {
+            Ok(names) => Ok(names),
+            Err(Absent::NotOnThisKernel) => Ok(&[]),
+            Err(absent) => Err(MissingReading { reading_name: format!("/{directory}"), absent }),
+        }
+    }
+
+    /// Whether a file can be written. An unknown mode counts as not writable.
+    pub(super) fn is_writable(&self, path: &str) -> bool {
+        self.files.get(path).and_then(|file| file.mode.clone().ok()).is_some_and(|mode| mode & 0o222 != 0)
+    }
+
+    /// The numbers at the ends of names in a directory: `node0` and `node1` have 0 and 1. Ascending.
+    pub(super) fn numbered(&self, directory: &str, prefix: &str) -> Result<Vec<u32>, MissingReading> {
+        let names = self.find_names(directory)?;
+        let mut numbers: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix(prefix)?.parse().ok()).collect();
+        numbers.sort_unstable();
+        Ok(numbers)
+    }
+}
+
+/// The reading that a file does not have the expected format.
+pub(super) fn malformed(path: &str, text: &str) -> MissingReading {
+    let excerpt: String = text.chars().take(60).collect();
+    MissingReading { reading_name: format!("/{path}"), absent: Absent::Malformed(format!("{excerpt:?}")) }
+}

@@ -1,0 +1,243 @@
+//! The rules about settings of the host and of its virtual machines.
+//!
+//! Each rule judges the values that are in force, by facts that were read before. A setting that this kernel, this CPU
+//! or this monitor does not have is `n/a`; a value that could not be read is `unknown`. No rule reports `ok` for what it
+//! has not read. A rule that finds a better value also has the change as data, for `pagefold tune`.
+//!
+//! The rules are grouped by topic: KVM, CPUs, memory, scheduling, devices, and the definition and threads of each
+//! virtual machine.
+
+mod cpu;
+mod devices;
+pub mod facts;
+mod kvm;
+mod memory;
+mod scheduling;
+#[cfg(test)]
+mod tests;
+mod vm;
+
+use super::change::{SettingChange, SettingDetails};
+use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Scope};
+use facts::{SettingFacts, VmFacts};
+use pagefold_base::reading::Absent;
+
+/// The groups of rules.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Topic {
+    /// KSM.
+    Ksm,
+    /// Parameters of the KVM modules.
+    Kvm,
+    /// Clock, frequency, idle states and threads of CPUs.
+    Cpu,
+    /// Huge pages and NUMA.
+    Memory,
+    /// The scheduler, isolated CPUs and interrupts.
+    Scheduling,
+    /// Disks and network devices of the host.
+    Devices,
+    /// The definition and threads of each virtual machine.
+    Vm,
+}
+
+impl Topic {
+    /// All topics.
+    pub const ALL: [Self; 7] =
+        [Self::Ksm, Self::Kvm, Self::Cpu, Self::Memory, Self::Scheduling, Self::Devices, Self::Vm];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ksm => "ksm",
+            Self::Kvm => "kvm",
+            Self::Cpu => "cpu",
+            Self::Memory => "memory",
+            Self::Scheduling => "scheduling",
+            Self::Devices => "devices",
+            Self::Vm => "vm",
+        }
+    }
+}
+
+/// What a rule about settings judges.
+enum Judge {
+    /// The host.
+    Host(fn(&RuleInfo, &HostFacts) -> RuleResult),
+    /// Each virtual machine.
+    Vm(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
+}
+
+/// A rule about settings.
+struct SettingRule {
+    rule: RuleInfo,
+    expected: &'static str,
+    details: SettingDetails,
+    judge: Judge,
+}
+
+/// A rule about settings, for documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RuleSummary {
+    /// Its id.
+    pub id: &'static str,
+    /// Its topic.
+    pub topic: Topic,
+    /// The files that it reads.
+    pub source: &'static str,
+    /// The recommended value.
+    pub expected: &'static str,
+    /// Benefit, risk and sources.
+    pub details: &'static SettingDetails,
+}
+
+static GROUPS: [(Topic, &[SettingRule]); 6] = [
+    (Topic::Kvm, kvm::RULES),
+    (Topic::Cpu, cpu::RULES),
+    (Topic::Memory, memory::RULES),
+    (Topic::Scheduling, scheduling::RULES),
+    (Topic::Devices, devices::RULES),
+    (Topic::Vm, vm::RULES),
+];
+
+/// All rules about settings, by topic.
+pub fn rule_summaries() -> Vec<RuleSummary> {
+    let summary = |topic, rule: &'static SettingRule| RuleSummary {
+        id: rule.rule.id,
+        topic,
+        source: rule.rule.source,
+        expected: rule.expected,
+        details: &rule.details,
+    };
+    GROUPS.iter().flat_map(|(topic, rules)| rules.iter().map(|rule| summary(*topic, rule))).collect()
+}
+
+/// The topic of a rule; rules of no other topic are about KSM.
+pub fn topic_of_rule(id: &str) -> Topic {
+    let group = GROUPS.iter().find(|(_, rules)| rules.iter().any(|rule| rule.rule.id == id));
+    group.map_or(Topic::Ksm, |(topic, _)| *topic)
+}
+
+/// Judges the settings of the host and of each virtual machine.
+pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
+    let rules = || GROUPS.iter().flat_map(|(_, rules)| rules.iter());
+    let mut findings = Vec::new();
+    for rule in rules() {
+        match rule.judge {
+            Judge::Host(judge) => findings.push(rule.complete(judge_host(rule, judge, facts), Scope::Host)),
+            Judge::Vm(judge) => findings.extend(facts.settings.vms.iter().map(|vm| {
+                let mut finding = rule.complete(judge(&rule.rule, vm, facts), Scope::Process(vm.process));
+                finding.source = finding.source.replace("PID", &vm.process.pid.to_string());
+                finding
+            })),
+        }
+    }
+    findings
+}
+
+/// Without the list of modules, which each Linux has, no setting of the host was read at all.
+fn judge_host(rule: &SettingRule, judge: fn(&RuleInfo, &HostFacts) -> RuleResult, facts: &HostFacts) -> RuleResult {
+    match facts.settings.names("sys/module") {
+        Err(Absent::NotOnThisKernel) => {
+            Ok(rule.rule.not_applicable("the settings of the host were not recorded", "not recorded"))
+        }
+        _ => judge(&rule.rule, facts),
+    }
+}
+
+impl SettingRule {
+    fn complete(&'static self, result: RuleResult, scope: Scope) -> Finding {
+        let mut finding = result.unwrap_or_else(|missing| self.rule.unknown(&missing, "pagefold doctor"));
+        finding.scope = scope;
+        finding.expected = Some(self.expected.to_owned());
+        finding.details = Some(&self.details);
+        finding
+    }
+}
+
+impl Finding {
+    fn change(mut self, change: SettingChange) -> Self {
+        self.changes.push(change);
+        self
+    }
+}
+
+/// The change of a file, with the command that does the same and the command that verifies it.
+fn with_write(finding: Finding, path: &str, value: &str) -> Finding {
+    finding
+        .remedy([format!("echo {value} > /{path}")])
+        .verify(format!("grep -qw -- {value} /{path}"))
+        .change(SettingChange::Write { path: path.to_owned(), value: value.to_owned() })
+}
+
+/// The change of a parameter of the kernel command line.
+fn with_boot_parameter(finding: Finding, remove: Option<&str>, add: Option<&str>) -> Finding {
+    let mut lines = Vec::new();
+    lines.extend(remove.map(|parameter| format!("# remove {parameter} from the kernel command line, then reboot")));
+    lines.extend(add.map(|parameter| format!("# add {parameter} to the kernel command line, then reboot")));
+    finding
+        .remedy(lines)
+        .change(SettingChange::BootParameter { remove: remove.map(str::to_owned), add: add.map(str::to_owned) })
+}
+
+/// The change of a parameter of a module: live if its file can be written, else by loading the module again.
+fn with_parameter(finding: Finding, settings: &SettingFacts, module: &str, parameter: &str, value: &str) -> Finding {
+    let path = format!("sys/module/{module}/parameters/{parameter}");
+    if settings.is_writable(&path) {
+        return with_write(finding, &path, value);
+    }
+    finding
+        .remedy([
+            format!("echo 'options {module} {parameter}={value}' > /etc/modprobe.d/pagefold-{module}.conf"),
+            "# stop all virtual machines first: a module in use cannot be unloaded".to_owned(),
+            format!("modprobe -r {module} && modprobe {module}"),
+        ])
+        .verify(format!("grep -qw {} /{path}", shown_value(value)))
+        .change(SettingChange::ModuleParameter {
+            module: module.to_owned(),
+            parameter: parameter.to_owned(),
+            value: value.to_owned(),
+        })
+}
+
+/// How the kernel shows a truth value (kernel/params.c, `param_get_bool`).
+fn shown_value(value: &str) -> &str {
+    match value {
+        "1" => "-e 1 -e Y",
+        "0" => "-e 0 -e N",
+        value => value,
+    }
+}
+
+/// Whether the first CPU of `/proc/cpuinfo` has a feature, among its flags or those of VMX.
+fn has_cpu_flag(settings: &SettingFacts, flag: &str) -> Result<bool, MissingReading> {
+    let text = settings.find_text("proc/cpuinfo")?.unwrap_or_default();
+    Ok(text.lines().any(|line| {
+        line.split_once(':').is_some_and(|(name, flags)| {
+            matches!(name.trim(), "flags" | "vmx flags" | "Features")
+                && flags.split_whitespace().any(|known| known == flag)
+        })
+    }))
+}
+
+/// Whether the host is a virtual machine itself: a hypervisor controls its clock and power then.
+fn is_virtual(settings: &SettingFacts) -> Result<bool, MissingReading> {
+    has_cpu_flag(settings, "hypervisor")
+}
+
+/// The CPUs that are online. Ascending.
+fn online_cpus(settings: &SettingFacts) -> Result<pagefold_base::IdSet, MissingReading> {
+    let path = "sys/devices/system/cpu/online";
+    let text = settings.find_text(path)?.ok_or_else(|| facts::malformed(path, "absent"))?;
+    text.parse().map_err(|_| facts::malformed(path, text))
+}
+
+/// The number of virtual CPUs of all machines.
+fn total_vcpus(settings: &SettingFacts) -> Result<u64, MissingReading> {
+    settings.vms.iter().try_fold(0u64, |sum, vm| Ok(sum.saturating_add(vm.vcpu_count()?)))
+}
+
+/// Whether there are more virtual CPUs than CPUs.
+fn is_overcommitted(settings: &SettingFacts) -> Result<bool, MissingReading> {
+    Ok(total_vcpus(settings)? > online_cpus(settings)?.iter().count() as u64)
+}

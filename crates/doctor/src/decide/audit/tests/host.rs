@@ -1,0 +1,256 @@
+//! CPUs, memory, the scheduler and devices of the host.
+
+use super::*;
+
+const CLOCK: &str = "sys/devices/system/clocksource/clocksource0/current_clocksource";
+const CLOCKS: &str = "sys/devices/system/clocksource/clocksource0/available_clocksource";
+const GOVERNOR: &str = "sys/devices/system/cpu/cpufreq/policy0/scaling_governor";
+const GOVERNORS: &str = "sys/devices/system/cpu/cpufreq/policy0/scaling_available_governors";
+const LATENCY: &str = "sys/devices/system/cpu/cpu0/cpuidle/state1/latency";
+const DISABLE: &str = "sys/devices/system/cpu/cpu0/cpuidle/state1/disable";
+const SMT: &str = "sys/devices/system/cpu/smt/control";
+const MDS: &str = "sys/devices/system/cpu/vulnerabilities/mds";
+const L1TF: &str = "sys/devices/system/cpu/vulnerabilities/l1tf";
+const CPUINFO: &str = "proc/cpuinfo";
+const CMDLINE: &str = "proc/cmdline";
+const BALANCING: &str = "proc/sys/kernel/numa_balancing";
+const ZONE_RECLAIM: &str = "proc/sys/vm/zone_reclaim_mode";
+const THP: &str = "sys/kernel/mm/transparent_hugepage/enabled";
+const SHMEM: &str = "sys/kernel/mm/transparent_hugepage/shmem_enabled";
+const POOL0: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages";
+const POOL1: &str = "sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages";
+const NODE1_CPUS: &str = "sys/devices/system/node/node1/cpulist";
+const AUTOGROUP: &str = "proc/sys/kernel/sched_autogroup_enabled";
+const ISOLATED: &str = "sys/devices/system/cpu/isolated";
+const TICKLESS: &str = "sys/devices/system/cpu/nohz_full";
+const SYSCTL: &str = "etc/sysctl.d/kvm.conf";
+const IRQ: &str = "proc/irq/33/effective_affinity_list";
+const SCHEDULER: &str = "sys/block/nvme0n1/queue/scheduler";
+const IO_URING: &str = "proc/sys/kernel/io_uring_disabled";
+const VIRTUAL: &str = "flags : tsc hypervisor";
+
+const CPU_CASES: &[Case] = &[
+    ("host-clocksource", &[], Fine),
+    ("host-clocksource", &[(CLOCK, "hpet")], Warn),
+    ("host-clocksource", &[(CLOCK, "hpet"), (CLOCKS, "hpet acpi_pm")], Warn),
+    ("host-clocksource", &[(CLOCK, "kvm-clock"), (CPUINFO, VIRTUAL)], NotApplicable),
+    ("host-clocksource", &[(CLOCK, "arch_sys_counter"), (CPUINFO, "Features : fp")], NotApplicable),
+    ("host-clocksource", &[(CLOCK, DENIED)], Unknown),
+    ("cpu-governor", &[], Fine),
+    ("cpu-governor", &[(GOVERNOR, "powersave")], Fine),
+    ("cpu-governor", &[(GOVERNOR, "schedutil"), (GOVERNORS, "performance schedutil")], Warn),
+    ("cpu-governor", &[(GOVERNOR, "powersave"), (GOVERNORS, "ondemand performance powersave")], Warn),
+    ("cpu-governor", &[(GOVERNOR, DENIED)], Unknown),
+    ("cpu-governor", &[(GOVERNOR, ABSENT)], NotApplicable),
+    ("cpu-idle-states", &[], Fine),
+    ("cpu-idle-states", &[(LATENCY, "890")], Warn),
+    ("cpu-idle-states", &[(LATENCY, "890"), (DISABLE, "1")], Fine),
+    ("cpu-idle-states", &[(CPUINFO, VIRTUAL), (LATENCY, "890")], NotApplicable),
+    ("cpu-idle-states", &[(LATENCY, DENIED)], Unknown),
+    ("smt-control", &[], Fine),
+    ("smt-control", &[(SMT, "on")], Fine),
+    ("smt-control", &[(SMT, "on"), (MDS, "Mitigation: Clear CPU buffers; SMT vulnerable")], Warn),
+    (
+        "smt-control",
+        &[(SMT, "on"), (L1TF, "Mitigation: PTE Inversion; VMX: conditional cache flushes, SMT vulnerable")],
+        Warn,
+    ),
+    ("smt-control", &[(SMT, "on"), (MDS, ABSENT), (L1TF, ABSENT)], NotApplicable),
+    ("smt-control", &[(SMT, ABSENT)], NotApplicable),
+    ("smt-control", &[(SMT, "on"), (MDS, DENIED)], Unknown),
+    ("cpu-mitigations", &[], Fine),
+    ("cpu-mitigations", &[(CMDLINE, "quiet mitigations=auto,nosmt")], Fine),
+    ("cpu-mitigations", &[(CMDLINE, "quiet mitigations=off")], Warn),
+    ("cpu-mitigations", &[(CMDLINE, DENIED)], Unknown),
+    ("cpu-mitigations", &[(CMDLINE, ABSENT)], NotApplicable),
+];
+
+const MEMORY_CASES: &[Case] = &[
+    ("numa-balancing", &[], Fine),
+    ("numa-balancing", &[(BALANCING, "0")], Warn),
+    ("numa-balancing", &[(BALANCING, ABSENT)], NotApplicable),
+    ("numa-balancing", &[(BALANCING, DENIED)], Unknown),
+    ("numa-balancing", &[(NODE1_CPUS, ABSENT)], NotApplicable),
+    ("zone-reclaim", &[], Fine),
+    ("zone-reclaim", &[(ZONE_RECLAIM, "1")], Warn),
+    ("zone-reclaim", &[(ZONE_RECLAIM, DENIED)], Unknown),
+    ("zone-reclaim", &[(ZONE_RECLAIM, ABSENT)], NotApplicable),
+    ("thp-guest-ram", &[], Fine),
+    ("thp-guest-ram", &[(THP, "always madvise [never]")], Warn),
+    ("thp-guest-ram", &[(THP, "never")], Unknown),
+    ("thp-guest-ram", &[(THP, ABSENT)], NotApplicable),
+    ("thp-shared-memory", &[], Fine),
+    ("thp-shared-memory", &[(SHMEM, "always within_size advise [never] deny force")], Warn),
+    ("thp-shared-memory", &[(SHMEM, DENIED)], Unknown),
+    ("thp-shared-memory", &[(SHMEM, ABSENT)], NotApplicable),
+    ("hugetlb-per-node", &[], NotApplicable),
+    ("hugetlb-per-node", &[(POOL0, "512"), (POOL1, "512")], Fine),
+    ("hugetlb-per-node", &[(POOL0, "512")], Warn),
+    ("hugetlb-per-node", &[(POOL0, DENIED)], Unknown),
+];
+
+const SCHEDULING_CASES: &[Case] = &[
+    ("dead-scheduler-knobs", &[], Fine),
+    ("dead-scheduler-knobs", &[(SYSCTL, "# x\nkernel.sched_autogroup_enabled = 0")], Fine),
+    ("dead-scheduler-knobs", &[(SYSCTL, "kernel.sched_min_granularity_ns=10000000")], Warn),
+    ("dead-scheduler-knobs", &[(SYSCTL, "-kernel/sched_wakeup_granularity_ns = 1")], Warn),
+    ("dead-scheduler-knobs", &[(SYSCTL, DENIED)], Unknown),
+    ("sched-autogroup", &[], Fine),
+    ("sched-autogroup", &[(AUTOGROUP, "1")], Warn),
+    ("sched-autogroup", &[(AUTOGROUP, DENIED)], Unknown),
+    ("sched-autogroup", &[(AUTOGROUP, ABSENT)], NotApplicable),
+    ("isolated-cpus", &[], NotApplicable),
+    ("isolated-cpus", &[(ISOLATED, "2"), (TICKLESS, "2")], Fine),
+    ("isolated-cpus", &[(TICKLESS, "(null)"), (ISOLATED, "2-3")], Warn),
+    ("isolated-cpus", &[(ISOLATED, DENIED)], Unknown),
+    ("irq-affinity", &[(IRQ, "0")], Fine),
+    ("irq-affinity", &[(IRQ, "2")], Warn),
+    ("irq-affinity", &[(IRQ, DENIED)], Unknown),
+];
+
+const DEVICE_CASES: &[Case] = &[
+    ("nvme-scheduler", &[], Fine),
+    ("nvme-scheduler", &[(SCHEDULER, "none [mq-deadline] kyber")], Warn),
+    ("nvme-scheduler", &[(SCHEDULER, "none")], Fine),
+    ("nvme-scheduler", &[(SCHEDULER, DENIED)], Unknown),
+    ("nvme-scheduler", &[(SCHEDULER, ABSENT)], NotApplicable),
+    ("io-uring", &[], Fine),
+    ("io-uring", &[(IO_URING, "2")], Warn),
+    ("io-uring", &[(IO_URING, DENIED)], Unknown),
+    ("io-uring", &[(IO_URING, ABSENT)], NotApplicable),
+];
+
+/// Two machines: one is bound to CPU 2 and shares its memory, and one runs anywhere and uses io_uring.
+fn machines() -> Vec<VmFacts> {
+    let shared = "qemu-system-x86_64 -object memory-backend-memfd,id=ram,share=on,size=1G";
+    let drive = "qemu-system-x86_64 -drive file=/dev/vg/a,id=d,if=virtio,aio=io_uring";
+    vec![vm(100, shared, &["2"]), vm(501, drive, &["0-7", "0-7"])]
+}
+
+#[test]
+fn settings_of_cpus_have_their_verdicts() {
+    check_cases(CPU_CASES, &machines());
+    assert_covered(Topic::Cpu, CPU_CASES);
+}
+
+#[test]
+fn settings_of_memory_have_their_verdicts() {
+    check_cases(MEMORY_CASES, &machines());
+    assert_covered(Topic::Memory, MEMORY_CASES);
+}
+
+#[test]
+fn settings_of_scheduling_have_their_verdicts() {
+    // The first machine is process 100 of the facts, in the root cgroup.
+    for (rule, changes, verdict) in SCHEDULING_CASES {
+        let mut facts = host_with(changes, machines());
+        facts.processes[0].process.cgroup = Ok("/".to_owned());
+        let found = finding(&facts, rule);
+        assert_eq!(found.verdict, *verdict, "{rule} with {changes:?}: {found:?}");
+    }
+    assert_covered(Topic::Scheduling, SCHEDULING_CASES);
+}
+
+#[test]
+fn settings_of_devices_have_their_verdicts() {
+    check_cases(DEVICE_CASES, &machines());
+}
+
+#[test]
+fn machines_in_cgroups_are_not_affected_by_autogroups() {
+    assert_eq!(finding(&host_with(&[(AUTOGROUP, "1")], machines()), "sched-autogroup").verdict, Fine);
+    assert_eq!(finding(&host_with(&[(AUTOGROUP, "1")], vec![]), "sched-autogroup").verdict, NotApplicable);
+    let mut facts = host_with(&[(AUTOGROUP, "1")], machines());
+    facts.processes[0].process.cgroup = Err(Absent::Denied);
+    assert_eq!(finding(&facts, "sched-autogroup").verdict, Unknown);
+}
+
+#[test]
+fn balancing_depends_on_whether_machines_are_bound() {
+    let verdict = |mode, vms: Vec<VmFacts>| finding(&host_with(&[(BALANCING, mode)], vms), "numa-balancing").verdict;
+    let bound = || vec![vm(500, "qemu-system-x86_64", &["0-3", "4"])];
+    assert_eq!([verdict("1", bound()), verdict("0", bound())], [Warn, Fine]);
+    assert_eq!([verdict("1", vec![]), verdict("0", vec![])], [NotApplicable; 2]);
+    let mut unreadable = bound();
+    unreadable[0].threads = Err(Absent::Denied);
+    assert_eq!(verdict("1", unreadable), Unknown);
+}
+
+#[test]
+fn virtual_cpus_on_several_isolated_cpus_are_found() {
+    let spread = vec![vm(500, "qemu-system-x86_64", &["2-3", "2-3"])];
+    let found = finding(&host_with(&[(ISOLATED, "2-3")], spread), "isolated-cpus");
+    assert!(found.verdict == Warn && found.title.contains("2 virtual CPUs"), "{found:?}");
+    assert_eq!(finding(&host_with(&[(ISOLATED, "2-3")], vec![]), "isolated-cpus").verdict, NotApplicable);
+}
+
+#[test]
+fn interrupts_matter_only_to_virtual_cpus_with_a_cpu_of_their_own() {
+    let verdict = |vms| finding(&host_with(&[(IRQ, "2")], vms), "irq-affinity").verdict;
+    assert_eq!(verdict(vec![]), NotApplicable);
+    assert_eq!(verdict(vec![vm(500, "qemu-system-x86_64", &["0-3"])]), NotApplicable);
+}
+
+#[test]
+fn hardware_threads_matter_only_to_several_machines() {
+    let affected = [(SMT, "on"), (MDS, "Vulnerable; SMT vulnerable")];
+    assert_eq!(finding(&host_with(&affected, machines()[..1].to_vec()), "smt-control").verdict, Fine);
+}
+
+#[test]
+fn settings_for_machines_need_their_definitions() {
+    let mut vms = machines();
+    vms[1].definition = Some(Err(Absent::Denied));
+    for rule in ["thp-shared-memory", "io-uring"] {
+        assert_eq!(finding(&host_with(&[], vms.clone()), rule).verdict, Unknown, "{rule}");
+    }
+    vms[1].definition = None;
+    assert_eq!(finding(&host_with(&[(IO_URING, "2")], vms), "io-uring").verdict, Fine, "Firecracker");
+    assert_eq!(finding(&host_with(&[], vec![]), "thp-shared-memory").verdict, NotApplicable);
+}
+
+#[test]
+fn all_policies_and_states_are_changed() {
+    let governors = [
+        (GOVERNOR, "schedutil"),
+        (GOVERNORS, "performance schedutil"),
+        ("sys/devices/system/cpu/cpufreq/policy4/scaling_governor", "ondemand"),
+        ("sys/devices/system/cpu/cpufreq/policy4/scaling_available_governors", "performance ondemand"),
+    ];
+    assert_eq!(finding(&host_with(&governors, vec![]), "cpu-governor").changes.len(), 2);
+    let found = finding(&host_with(&[(LATENCY, "890")], vec![]), "cpu-idle-states");
+    assert_eq!(found.changes.len(), 8, "one for each CPU");
+    let boot = finding(&host_with(&[(CMDLINE, "mitigations=off")], vec![]), "cpu-mitigations").changes;
+    assert_eq!(boot, [SettingChange::BootParameter { remove: Some("mitigations=off".into()), add: None }]);
+}
+
+fn with_worker(cpus: &str) -> VmFacts {
+    let mut machine = vm(500, "qemu-system-x86_64 -device vfio-pci,host=3b:00.0", &["0-3", "0-1"]);
+    let thread = VmThread { tid: Pid(510), role: ThreadRole::Vhost, last_cpu: 0, allowed_cpus: cpus.parse().unwrap() };
+    machine.threads.as_mut().unwrap().push(thread);
+    machine
+}
+
+#[test]
+fn vhost_workers_belong_on_the_nodes_of_the_machine() {
+    let verdict = |machine: VmFacts| finding(&host_with(&[], vec![machine]), "vhost-worker-node").verdict;
+    assert_eq!(verdict(with_worker("0-3")), Fine);
+    assert_eq!(verdict(with_worker("0-7")), Warn);
+    assert_eq!(verdict(vm(500, "qemu-system-x86_64", &["0-3"])), NotApplicable, "no worker");
+    let mut machine = with_worker("0-7");
+    machine.threads.as_mut().unwrap()[0].allowed_cpus = "0-7".parse().unwrap();
+    assert_eq!(verdict(machine.clone()), NotApplicable, "not bound");
+    machine.threads = Err(Absent::Denied);
+    assert_eq!(verdict(machine), Unknown);
+    let one_node = host_with(&[(NODE1_CPUS, ABSENT)], vec![with_worker("0-7")]);
+    assert_eq!(finding(&one_node, "vhost-worker-node").verdict, NotApplicable);
+}
+
+#[test]
+fn devices_belong_on_the_node_of_the_machine() {
+    const DEVICE: &str = "sys/bus/pci/devices/0000:3b:00.0/numa_node";
+    let verdict = |node: &str| finding(&host_with(&[(DEVICE, node)], vec![with_worker("0-3")]), "device-node").verdict;
+    assert_eq!(["0", "1", "-1", ABSENT, DENIED].map(verdict), [Fine, Warn, NotApplicable, NotApplicable, Unknown]);
+    let other = finding(&host_with(&[], vec![vm(500, "qemu-system-x86_64", &["0-3"])]), "device-node");
+    assert_eq!(other.verdict, NotApplicable, "no device");
+}

@@ -1,0 +1,232 @@
+//! The definition and threads of virtual machines.
+
+use super::*;
+use crate::decide::audit::facts::CpuThrottling;
+use crate::decide::change::VmOption;
+
+const KVM_GUEST: &str = "qemu-system-x86_64 -accel kvm";
+
+/// A case: a rule, the options after [`KVM_GUEST`], and the verdict.
+const CASES: &[(&str, &str, Verdict)] = &[
+    ("vm-cpu-model", "-cpu host", Fine),
+    ("vm-cpu-model", "-cpu EPYC-Milan,+aes", Fine),
+    ("vm-cpu-model", "", Warn),
+    ("vm-cpu-model", "-cpu kvm64", Warn),
+    ("vm-virtual-nodes", "-smp 2", Fine),
+    ("vm-mergeable-memory", "-m 1G", Fine),
+    ("vm-mergeable-memory", "-object memory-backend-memfd,id=m,size=1G", Warn),
+    ("vm-mergeable-memory", "-mem-path /dev/hugepages", Warn),
+    (
+        "vm-mergeable-memory",
+        "-object memory-backend-memfd,id=m,size=1G -device vhost-user-fs-pci,chardev=c",
+        NotApplicable,
+    ),
+    ("vm-hyperv", "-m 1G", NotApplicable),
+    ("vm-hyperv", "-rtc base=localtime", Warn),
+    ("vm-hyperv", "-cpu host,hv-relaxed,hv-vapic,hv-spinlocks=0x1fff,hv-time", Fine),
+    ("vm-hyperv", "-cpu host,hv_relaxed=on,hv_vapic=on", Warn),
+    ("vm-hyperv", "-cpu host,hv-passthrough", Fine),
+    ("vm-pv-features", "-cpu host", Fine),
+    ("vm-pv-features", "-cpu host,kvm-pv-eoi=off", Warn),
+    ("vm-pv-features", "-cpu host,-kvm_pv_unhalt", Warn),
+    ("vm-dedicated-hint", "-cpu host", NotApplicable),
+    ("vm-dedicated-hint", "-cpu host,kvm-hint-dedicated=on", Warn),
+    ("vm-cpu-pm", "", Fine),
+    ("vm-cpu-pm", "-overcommit mem-lock=off,cpu-pm=on", Warn),
+    ("vm-clock", "-cpu host", Fine),
+    ("vm-clock", "-cpu host,kvmclock=off", Warn),
+    ("vm-clock", "-cpu host,kvmclock=off,invtsc=on", Fine),
+    ("vm-clock", "-cpu host,kvmclock=off,migratable=off", Fine),
+    ("vm-clock", "-rtc base=localtime", NotApplicable),
+    ("vm-iothreads", "", NotApplicable),
+    ("vm-iothreads", "-drive file=a,if=none,id=d -device virtio-blk-pci,drive=d", Warn),
+    ("vm-iothreads", "-drive file=a,if=none,id=d -device virtio-blk-pci,drive=d,iothread=io0", Fine),
+    ("vm-disk-cache", "", NotApplicable),
+    ("vm-disk-cache", "-drive file=a,if=virtio", Warn),
+    ("vm-disk-cache", "-drive file=a,if=virtio,cache=none", Warn),
+    ("vm-disk-cache", "-drive file=a,if=virtio,cache=none,aio=native", Fine),
+    ("vm-disk-cache", "-drive file=rbd:p/i,driver=rbd,if=virtio", NotApplicable),
+    ("vm-vhost-net", "-netdev user,id=n -device virtio-net-pci,netdev=n", NotApplicable),
+    ("vm-vhost-net", "-netdev tap,id=n -device virtio-net-pci,netdev=n", Warn),
+    ("vm-vhost-net", "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n", Fine),
+    ("vm-queues", "-netdev tap,id=n -device virtio-net-pci,netdev=n", NotApplicable),
+    ("vm-queues", "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n", Fine),
+    ("vm-queues", "-netdev tap,id=n,vhost=on,queues=4 -device virtio-net-pci,netdev=n", Warn),
+    ("vm-cpu-throttled", "", Fine),
+    ("vm-stacked-vcpus", "", Fine),
+    ("vhost-worker-node", "", NotApplicable),
+    ("device-node", "", NotApplicable),
+];
+
+fn machine_with(options: &str) -> VmFacts {
+    vm(500, &format!("{KVM_GUEST} {options}"), &["0-7", "0-7"])
+}
+
+fn judge(rule: &str, machine: &VmFacts) -> Finding {
+    finding(&host_with(&[], vec![machine.clone()]), rule)
+}
+
+#[test]
+fn definitions_have_their_verdicts() {
+    for (rule, options, verdict) in CASES {
+        let found = judge(rule, &machine_with(options));
+        assert_eq!(found.verdict, *verdict, "{rule} with {options}: {found:?}");
+        assert_eq!(found.scope, Scope::Process(ProcessId { pid: Pid(500), start_time: 500 }));
+        assert!(!found.source.contains("PID"), "{found:?}");
+        assert!(*verdict < Warn || !found.remedy.is_empty(), "{found:?}");
+    }
+    let tested: BTreeSet<&str> = CASES.iter().map(|(rule, ..)| *rule).collect();
+    let rules = rule_summaries().into_iter().filter(|summary| summary.topic == Topic::Vm);
+    assert!(rules.into_iter().all(|summary| tested.contains(summary.id)));
+}
+
+#[test]
+fn unknown_definitions_and_other_monitors_are_not_ok() {
+    let by_definition =
+        |rule: &&str| rule.starts_with("vm-") && !["vm-cpu-throttled", "vm-stacked-vcpus"].contains(rule);
+    let rules: BTreeSet<&str> = CASES.iter().map(|(rule, ..)| *rule).filter(by_definition).collect();
+    let mut machine = machine_with("-cpu host");
+    machine.definition = Some(Err(Absent::Denied));
+    for rule in &rules {
+        assert_eq!(judge(rule, &machine).verdict, Unknown, "{rule}");
+    }
+    machine.definition = None;
+    for rule in rules {
+        assert_eq!(judge(rule, &machine).verdict, NotApplicable, "{rule}");
+    }
+}
+
+#[test]
+fn machines_without_kvm_have_no_features_of_kvm() {
+    let machine = vm(500, "qemu-system-x86_64 -accel tcg -rtc base=localtime", &["0-7"]);
+    for rule in ["vm-cpu-model", "vm-pv-features", "vm-hyperv", "vm-clock"] {
+        assert_eq!(judge(rule, &machine).verdict, NotApplicable, "{rule}");
+    }
+}
+
+#[test]
+fn memory_of_machines_matters_only_while_ksm_is_on() {
+    let mut facts = host_with(&[], vec![machine_with("-mem-path /dev/hugepages")]);
+    facts.ksm.as_mut().unwrap().run = Ok(0);
+    assert_eq!(finding(&facts, "vm-mergeable-memory").verdict, NotApplicable);
+    facts.ksm.as_mut().unwrap().run = Err(Absent::Denied);
+    assert_eq!(finding(&facts, "vm-mergeable-memory").verdict, Unknown);
+    facts.ksm = Err(Absent::NotOnThisKernel);
+    assert_eq!(finding(&facts, "vm-mergeable-memory").verdict, NotApplicable);
+}
+
+#[test]
+fn wide_machines_need_virtual_nodes_that_are_bound() {
+    let cpus = ["0-7"; 6];
+    let judge = |options: &str| {
+        let machine = vm(500, &format!("{KVM_GUEST} -smp 6 {options}"), &cpus);
+        finding(&host_with(&[], vec![machine]), "vm-virtual-nodes")
+    };
+    let found = judge("");
+    assert_eq!(found.verdict, Warn);
+    let VmOption::VirtualNodes { count } = option_of(&found) else { panic!("{found:?}") };
+    assert_eq!(count, 2);
+    let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
+    let backend = |id: &str, more: &str| format!(" -object memory-backend-ram,id={id},size=1G{more}");
+    assert_eq!(judge(&[nodes, &backend("a", ""), &backend("b", "")].concat()).verdict, Warn, "not bound");
+    let bound = |id| backend(id, ",policy=bind,host-nodes=0");
+    assert_eq!(judge(&[nodes, &bound("a"), &bound("b")].concat()).verdict, Fine);
+    let one_node = host_with(&[("sys/devices/system/node/node1/cpulist", ABSENT)], vec![vm(500, KVM_GUEST, &cpus)]);
+    assert_eq!(finding(&one_node, "vm-virtual-nodes").verdict, NotApplicable);
+    let unreadable = host_with(&[("sys/devices/system/node/node1/cpulist", DENIED)], vec![vm(500, KVM_GUEST, &cpus)]);
+    assert_eq!(finding(&unreadable, "vm-virtual-nodes").verdict, Unknown);
+}
+
+fn option_of(finding: &Finding) -> VmOption {
+    match finding.changes.first() {
+        Some(SettingChange::VmDefinition { option, .. }) => option.clone(),
+        change => panic!("{change:?}"),
+    }
+}
+
+#[test]
+fn dedicated_cpus_are_those_of_one_virtual_cpu() {
+    let options = "-overcommit cpu-pm=on -cpu host,kvm-hint-dedicated=on";
+    let command = format!("{KVM_GUEST} {options}");
+    let verdicts = |vms: Vec<VmFacts>| {
+        let facts = host_with(&[], vms);
+        ["vm-dedicated-hint", "vm-cpu-pm"]
+            .map(|rule| examine(&facts).into_iter().find(|finding| finding.rule == rule).unwrap().verdict)
+    };
+    let pinned = vm(500, &command, &["2", "3"]);
+    assert_eq!(verdicts(vec![pinned.clone()]), [Fine; 2]);
+    assert_eq!(verdicts(vec![pinned.clone(), vm(600, KVM_GUEST, &["3"])]), [Warn; 2], "a neighbor may use CPU 3");
+    assert_eq!(verdicts(vec![vm(500, &command, &["2", "2"])]), [Warn; 2]);
+    let mut unreadable = pinned;
+    unreadable.threads = Err(Absent::Denied);
+    assert_eq!(verdicts(vec![unreadable]), [Unknown; 2]);
+}
+
+#[test]
+fn stacked_virtual_cpus_are_found() {
+    let judge = |cpus: &[&str]| judge("vm-stacked-vcpus", &vm(500, KVM_GUEST, cpus));
+    assert_eq!(judge(&["2", "3"]).verdict, Fine);
+    assert_eq!(judge(&["2", "2", "3"]).verdict, Warn, "two on one");
+    assert_eq!(judge(&["2-3", "2-3", "2-3"]).verdict, Warn, "three on two");
+    let wide = judge(&["0-7"; 9]);
+    assert!(wide.verdict == Warn && wide.remedy[0].contains("at most 8"), "{wide:?}");
+    assert_eq!(judge(&["0-7"]).verdict, NotApplicable);
+    assert_eq!(judge(&[]).verdict, NotApplicable, "threads without names");
+}
+
+#[test]
+fn throttling_counts_from_five_percent_of_periods() {
+    let judge = |throttled_periods| {
+        let mut machine = machine_with("");
+        machine.throttling = Ok(Some(CpuThrottling {
+            cgroup: "/machine.slice/vm".to_owned(),
+            quota: 200_000,
+            period: 100_000,
+            periods: 1000,
+            throttled_periods,
+        }));
+        judge("vm-cpu-throttled", &machine)
+    };
+    assert_eq!([0, 50, 51].map(|count| judge(count).verdict), [Fine, Fine, Warn]);
+    assert!(judge(51).value.contains("/machine.slice/vm"));
+    let mut machine = machine_with("");
+    machine.throttling = Err(Absent::Denied);
+    assert_eq!(super::finding(&host_with(&[], vec![machine]), "vm-cpu-throttled").verdict, Unknown);
+}
+
+#[test]
+fn few_queues_are_found_for_many_virtual_cpus() {
+    let judge = |queues: &str, cpus: &[&str]| {
+        let options = format!("{KVM_GUEST} -netdev tap,id=n,vhost=on{queues} -device virtio-net-pci,netdev=n");
+        judge("vm-queues", &vm(500, &options, cpus))
+    };
+    assert_eq!(judge("", &["0-7"; 4]).verdict, Warn);
+    assert_eq!(option_of(&judge("", &["0-7"; 4])), VmOption::NetworkQueues { network: "n".into(), count: 4 });
+    assert_eq!(judge(",queues=2", &["0-7"; 4]).verdict, Fine);
+    assert_eq!(option_of(&judge("", &["0-7"; 64])), VmOption::NetworkQueues { network: "n".into(), count: 8 });
+}
+
+#[test]
+fn changes_name_the_disks_of_the_machine() {
+    let found = judge("vm-disk-cache", &machine_with("-drive file=a,if=virtio,id=a -drive file=b,if=virtio,id=b"));
+    let disks = |wanted: fn(&VmOption) -> Option<String>| {
+        found
+            .changes
+            .iter()
+            .filter_map(|change| match change {
+                SettingChange::VmDefinition { option, .. } => wanted(option),
+                _ => None,
+            })
+            .collect::<Vec<_>>()
+    };
+    let cache = disks(|option| match option {
+        VmOption::DiskCacheNone { disk } => Some(disk.clone()),
+        _ => None,
+    });
+    let aio = disks(|option| match option {
+        VmOption::DiskAio { disk, .. } => Some(disk.clone()),
+        _ => None,
+    });
+    assert_eq!((cache, aio), (vec!["a".to_owned(), "b".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
+    assert_eq!(found.remedy.len(), 2, "one line for each option: {:?}", found.remedy);
+}

@@ -1,0 +1,413 @@
+//! The definition of each virtual machine and the CPUs of its threads. Definitions are those of QEMU; the rules do not
+//! apply to other monitors.
+
+use super::facts::VmFacts;
+use super::memory::node_cpus;
+use super::{Judge, SettingRule};
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
+use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use pagefold_base::identity::vm_definition::VmDefinition;
+use pagefold_base::reading::Absent;
+use std::collections::BTreeMap;
+
+mod devices;
+mod threads;
+
+const UNDO: &str = "restore the definition, then start the machine again";
+const COMMAND_LINE: &str = "/proc/PID/cmdline";
+
+pub(super) const RULES: &[SettingRule] = &[
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-cpu-model",
+            source: COMMAND_LINE,
+            why: "The default model qemu64 hides most instructions of the CPU from the guest: it computes, encrypts \
+                  and compresses more slowly, and may be told wrong mitigations.",
+            needs_ksm: false,
+        },
+        expected: "host, or a model of the CPU's generation",
+        details: SettingDetails {
+            benefit: "the guest uses the vector and cryptography instructions of the CPU",
+            risk: "with host, live migration needs hosts with equal CPUs; a guest may notice new hardware",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "flags in /proc/cpuinfo of the guest",
+            versions: "all versions of QEMU",
+            citation: "QEMU: docs/system/cpu-models-x86.rst.inc",
+        },
+        judge: Judge::Vm(judge_cpu_model),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-virtual-nodes",
+            source: "/proc/PID/cmdline, /sys/devices/system/node/node*/cpulist",
+            why: "A machine that is wider than a node of the host uses memory of several nodes. Without virtual nodes \
+                  its kernel does not know which memory is near.",
+            needs_ksm: false,
+        },
+        expected: "virtual nodes, each bound to a node of the host, for a machine wider than a node",
+        details: SettingDetails {
+            benefit: "the guest's kernel keeps processes and their memory on one node",
+            risk: "a virtual node that is not bound to a node of the host is misleading",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "pagefold numa map; numa_hit and numa_miss in the guest",
+            versions: "QEMU 2.1 and later (memdev=)",
+            citation: "QEMU: qemu-options.hx (-numa); hw/core/numa.c",
+        },
+        judge: Judge::Vm(judge_virtual_nodes),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-mergeable-memory",
+            source: COMMAND_LINE,
+            why: "KSM merges private anonymous memory only: no shared memory (share=on, memfd), no huge pages of the \
+                  pool and no memory of confidential guests.",
+            needs_ksm: true,
+        },
+        expected: "private memory while KSM is on, unless a device needs it shared",
+        details: SettingDetails {
+            benefit: "equal pages of the machine and of others are kept once",
+            risk: "vhost-user and virtiofs need shared memory; merged pages show by their timing what a neighbor has",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "pagefold census; ksm_merging_pages",
+            versions: "all kernels with KSM",
+            citation: "mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
+        },
+        judge: Judge::Vm(judge_mergeable),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-hyperv",
+            source: COMMAND_LINE,
+            why: "Without the interfaces of Hyper-V, Windows reads time and sends interrupts by slow emulated \
+                  devices, and may time out on a busy host.",
+            needs_ksm: false,
+        },
+        expected: "hv-relaxed, hv-vapic, hv-spinlocks and hv-time for Windows",
+        details: SettingDetails {
+            benefit: "fewer exits of Windows guests; no blue screens from missed ticks",
+            risk: "Windows may ask for a new activation",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "exits in /sys/kernel/debug/kvm/PID-FD",
+            versions: "all versions of QEMU since 2.12",
+            citation: "QEMU: docs/system/i386/hyperv.rst",
+        },
+        judge: Judge::Vm(judge_hyper_v),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-pv-features",
+            source: COMMAND_LINE,
+            why: "These interfaces of KVM replace exits: end of interrupt in memory, interrupts to several CPUs in one \
+                  call, and a waiting lock that gives up its CPU. QEMU turns them on with KVM.",
+            needs_ksm: false,
+        },
+        expected: "kvm-pv-eoi, kvm-pv-ipi and kvm-pv-unhalt not off",
+        details: SettingDetails {
+            benefit: "fewer exits; no spinning on locks of over-committed guests",
+            risk: "none known for guests with Linux 3.12 or later",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "hypercalls, directed_yield_attempted in /sys/kernel/debug/kvm/PID-FD",
+            versions: "QEMU 1.x (eoi), 2.0 (unhalt), 3.1 (ipi) and later",
+            citation: "Documentation/virt/kvm/x86/cpuid.rst; QEMU: target/i386/kvm/kvm-cpu.c (kvm_default_props)",
+        },
+        judge: Judge::Vm(judge_pv_features),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-dedicated-hint",
+            source: "/proc/PID/cmdline, /proc/PID/task/TID/status",
+            why: "kvm-hint-dedicated tells the guest that its virtual CPUs are never preempted: it spins on locks \
+                  instead of yielding. On shared CPUs it spins for a CPU that does not run.",
+            needs_ksm: false,
+        },
+        expected: "on only if each virtual CPU has a CPU for itself",
+        details: SettingDetails {
+            benefit: "yields on shared CPUs; faster locks on dedicated ones",
+            risk: "locks of a guest with dedicated CPUs get slower without it",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "run delay of the virtual CPUs; directed_yield_attempted",
+            versions: "QEMU 2.12 and later, Linux guests 4.17 and later",
+            citation: "Documentation/virt/kvm/x86/cpuid.rst (KVM_HINTS_REALTIME)",
+        },
+        judge: Judge::Vm(judge_dedicated_hint),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-cpu-pm",
+            source: "/proc/PID/cmdline, /proc/PID/task/TID/status",
+            why: "With cpu-pm=on an idle guest keeps its CPU in a power state of its own choice. The host sees it as \
+                  busy, so other work on that CPU waits.",
+            needs_ksm: false,
+        },
+        expected: "on only if each virtual CPU has a CPU for itself",
+        details: SettingDetails {
+            benefit: "other machines get the time in which this one is idle",
+            risk: "wake-ups in the guest take an exit again",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "idle time of the CPUs; halt_exits",
+            versions: "QEMU 3.0 and later",
+            citation: "QEMU: qemu-options.hx (-overcommit); Documentation/virt/kvm/api.rst (KVM_CAP_X86_DISABLE_EXITS)",
+        },
+        judge: Judge::Vm(judge_cpu_pm),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "vm-clock",
+            source: COMMAND_LINE,
+            why: "A guest reads time without an exit from the page of kvmclock, or from the TSC if it may rely on it. \
+                  Without both it reads emulated devices, which takes microseconds each time.",
+            needs_ksm: false,
+        },
+        expected: "kvmclock, or invtsc for a machine that is not migrated",
+        details: SettingDetails {
+            benefit: "reading the time takes tens of nanoseconds",
+            risk: "invtsc: live migration needs a host with the same frequency, or TSC scaling",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "current_clocksource in the guest",
+            versions: "kvmclock since Linux 2.6.27; guests prefer an invariant TSC since 5.0",
+            citation: "arch/x86/kernel/kvmclock.c (kvmclock_init); QEMU: target/i386/cpu.c (invtsc)",
+        },
+        judge: Judge::Vm(judge_clock),
+    },
+    threads::THROTTLED,
+    threads::STACKED,
+    devices::IOTHREADS,
+    devices::CACHE,
+    devices::VHOST,
+    devices::QUEUES,
+];
+
+/// The definition of a machine; or the finding that there is none to judge.
+fn require_definition<'a>(
+    rule: &RuleInfo,
+    vm: &'a VmFacts,
+) -> Result<Result<&'a VmDefinition, Finding>, MissingReading> {
+    match &vm.definition {
+        None => Ok(Err(rule.not_applicable("the monitor has no such option", "not QEMU"))),
+        Some(definition) => {
+            require(&format!("the definition of process {}", vm.process.pid), definition).map(Result::Ok)
+        }
+    }
+}
+
+fn with_option(finding: Finding, vm: &VmFacts, option: VmOption, instruction: &str) -> Finding {
+    let mut finding = finding.change(SettingChange::VmDefinition { vm: vm.process, option });
+    if !finding.remedy.iter().any(|line| line.contains(instruction)) {
+        finding.remedy.push(format!("# {instruction}, then start the machine again"));
+    }
+    finding
+}
+
+fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    let model = definition.cpu_model.as_deref().unwrap_or("default");
+    if !definition.kvm {
+        return Ok(rule.not_applicable("the machine does not use KVM", model));
+    }
+    // Proxmox's default kvm64 is as old (QEMU: target/i386/cpu.c, `builtin_x86_defs`).
+    if !matches!(model, "default" | "qemu64" | "qemu32" | "kvm64" | "kvm32") {
+        return Ok(rule.ok("the guest sees the instructions of its model", model));
+    }
+    let finding = rule.warn("the guest sees an old CPU", model);
+    Ok(with_option(finding, vm, VmOption::HostCpuModel, "use -cpu host (libvirt: <cpu mode='host-passthrough'/>)"))
+}
+
+/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs.
+fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    let nodes = node_cpus(&facts.settings)?;
+    let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
+    let vcpus = vm.vcpu_count()?;
+    let virtual_nodes = &definition.virtual_nodes;
+    let value = format!("{vcpus} virtual CPUs, {} virtual nodes, nodes of {widest} CPUs", virtual_nodes.len());
+    if nodes.len() < 2 {
+        return Ok(rule.not_applicable("the host has one node", value));
+    }
+    if vcpus <= widest {
+        return Ok(rule.ok("the machine fits into a node", value));
+    }
+    if virtual_nodes.len() < 2 {
+        let count = u32::try_from(vcpus.div_ceil(widest)).unwrap_or(u32::MAX);
+        let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
+        return Ok(with_option(
+            finding,
+            vm,
+            VmOption::VirtualNodes { count },
+            &format!("give the machine {count} virtual nodes (-numa node,memdev=), each bound to a node of the host"),
+        ));
+    }
+    if virtual_nodes.iter().all(|node| !node.host_nodes.is_empty() && node.policy.is_some()) {
+        return Ok(rule.ok("each virtual node is bound to nodes of the host", value));
+    }
+    Ok(rule
+        .warn("virtual nodes are not bound to nodes of the host", value)
+        .remedy(["pagefold numa plan", "# or set policy=bind,host-nodes= of each memory backend (libvirt: <memnode/>)"])
+        .verify("pagefold numa map"))
+}
+
+fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    let value =
+        if definition.unmergeable.is_empty() { "private memory".into() } else { definition.unmergeable.join(", ") };
+    match &facts.ksm {
+        Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
+        ksm => {
+            let ksm = require("/sys/kernel/mm/ksm", ksm)?;
+            if *require("/sys/kernel/mm/ksm/run", &ksm.run)? != 1 {
+                return Ok(rule.not_applicable("KSM is off", value));
+            }
+        }
+    }
+    if definition.unmergeable.is_empty() {
+        return Ok(rule.ok("KSM can merge the memory of the machine", value));
+    }
+    if definition.needs_shared_memory {
+        return Ok(rule.not_applicable("a device needs the memory to be shared", value));
+    }
+    let finding = rule.warn("KSM cannot merge the memory of the machine", value);
+    Ok(with_option(
+        finding,
+        vm,
+        VmOption::MergeableMemory,
+        "use private memory: no share=on, no huge pages of the pool",
+    ))
+}
+
+/// The interfaces that QEMU recommends for any Windows (docs/system/i386/hyperv.rst, "Recommendations").
+const HYPER_V: [&str; 4] = ["hv-relaxed", "hv-vapic", "hv-spinlocks", "hv-time"];
+
+fn judge_hyper_v(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    if !definition.windows || !definition.kvm {
+        return Ok(rule.not_applicable("nothing shows that the guest is Windows", "no hv-*, no base=localtime"));
+    }
+    let is_on = |name: &str| definition.cpu_features.get(name) == Some(&true);
+    let missing: Vec<&str> = HYPER_V.into_iter().filter(|name| !is_on(name) && !is_on("hv-passthrough")).collect();
+    if missing.is_empty() {
+        return Ok(rule.ok("Windows has the interfaces of Hyper-V", HYPER_V.join(", ")));
+    }
+    let finding = rule.warn("Windows lacks interfaces of Hyper-V", format!("missing: {}", missing.join(", ")));
+    let instruction = format!("add {} to -cpu (libvirt: <hyperv mode='custom'>)", missing.join(", "));
+    // hv-spinlocks takes a number of tries, not on or off.
+    let switches = missing.into_iter().filter(|name| *name != "hv-spinlocks");
+    let finding = finding.remedy([format!("# {instruction}, then start the machine again")]);
+    Ok(switches.fold(finding, |finding, name| {
+        let option = VmOption::CpuFeature { name: name.to_owned(), enable: true };
+        finding.change(SettingChange::VmDefinition { vm: vm.process, option })
+    }))
+}
+
+fn judge_pv_features(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    if !definition.kvm {
+        return Ok(rule.not_applicable("the machine does not use KVM", "not KVM"));
+    }
+    let is_off = |name: &&str| definition.cpu_features.get(*name) == Some(&false);
+    let off: Vec<&str> = ["kvm-pv-eoi", "kvm-pv-ipi", "kvm-pv-unhalt"].into_iter().filter(is_off).collect();
+    if off.is_empty() {
+        return Ok(rule.ok("the guest has the interfaces of KVM", "defaults"));
+    }
+    let finding = rule.warn("interfaces of KVM are turned off", off.join(", "));
+    Ok(off.into_iter().fold(finding, |finding, name| {
+        let option = VmOption::CpuFeature { name: name.to_owned(), enable: true };
+        with_option(finding, vm, option, &format!("remove {name}=off from -cpu"))
+    }))
+}
+
+/// Whether each virtual CPU is bound to one CPU that no other virtual CPU of any machine may use.
+fn has_own_cpus(vm: &VmFacts, facts: &HostFacts) -> Result<bool, MissingReading> {
+    let own = vm.vcpu_threads()?;
+    let mut uses = BTreeMap::<u32, usize>::new();
+    for thread in facts.settings.vms.iter().map(VmFacts::vcpu_threads).collect::<Result<Vec<_>, _>>()?.concat() {
+        thread.allowed_cpus.iter().for_each(|cpu| *uses.entry(cpu).or_default() += 1);
+    }
+    let is_alone = |cpu: u32| uses.get(&cpu) == Some(&1);
+    Ok(!own.is_empty()
+        && own.iter().all(|thread| {
+            let mut cpus = thread.allowed_cpus.iter();
+            matches!((cpus.next(), cpus.next()), (Some(cpu), None) if is_alone(cpu))
+        }))
+}
+
+fn judge_dedicated_hint(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    if definition.cpu_features.get("kvm-hint-dedicated") != Some(&true) {
+        return Ok(rule.not_applicable("the guest is not told that its CPUs are dedicated", "off"));
+    }
+    if has_own_cpus(vm, facts)? {
+        return Ok(rule.ok("each virtual CPU has a CPU for itself", "on"));
+    }
+    let finding = rule.warn("the guest is told that its CPUs are dedicated, and shares them", "on");
+    let option = VmOption::CpuFeature { name: "kvm-hint-dedicated".to_owned(), enable: false };
+    Ok(with_option(finding, vm, option, "remove kvm-hint-dedicated=on from -cpu, or bind each virtual CPU"))
+}
+
+fn judge_cpu_pm(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    if !definition.cpu_pm {
+        return Ok(rule.ok("the guest releases its CPUs when idle", "cpu-pm=off"));
+    }
+    if has_own_cpus(vm, facts)? {
+        return Ok(rule.ok("each virtual CPU has a CPU for itself", "cpu-pm=on"));
+    }
+    let finding = rule.warn("the guest keeps CPUs when idle that it shares", "cpu-pm=on");
+    let option = VmOption::CpuPowerManagement { enable: false };
+    Ok(with_option(finding, vm, option, "remove -overcommit cpu-pm=on, or bind each virtual CPU to a CPU of its own"))
+}
+
+/// QEMU exposes the invariant TSC of the host with `invtsc`, or with `-cpu host,migratable=off`.
+fn judge_clock(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+    let definition = match require_definition(rule, vm)? {
+        Ok(definition) => definition,
+        Err(finding) => return Ok(finding),
+    };
+    let feature = |name: &str| definition.cpu_features.get(name).copied();
+    let is_invariant = feature("invtsc").unwrap_or(feature("migratable") == Some(false));
+    let has_kvmclock = feature("kvmclock") != Some(false);
+    let value = match (is_invariant, has_kvmclock) {
+        (true, _) => "invtsc",
+        (false, true) => "kvmclock",
+        (false, false) => "kvmclock=off, no invtsc",
+    };
+    if !definition.kvm {
+        return Ok(rule.not_applicable("the machine does not use KVM", value));
+    }
+    if definition.windows {
+        return Ok(rule.not_applicable("Windows uses hv-time", value));
+    }
+    if is_invariant || has_kvmclock {
+        return Ok(rule.ok("the guest has a clock without exits", value));
+    }
+    let finding = rule.warn("the guest has neither kvmclock nor an invariant TSC", value);
+    let option = VmOption::CpuFeature { name: "kvmclock".to_owned(), enable: true };
+    Ok(with_option(finding, vm, option, "remove kvmclock=off from -cpu, or add invtsc=on"))
+}
