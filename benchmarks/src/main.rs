@@ -19,6 +19,7 @@ mod hashes;
 mod memory_shapes;
 mod merge;
 mod numa_move;
+mod numad_advice;
 mod read_rates;
 mod rescan;
 mod run_settings;
@@ -63,6 +64,8 @@ enum BenchmarkSection {
     Rescan,
     /// Moving memory to another NUMA node, in an emulated machine
     NumaMove,
+    /// The plan against the advice of the real numad, in an emulated machine
+    Numad,
 }
 
 impl BenchmarkSection {
@@ -75,6 +78,7 @@ impl BenchmarkSection {
             Self::Shapes => "shapes",
             Self::Rescan => "rescan",
             Self::NumaMove => "numa-move",
+            Self::Numad => "numad",
         }
     }
 
@@ -87,6 +91,7 @@ impl BenchmarkSection {
             Self::Shapes => memory_shapes::measure(effort),
             Self::Rescan => rescan::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
+            Self::Numad => numad_advice::measure(effort),
         }
     }
 }

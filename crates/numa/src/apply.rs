@@ -410,10 +410,7 @@ impl MemoryMover<'_, '_> {
     /// The memory that may be moved to each node: what is free or holds pages of files, less the headroom.
     fn read_room(&self) -> Reading<BTreeMap<u32, Bytes>> {
         let topology = Topology::read(self.session.host())?;
-        let room = |memory: crate::topology::NodeMemory| {
-            let headroom = Bytes((memory.total.0 as f64 * self.limits.headroom_share) as u64);
-            Bytes((memory.free + memory.file_cache).0.saturating_sub(headroom.0))
-        };
+        let room = |memory: crate::topology::NodeMemory| memory.room(self.limits.headroom_share);
         Ok(topology.nodes.into_iter().filter_map(|(id, node)| Some((id, room(node.memory.ok()?)))).collect())
     }
 

@@ -6,7 +6,7 @@ use crate::decide::{AccessCost, FrameReader};
 use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::placement_record::predicted_cost;
-use pagefold_base::{Bytes, PageSize, Pages, Pfn, Reading};
+use pagefold_base::{Absent, Bytes, PageSize, Pages, Pfn, Reading};
 use pagefold_host::observe::NumaNodes;
 use pagefold_host::{Host, parse};
 use std::collections::BTreeMap;
@@ -30,7 +30,8 @@ pub struct PlacementPrediction {
     pub shared: SharedFrames,
     /// Frames that KSM would need more with `merge_across_nodes=0`, with the machine where it is now.
     pub copies_before: Pages,
-    /// The same with the machine on its new nodes.
+    /// The same with the machine on its new nodes. It counts as reading all its frames from the node that gets most of
+    /// it.
     pub copies_after: Pages,
 }
 
@@ -41,19 +42,24 @@ pub struct NodeArrival {
     pub node: u32,
     /// What would come to it, without hugetlb pages.
     pub arriving: Bytes,
-    /// Free memory and pages of files there.
+    /// Free memory and pages of files there, without the headroom.
     pub room: Reading<Bytes>,
     /// Hugetlb pages that would come to it.
     pub arriving_hugetlb: Bytes,
-    /// Free hugetlb pages there.
-    pub free_hugetlb: Bytes,
+    /// Free hugetlb pages there; absent if the host has pools of several sizes, because it is not known which one the
+    /// machine uses.
+    pub free_hugetlb: Reading<Bytes>,
 }
 
 impl NodeArrival {
     /// Whether all of it fits; `None` if the room is not known.
     pub fn fits(&self) -> Option<bool> {
         let room = self.room.as_ref().ok()?;
-        Some(self.arriving <= *room && self.arriving_hugetlb <= self.free_hugetlb)
+        let hugetlb_fits = match &self.free_hugetlb {
+            _ if self.arriving_hugetlb == Bytes::ZERO => true,
+            free => self.arriving_hugetlb <= *free.as_ref().ok()?,
+        };
+        Some(self.arriving <= *room && hugetlb_fits)
     }
 }
 
@@ -67,6 +73,7 @@ pub fn predict(
     map: &NumaMap,
     readers: Vec<FrameReader>,
     target: &MachineTarget,
+    headroom_share: f64,
 ) -> Reading<PlacementPrediction> {
     let placement = &map.processes[target.position];
     let frame_nodes = NumaNodes::read(host)?;
@@ -78,7 +85,8 @@ pub fn predict(
     let copies_after = frame_sharing::copies_for_nodes(&readers, node_of_frame);
     let arrivals = arrivals(placement, &target.parts);
     let page = host.page_size();
-    let nodes = arrivals.iter().map(|(&node, kinds)| node_arrival(host, map, node, *kinds, page)).collect();
+    let nodes =
+        arrivals.iter().map(|(&node, kinds)| node_arrival(host, map, (node, *kinds), page, headroom_share)).collect();
     Ok(PlacementPrediction {
         cost_before: placement.cost,
         cost_after: predicted_cost(&map.topology, placement, &target.parts),
@@ -147,26 +155,39 @@ fn kept_pages(placement: &ProcessPlacement, targets: &[PartNodes]) -> PageKinds 
     kept
 }
 
-fn node_arrival(host: &dyn Host, map: &NumaMap, node: u32, arriving: PageKinds, page: PageSize) -> NodeArrival {
+fn node_arrival(
+    host: &dyn Host,
+    map: &NumaMap,
+    (node, arriving): (u32, PageKinds),
+    page: PageSize,
+    headroom_share: f64,
+) -> NodeArrival {
     let memory = map.topology.nodes.get(&node).map(|node| node.memory.clone());
     NodeArrival {
         node,
         arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
-        room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.free + memory.file_cache),
+        room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),
         arriving_hugetlb: page.bytes_of(arriving.hugetlb),
         free_hugetlb: free_hugetlb(host, node),
     }
 }
 
-/// The free hugetlb pages of all sizes on a node (drivers/base/node.c, mm/hugetlb_sysfs.c). None on a kernel without
-/// them.
-fn free_hugetlb(host: &dyn Host, node: u32) -> Bytes {
+/// The free hugetlb pages on a node (drivers/base/node.c, mm/hugetlb_sysfs.c). `NotOnThisKernel` if there are pools of
+/// several sizes.
+fn free_hugetlb(host: &dyn Host, node: u32) -> Reading<Bytes> {
     let folder = format!("sys/devices/system/node/node{node}/hugepages");
+    let count = |pool: &str, file: &str| -> Option<u64> {
+        parse::number(&host.read(&format!("{folder}/{pool}/{file}")).ok()?).ok()
+    };
     let pool = |name: &String| {
         let kib: u64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
-        let free: u64 = parse::number(&host.read(&format!("{folder}/{name}/free_hugepages")).ok()?).ok()?;
-        Some(Bytes::from_kib(kib.saturating_mul(free)))
+        let is_used = count(name, "nr_hugepages")? > 0;
+        is_used.then(|| Some(Bytes::from_kib(kib.saturating_mul(count(name, "free_hugepages")?))))?
     };
-    let pools = host.list(&folder).unwrap_or_default();
-    pools.iter().filter_map(pool).fold(Bytes::ZERO, |sum, bytes| sum + bytes)
+    let pools: Vec<Bytes> = host.list(&folder).unwrap_or_default().iter().filter_map(pool).collect();
+    match pools[..] {
+        [] => Ok(Bytes::ZERO),
+        [free] => Ok(free),
+        _ => Err(Absent::NotOnThisKernel),
+    }
 }

@@ -35,9 +35,7 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
     };
     let capacity = |(&id, node): (&u32, &NumaNode)| {
         let memory = node.memory.clone().unwrap_or_default();
-        let headroom = memory.total.0 as f64 * limits.headroom_share;
-        let available = (memory.free + memory.file_cache).0 as f64;
-        let free = (available - headroom).max(0.0) / page_size.bytes() as f64;
+        let free = memory.room(limits.headroom_share).0 as f64 / page_size.bytes() as f64;
         NodeCapacity {
             id,
             vcpus: node.cpus.iter().count() as f64 * limits.vcpus_per_cpu,

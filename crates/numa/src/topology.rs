@@ -35,6 +35,14 @@ pub struct NodeMemory {
     pub file_cache: Bytes,
 }
 
+impl NodeMemory {
+    /// What may be used: free memory and pages of files, without a share of the node's memory that stays free.
+    pub fn room(&self, headroom_share: f64) -> Bytes {
+        let headroom = (self.total.0 as f64 * headroom_share) as u64;
+        Bytes((self.free + self.file_cache).0.saturating_sub(headroom))
+    }
+}
+
 /// The nodes of a host by their numbers. There is at least one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {

@@ -127,6 +127,9 @@ struct PredictArguments {
     /// Bytes of memory that are moved in a second
     #[arg(long, value_name = "BYTES", default_value = "1GiB", value_parser = parse_bytes)]
     bandwidth: Bytes,
+    /// Share of each node's memory that stays free
+    #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]
+    headroom: f64,
     /// Print JSON (see `pagefold schema numa-predict`)
     #[arg(long)]
     json: bool,
@@ -247,8 +250,9 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         selected.processes.iter().any(|placement| placement.process.id == id)
     };
     let targets = numa_placement::requested_targets(&map, &problem, &options.to, is_selected)?;
-    let predict =
-        |target: MachineTarget| Ok((target.clone(), predict::predict(&*host, &map, readers.clone(), &target)?));
+    let predict = |target: MachineTarget| {
+        Ok((target.clone(), predict::predict(&*host, &map, readers.clone(), &target, options.headroom)?))
+    };
     let predictions: Reading<Vec<_>> = targets.into_iter().map(|(target, _)| predict(target)).collect();
     let predictions = predictions.map_err(|why| anyhow!("cannot read the NUMA nodes of {}: {why}", host.describe()))?;
     let report = NumaPredictReport::new(host.describe(), host.page_size(), options.bandwidth, &map, &predictions);

@@ -106,7 +106,7 @@ fn node_line(node: &NodeArrivalReport) -> String {
     if node.arriving_hugetlb_bytes > 0 {
         line.push_str(&format!(
             " Hugetlb pages: {} free, {} would come.",
-            format_bytes(node.free_hugetlb_bytes),
+            node.free_hugetlb_bytes.map_or_else(|| "an unknown amount".to_owned(), format_bytes),
             format_bytes(node.arriving_hugetlb_bytes)
         ));
     }

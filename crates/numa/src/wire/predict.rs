@@ -92,13 +92,14 @@ pub struct NodeArrivalReport {
     pub node: u32,
     /// Bytes that would come to it, without hugetlb pages.
     pub arriving_bytes: u64,
-    /// Free memory and pages of files there; absent if unknown.
+    /// Free memory and pages of files there, without the headroom; absent if unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub room_bytes: Option<u64>,
     /// Bytes of hugetlb pages that would come to it.
     pub arriving_hugetlb_bytes: u64,
-    /// Bytes of free hugetlb pages there.
-    pub free_hugetlb_bytes: u64,
+    /// Bytes of free hugetlb pages there; absent if there are pools of several sizes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free_hugetlb_bytes: Option<u64>,
     /// Whether all of it fits; absent if unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fits: Option<bool>,
@@ -187,7 +188,7 @@ fn arrival_report(arrival: &NodeArrival) -> NodeArrivalReport {
         arriving_bytes: arrival.arriving.0,
         room_bytes: arrival.room.as_ref().ok().map(|room| room.0),
         arriving_hugetlb_bytes: arrival.arriving_hugetlb.0,
-        free_hugetlb_bytes: arrival.free_hugetlb.0,
+        free_hugetlb_bytes: arrival.free_hugetlb.as_ref().ok().map(|free| free.0),
         fits: arrival.fits(),
     }
 }

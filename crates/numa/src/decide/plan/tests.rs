@@ -329,13 +329,14 @@ fn generated_hosts_are_planned_within_two_percent() {
         let fits = first_fit.overload == Load::default();
         assert!(!fits || plan.remote_reads.1 <= first_fit.remote_reads + 1e5, "{plan:?}");
         let after = plan_quickly(&carry_out(problem, &plan));
-        assert!(after.remote_reads.1 <= plan.remote_reads.1 + 1.0);
+        assert!(after.is_empty(), "{after:?}");
     }
     assert!(proven >= 48, "{proven} of 50 plans are within two percent");
 }
 
-/// 46 generated hosts and the four published sizes. The plan reads at least 30 percent less remotely than numad's heuristic
-/// in all, and on no host more than numad without overload does, except for what is not worth moving.
+/// 46 generated hosts and the four published sizes. The plan reads at least 30 percent less remotely than numad's
+/// heuristic, in all and on each host on which numad overloads no node. Where numad reads nothing remotely, the plan
+/// leaves only what is not worth moving.
 #[test]
 fn plans_read_less_remotely_than_numad() {
     let generated = (0..46).map(|seed| generated_host(1000 * seed));
@@ -349,6 +350,9 @@ fn plans_read_less_remotely_than_numad() {
         let not_worth_moving = FIXED_MOVE_COST * problem.vms.len() as f64 + MOVE_COST * numad.moved_pages;
         let is_more = plan.remote_reads.1 > numad.remote_reads + not_worth_moving;
         assert!(!is_more || numad.overload != Load::default(), "{numad:?} {plan:?}");
+        if numad.remote_reads > 0.0 && numad.overload == Load::default() {
+            assert!(plan.remote_reads.1 <= 0.7 * numad.remote_reads, "{numad:?} {plan:?}");
+        }
         assert_eq!(plan.overload, Load::default());
     }
     assert!(planned <= 0.7 * by_numad, "{planned} {by_numad}");
