@@ -18,6 +18,7 @@ mod findings;
 mod hashes;
 mod memory_shapes;
 mod merge;
+mod numa_map;
 mod numa_move;
 mod numad_advice;
 mod read_rates;
@@ -62,6 +63,8 @@ enum BenchmarkSection {
     Shapes,
     /// Repeated scans of the same process
     Rescan,
+    /// Reading the NUMA map, against a status query and the kernel's own account
+    NumaMap,
     /// Moving memory to another NUMA node, in an emulated machine
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
@@ -77,6 +80,7 @@ impl BenchmarkSection {
             Self::Scaling => "scaling",
             Self::Shapes => "shapes",
             Self::Rescan => "rescan",
+            Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
         }
@@ -90,6 +94,7 @@ impl BenchmarkSection {
             Self::Scaling => scaling::measure(effort),
             Self::Shapes => memory_shapes::measure(effort),
             Self::Rescan => rescan::measure(effort),
+            Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
         }
