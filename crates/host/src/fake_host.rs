@@ -372,7 +372,7 @@ impl Host for FakeHost {
 
     /// In octal in the file of this name with `.mode` at its end.
     fn file_mode(&self, path: &str) -> Reading<u32> {
-        parse::file_mode(&self.read(&format!("{path}.mode"))?)
+        crate::parse::file_mode(&self.read(&format!("{path}.mode"))?)
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {
