@@ -1,9 +1,11 @@
 //! The doctor's findings as text. Findings that need a decision are shown in full. Each `ok` finding, and each reading
-//! that the kernel refused, takes one line; one remedy at the end covers all refusals.
+//! that the kernel refused, takes one line; one remedy at the end covers all refusals. Equal findings about several
+//! virtual machines are one: they differ in the machine only. Rules about settings that do not apply share one line.
 
 use crate::wire::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, wrap};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Columns of the verdict, and of the indent below it.
 const VERDICT_COLUMNS: usize = 9;
@@ -11,6 +13,8 @@ const VERDICT_COLUMNS: usize = 9;
 const MAX_LINE_COLUMNS: usize = 110;
 /// Maximum number of unreadable processes that are named; the others are counted.
 const MAX_NAMED_PROCESSES: usize = 5;
+/// Maximum number of machines of equal findings that are named; the others are counted.
+const MAX_NAMED_MACHINES: usize = 2;
 
 /// The whole report; with `verbose`, `ok` findings are shown in full, too.
 pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String {
@@ -79,6 +83,51 @@ fn render_summary(counts: &VerdictCounts) -> String {
     parts.join(", ")
 }
 
+/// Equal findings, which differ only in the virtual machine.
+struct FindingGroup<'a> {
+    /// The first of them.
+    finding: &'a FindingReport,
+    /// Its machines, in the order of the findings; empty for findings about anything else.
+    machines: Vec<&'a str>,
+}
+
+/// Groups equal findings, in the order of the first of each group. The values of brief findings are not shown, so they
+/// do not matter.
+fn group_findings<'a>(findings: Vec<&'a FindingReport>, brief: bool) -> Vec<FindingGroup<'a>> {
+    let mut groups: Vec<FindingGroup<'a>> = Vec::new();
+    let mut positions = BTreeMap::new();
+    for finding in findings {
+        let Some(machine) = finding.machine.as_deref().filter(|_| finding.details.is_some()) else {
+            groups.push(FindingGroup { finding, machines: Vec::new() });
+            continue;
+        };
+        let text = (!brief).then_some((&finding.title, &finding.value));
+        let position = *positions.entry((&finding.rule, finding.verdict, text)).or_insert(groups.len());
+        match groups.get_mut(position) {
+            Some(group) => group.machines.push(machine),
+            None => groups.push(FindingGroup { finding, machines: vec![machine] }),
+        }
+    }
+    groups
+}
+
+/// `187 machines: web-1, web-2 and 185 more`.
+fn render_machines(machines: &[&str]) -> String {
+    match machines {
+        [machine] => format!("machine {machine}"),
+        [first, second] => format!("2 machines: {first}, {second}"),
+        _ => {
+            let named = machines[..MAX_NAMED_MACHINES].join(", ");
+            format!("{} machines: {named} and {} more", machines.len(), machines.len() - MAX_NAMED_MACHINES)
+        }
+    }
+}
+
+/// The machines at the end of a line.
+fn render_machines_suffix(machines: &[&str]) -> String {
+    if machines.is_empty() { String::new() } else { format!(" ({})", render_machines(machines)) }
+}
+
 /// The report text under construction.
 struct DoctorPage {
     style: TextStyle,
@@ -89,28 +138,66 @@ impl DoctorPage {
     fn add_findings<'a>(&mut self, findings: impl Iterator<Item = &'a FindingReport>, verbose: bool) {
         let (full, brief): (Vec<_>, Vec<_>) =
             findings.partition(|finding| verbose || (finding.verdict >= VerdictName::Unknown && !is_refusal(finding)));
-        for finding in full {
+        for group in group_findings(full, false) {
             self.text.push_str(if self.text.is_empty() { "" } else { "\n" });
-            self.add_full_finding(finding);
+            self.add_full_finding(&group);
         }
         if !brief.is_empty() && !self.text.is_empty() {
             self.text.push('\n');
         }
-        for finding in brief {
-            self.add_brief_finding(finding);
+        let is_inapplicable =
+            |finding: &&FindingReport| finding.verdict == VerdictName::NotApplicable && finding.details.is_some();
+        let (inapplicable, brief): (Vec<_>, Vec<_>) = brief.into_iter().partition(is_inapplicable);
+        for group in group_findings(brief, true) {
+            self.add_brief_finding(&group);
+        }
+        if !inapplicable.is_empty() {
+            let rules: BTreeSet<&str> = inapplicable.iter().map(|finding| &*finding.rule).collect();
+            let rules = rules.into_iter().collect::<Vec<_>>().join(", ");
+            let text = format!("settings that this host or some machines do not have: {rules}");
+            self.add_marked_paragraph(VerdictName::NotApplicable, &text);
         }
     }
 
-    fn add_full_finding(&mut self, finding: &FindingReport) {
+    fn add_marked_paragraph(&mut self, verdict: VerdictName, text: &str) {
+        for (i, line) in wrap(text, self.columns_beside_indent(VERDICT_COLUMNS)).iter().enumerate() {
+            let start = if i == 0 { self.format_verdict(verdict) } else { " ".repeat(VERDICT_COLUMNS) };
+            self.add_line(&format!("{start}{line}"));
+        }
+    }
+
+    fn add_full_finding(&mut self, group: &FindingGroup<'_>) {
+        let finding = group.finding;
         let title = format!("{} [{}]", escape_unprintable(&finding.title), finding.rule);
         for (i, line) in wrap(&title, self.columns_beside_indent(VERDICT_COLUMNS)).into_iter().enumerate() {
             let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
             let line = self.format_bold(&line);
             self.add_line(&format!("{start}{line}"));
         }
-        let value = format!("{}: {}", finding.source, finding.value);
+        let value = match finding.pid.filter(|_| group.machines.len() > 1) {
+            Some(pid) => format!("{}: {}", finding.source.replace(&format!("/{pid}/"), "/PID/"), finding.value),
+            None => format!("{}: {}", finding.source, finding.value),
+        };
         self.add_paragraph(&escape_unprintable(&value), VERDICT_COLUMNS);
+        if !group.machines.is_empty() {
+            self.add_paragraph(&escape_unprintable(&render_machines(&group.machines)), VERDICT_COLUMNS);
+        }
+        if let Some(expected) = &finding.expected {
+            self.add_paragraph(&format!("expected: {expected}"), VERDICT_COLUMNS);
+        }
         self.add_paragraph(&finding.why, VERDICT_COLUMNS);
+        if let Some(details) = finding.details.as_ref().filter(|_| finding.verdict >= VerdictName::Warn) {
+            let method = details.method.replace('_', " ");
+            for line in [
+                format!("benefit: {}", details.benefit),
+                format!("risk: {}", details.risk),
+                format!("effect: {method}; undo: {}", details.undo),
+                format!("counter: {}", details.counter),
+                format!("versions: {}; see {}", details.versions, details.citation),
+            ] {
+                self.add_paragraph(&line, VERDICT_COLUMNS);
+            }
+        }
         self.add_commands("remedy", &finding.remedy, VERDICT_COLUMNS);
         self.add_commands("verify", finding.verify.as_slice(), VERDICT_COLUMNS);
     }
@@ -135,17 +222,21 @@ impl DoctorPage {
         }
     }
 
-    fn add_brief_finding(&mut self, finding: &FindingReport) {
+    fn add_brief_finding(&mut self, group: &FindingGroup<'_>) {
         let columns = self.columns_beside_indent(VERDICT_COLUMNS);
-        let lines = if is_refusal(finding) {
-            wrap(&escape_unprintable(&format!("{}: {}", finding.rule, finding.value)), columns)
-        } else {
-            vec![cut_end(&escape_unprintable(&format!("{} ({})", finding.title, finding.value)), columns)]
-        };
-        for (i, line) in lines.iter().enumerate() {
-            let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
-            self.add_line(&format!("{start}{line}"));
+        let finding = group.finding;
+        if is_refusal(finding) {
+            let machines = render_machines_suffix(&group.machines);
+            let text = format!("{}: {}{machines}", finding.rule, finding.value);
+            return self.add_marked_paragraph(finding.verdict, &escape_unprintable(&text));
         }
+        let text = match &group.machines[..] {
+            [] => format!("{} ({})", finding.title, finding.value),
+            machines => format!("{}: {}", finding.rule, render_machines(machines)),
+        };
+        let start = self.format_verdict(finding.verdict);
+        let line = cut_end(&escape_unprintable(&text), columns);
+        self.add_line(&format!("{start}{line}"));
     }
 
     fn add_paragraph(&mut self, text: &str, indent: usize) {
@@ -184,6 +275,7 @@ impl DoctorPage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::SettingDetailsReport;
 
     fn finding(verdict: VerdictName, title: &str) -> FindingReport {
         FindingReport {
@@ -191,12 +283,17 @@ mod tests {
             verdict,
             pid: None,
             start_time: None,
+            machine: None,
+            topic: "ksm".into(),
             title: title.to_owned(),
             source: "/sys/kernel/mm/ksm/run".to_owned(),
             value: "run = 0".to_owned(),
+            expected: None,
             why: "ksmd merges only while run is 1, and the kernel's default is 0.".into(),
             remedy: vec![],
             verify: None,
+            details: None,
+            changes: vec![],
         }
     }
 
@@ -248,6 +345,68 @@ mod tests {
         ok       ksmd is on (run = 0)
 
         To see it: sudo pagefold doctor
+        1 fail, 2 unknown, 1 ok
+        ");
+    }
+
+    fn details() -> SettingDetailsReport {
+        let text = |text: &'static str| text.into();
+        SettingDetailsReport {
+            benefit: text("more speed"),
+            risk: text("more power"),
+            method: text("vm_restart"),
+            undo: text("the old value"),
+            counter: text("exits"),
+            versions: text("all kernels"),
+            citation: text("kernel.c"),
+        }
+    }
+
+    fn of_machine(verdict: VerdictName, number: u32, value: &str) -> FindingReport {
+        FindingReport {
+            rule: "vm-cpu-model".into(),
+            pid: Some(number),
+            machine: Some(format!("web-{number}")),
+            topic: "vm".into(),
+            value: value.to_owned(),
+            expected: Some("host".to_owned()),
+            details: Some(details()),
+            ..finding(verdict, "the guest sees an old CPU")
+        }
+    }
+
+    #[test]
+    fn equal_findings_of_machines_are_one() {
+        let mut findings: Vec<_> = (1..=187).map(|number| of_machine(VerdictName::Warn, number, "kvm64")).collect();
+        findings.push(of_machine(VerdictName::Warn, 200, "qemu64"));
+        findings.extend((300..302).map(|number| of_machine(VerdictName::Ok, number, "host")));
+        findings.extend((300..330).map(|number| of_machine(VerdictName::NotApplicable, number, "none")));
+        insta::assert_snapshot!(render(&report(findings), false, TextStyle { width: 90, color: false }), @r"
+        warn     the guest sees an old CPU [vm-cpu-model]
+                 /sys/kernel/mm/ksm/run: kvm64
+                 187 machines: web-1, web-2 and 185 more
+                 expected: host
+                 ksmd merges only while run is 1, and the kernel's default is 0.
+                 benefit: more speed
+                 risk: more power
+                 effect: vm restart; undo: the old value
+                 counter: exits
+                 versions: all kernels; see kernel.c
+
+        warn     the guest sees an old CPU [vm-cpu-model]
+                 /sys/kernel/mm/ksm/run: qemu64
+                 machine web-200
+                 expected: host
+                 ksmd merges only while run is 1, and the kernel's default is 0.
+                 benefit: more speed
+                 risk: more power
+                 effect: vm restart; undo: the old value
+                 counter: exits
+                 versions: all kernels; see kernel.c
+
+        ok       vm-cpu-model: 2 machines: web-300, web-301
+        n/a      settings that this host or some machines do not have: vm-cpu-model
+
         1 fail, 2 unknown, 1 ok
         ");
     }

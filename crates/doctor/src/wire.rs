@@ -1,11 +1,14 @@
 //! The doctor's findings in JSON.
 
+use crate::decide::audit::topic_of_rule;
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 /// The result of `pagefold doctor`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -83,12 +86,21 @@ pub struct FindingReport {
     /// When that process started, in clock ticks since boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start_time: Option<u64>,
+    /// The virtual machine it is about; absent for other processes and for the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
+    /// The topic of the rule: `ksm`, `kvm`, `cpu`, `memory`, `scheduling`, `devices` or `vm`.
+    #[serde(default)]
+    pub topic: Cow<'static, str>,
     /// Summary in one phrase.
     pub title: String,
     /// The file that was read.
     pub source: String,
     /// The value that was read.
     pub value: String,
+    /// The recommended value, for rules about settings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<String>,
     /// Why it matters.
     pub why: Cow<'static, str>,
     /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
@@ -97,6 +109,103 @@ pub struct FindingReport {
     /// A shell command that succeeds once the remedy has worked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<String>,
+    /// What to know before a change, for rules about settings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub details: Option<SettingDetailsReport>,
+    /// Changes that resolve the finding. Nothing carries them out here.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub changes: Vec<ChangeReport>,
+}
+
+/// What to know before the change of a setting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct SettingDetailsReport {
+    /// What the recommended value gains.
+    pub benefit: Cow<'static, str>,
+    /// What a change may break or cost.
+    pub risk: Cow<'static, str>,
+    /// How a change takes effect: `live`, `module_reload`, `vm_restart`, `reboot` or `manual`.
+    pub method: Cow<'static, str>,
+    /// How a change is undone.
+    pub undo: Cow<'static, str>,
+    /// The counter or file that proves that a change works.
+    pub counter: Cow<'static, str>,
+    /// The kernels, or versions of QEMU, for which the rule holds.
+    pub versions: Cow<'static, str>,
+    /// Where the facts come from.
+    pub citation: Cow<'static, str>,
+}
+
+/// The name of a method.
+pub fn method_name(method: ApplyMethod) -> &'static str {
+    match method {
+        ApplyMethod::Live => "live",
+        ApplyMethod::ModuleReload => "module_reload",
+        ApplyMethod::VmRestart => "vm_restart",
+        ApplyMethod::Reboot => "reboot",
+        ApplyMethod::Manual => "manual",
+    }
+}
+
+impl From<&'static SettingDetails> for SettingDetailsReport {
+    fn from(details: &'static SettingDetails) -> Self {
+        Self {
+            benefit: details.benefit.into(),
+            risk: details.risk.into(),
+            method: method_name(details.method).into(),
+            undo: details.undo.into(),
+            counter: details.counter.into(),
+            versions: details.versions.into(),
+            citation: details.citation.into(),
+        }
+    }
+}
+
+/// A change of a setting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct ChangeReport {
+    /// `write`, `module_parameter`, `boot_parameter` or `vm_definition`.
+    pub kind: Cow<'static, str>,
+    /// What is changed: a path, `MODULE.PARAMETER`, the boot parameter to remove, or the option of the machine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+    /// The new value.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value: Option<String>,
+}
+
+impl From<SettingChange> for ChangeReport {
+    fn from(change: SettingChange) -> Self {
+        let (kind, target, value) = match change {
+            SettingChange::Write { path, value } => ("write", Some(format!("/{path}")), Some(value)),
+            SettingChange::ModuleParameter { module, parameter, value } => {
+                ("module_parameter", Some(format!("{module}.{parameter}")), Some(value))
+            }
+            SettingChange::BootParameter { remove, add } => ("boot_parameter", remove, add),
+            SettingChange::VmDefinition { option, .. } => {
+                let (target, value) = describe_option(option);
+                ("vm_definition", Some(target), Some(value))
+            }
+        };
+        Self { kind: kind.into(), target, value }
+    }
+}
+
+/// An option of a machine and its new value.
+fn describe_option(option: VmOption) -> (String, String) {
+    let on_off = |enable| if enable { "on" } else { "off" }.to_owned();
+    match option {
+        VmOption::HostCpuModel => ("cpu model".into(), "host".into()),
+        VmOption::CpuFeature { name, enable } => (format!("cpu feature {name}"), on_off(enable)),
+        VmOption::CpuPowerManagement { enable } => ("cpu-pm".into(), on_off(enable)),
+        VmOption::VirtualNodes { count } => ("virtual nodes".into(), count.to_string()),
+        VmOption::MergeableMemory => ("memory".into(), "private".into()),
+        VmOption::DiskCacheNone { disk } => (format!("cache of disk {disk}"), "none".into()),
+        VmOption::DiskAio { disk, interface } => (format!("aio of disk {disk}"), interface),
+        VmOption::DiskIoThreads { disk, count } => (format!("iothreads of disk {disk}"), count.to_string()),
+        VmOption::VhostNet { network } => (format!("vhost of network {network}"), "on".into()),
+        VmOption::NetworkQueues { network, count } => (format!("queues of network {network}"), count.to_string()),
+    }
 }
 
 impl From<Finding> for FindingReport {
@@ -110,12 +219,17 @@ impl From<Finding> for FindingReport {
             verdict: finding.verdict.into(),
             pid: process.map(|id| id.pid.0),
             start_time: process.map(|id| id.start_time),
+            machine: None,
+            topic: topic_of_rule(finding.rule).name().into(),
             title: finding.title,
             source: finding.source,
             value: finding.value,
+            expected: finding.expected,
             why: finding.why.into(),
             remedy: finding.remedy,
             verify: finding.verify,
+            details: finding.details.map(Into::into),
+            changes: finding.changes.into_iter().map(Into::into).collect(),
         }
     }
 }
@@ -123,7 +237,9 @@ impl From<Finding> for FindingReport {
 impl DoctorReport {
     /// Examine the host.
     pub fn from_host(host: String, facts: &HostFacts) -> Self {
-        Self::new(host, Vec::new(), examine_host(facts), unscanned_processes(facts.processes.iter()))
+        let mut report = Self::new(host, Vec::new(), examine_host(facts), unscanned_processes(facts.processes.iter()));
+        report.name_machines(facts);
+        report
     }
 
     /// Examine some of its processes.
@@ -132,8 +248,44 @@ impl DoctorReport {
             .iter()
             .map(|process| ProcessInfo::from_process(&process.process, Some(&process.domain)))
             .collect();
-        let findings = processes.iter().flat_map(|process| examine_process(facts, process)).collect();
-        Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()))
+        let is_requested = |scope| processes.iter().any(|process| Scope::Process(process.process.id) == scope);
+        let settings = examine_host(facts).into_iter().filter(|finding| is_requested(finding.scope));
+        let findings = processes.iter().flat_map(|process| examine_process(facts, process)).chain(settings).collect();
+        let mut report = Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()));
+        report.name_machines(facts);
+        report
+    }
+
+    /// Keep only the findings of these topics, named as by [`Topic::name`](crate::decide::audit::Topic::name).
+    #[must_use]
+    pub fn retain_topics(mut self, topics: &[&str]) -> Self {
+        self.findings.retain(|finding| topics.contains(&&*finding.topic));
+        self.count_verdicts();
+        self
+    }
+
+    fn name_machines(&mut self, facts: &HostFacts) {
+        let names: BTreeMap<(u32, u64), &str> =
+            facts.settings.vms.iter().map(|vm| ((vm.process.pid.0, vm.process.start_time), &*vm.name)).collect();
+        for finding in &mut self.findings {
+            if let (Some(pid), Some(start_time)) = (finding.pid, finding.start_time) {
+                finding.machine = names.get(&(pid, start_time)).map(|&name| name.to_owned());
+            }
+        }
+    }
+
+    fn count_verdicts(&mut self) {
+        self.counts = VerdictCounts::default();
+        for finding in &self.findings {
+            *match finding.verdict {
+                VerdictName::Fail => &mut self.counts.fail,
+                VerdictName::Warn => &mut self.counts.warn,
+                VerdictName::Unknown => &mut self.counts.unknown,
+                VerdictName::Ok => &mut self.counts.ok,
+                VerdictName::NotApplicable => &mut self.counts.not_applicable,
+            } += 1;
+        }
+        self.verdict = self.findings.first().map_or(VerdictName::NotApplicable, |finding| finding.verdict);
     }
 
     /// Replace `sudo` remedies by `remedy` where more privilege does not help.
@@ -155,18 +307,17 @@ impl DoctorReport {
     ) -> Self {
         let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
         findings.sort_by_key(|finding| Reverse(finding.verdict));
-        let mut counts = VerdictCounts::default();
-        for finding in &findings {
-            *match finding.verdict {
-                VerdictName::Fail => &mut counts.fail,
-                VerdictName::Warn => &mut counts.warn,
-                VerdictName::Unknown => &mut counts.unknown,
-                VerdictName::Ok => &mut counts.ok,
-                VerdictName::NotApplicable => &mut counts.not_applicable,
-            } += 1;
-        }
-        let verdict = findings.first().map_or(VerdictName::NotApplicable, |finding| finding.verdict);
-        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings, unscanned_processes }
+        let mut report = Self {
+            schema: "pagefold.doctor/1",
+            host,
+            verdict: VerdictName::NotApplicable,
+            counts: VerdictCounts::default(),
+            processes,
+            findings,
+            unscanned_processes,
+        };
+        report.count_verdicts();
+        report
     }
 }
 

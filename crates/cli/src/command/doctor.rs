@@ -1,11 +1,14 @@
-//! `pagefold doctor`: why KSM merges nothing although it is on, and what is wrong with the KSM setup of a host.
+//! `pagefold doctor`: why KSM merges nothing although it is on, and which settings of a host and of its virtual machines
+//! are worth a change.
 
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::bail;
 use clap::Args;
+use clap::builder::PossibleValuesParser;
 use pagefold_base::Pid;
+use pagefold_doctor::decide::audit::Topic;
 use pagefold_doctor::doctor_facts;
 use pagefold_doctor::doctor_facts::TrustPolicy;
 use pagefold_doctor::text;
@@ -14,7 +17,8 @@ use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
 Examples:
-  sudo pagefold doctor                find problems in the KSM setup of this host
+  sudo pagefold doctor                find problems in the settings of this host and its machines
+  pagefold doctor --topic vm          audit the definitions of virtual machines only
   sudo pagefold doctor --pid 1234     find out why nothing of this process merges
   pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
@@ -31,6 +35,9 @@ pub struct DoctorArguments {
     /// Examine this process instead of the host; may be given several times
     #[arg(long, value_name = "N")]
     pid: Vec<u32>,
+    /// Show only findings of this topic; may be given several times
+    #[arg(long, value_name = "TOPIC", value_parser = PossibleValuesParser::new(Topic::ALL.map(Topic::name)))]
+    topic: Vec<String>,
     /// Also show findings that are ok in full
     #[arg(long, short)]
     verbose: bool,
@@ -59,6 +66,8 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     } else {
         DoctorReport::from_processes(host.describe(), &facts, &processes)
     };
+    let topics: Vec<&str> = options.topic.iter().map(String::as_str).collect();
+    let report = if topics.is_empty() { report } else { report.retain_topics(&topics) };
     let report = match remedy_without_sudo(global) {
         Some(instead) => report.replace_privilege_remedies(instead),
         None => report,

@@ -6,6 +6,7 @@ use pagefold_base::{Absent, PageCounts, Pages, ProcessId};
 use pagefold_daemon::decide::{DaemonMode, DaemonStatus, PendingUnenroll, TrackedProcess};
 use pagefold_daemon::run::{CpuUsage, DaemonSettings, FairShareReading, LoggedDecision, Snapshot};
 use pagefold_daemon::wire::*;
+use pagefold_doctor::decide::audit::Topic;
 use pagefold_doctor::doctor_facts;
 use pagefold_doctor::wire::{DoctorReport, FindingReport, VerdictName};
 use pagefold_host::{Host, observe, parse};
@@ -133,12 +134,12 @@ fn split_first<T>(mut items: Vec<T>, max_items: usize) -> (Vec<T>, u64) {
     (items, omitted)
 }
 
-/// All findings of the doctor, worst first, including those that are ok.
+/// The findings of the doctor about KSM, worst first, including those that are ok.
 pub fn collect_findings(host: &dyn Host, settings: &DaemonSettings) -> Vec<FindingReport> {
     let trust =
         doctor_facts::TrustPolicy { domains: settings.domains.clone(), exclusions: settings.exclusions.clone() };
     let facts = doctor_facts::gather_host_facts(host, &[], &trust);
-    DoctorReport::from_host(host.describe(), &facts).findings
+    DoctorReport::from_host(host.describe(), &facts).retain_topics(&[Topic::Ksm.name()]).findings
 }
 
 /// The number of findings of each verdict; empty if there are no findings.

@@ -4,7 +4,7 @@ use super::facts::VmFacts;
 use super::memory::{bound_nodes, node_cpus};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
 use pagefold_base::IdSet;
 use pagefold_base::identity::thread_role::ThreadRole;
 
@@ -159,7 +159,7 @@ fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<(IdSet, IdSet
 }
 
 fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
-    let threads = super::super::require(&format!("/proc/{}/task", vm.process.pid), &vm.threads)?;
+    let threads = require("the threads of the machine", &vm.threads)?;
     let workers: Vec<_> = threads.iter().filter(|thread| thread.role == ThreadRole::Vhost).collect();
     if workers.is_empty() {
         return Ok(rule.not_applicable("it has no vhost worker", "none"));

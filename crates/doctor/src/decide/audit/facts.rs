@@ -77,7 +77,7 @@ pub struct CpuThrottling {
 impl VmFacts {
     /// The threads that run virtual CPUs, as far as their names show. QEMU names them with `debug-threads=on` only.
     pub(super) fn vcpu_threads(&self) -> Result<Vec<&VmThread>, MissingReading> {
-        let threads = require(&format!("/proc/{}/task", self.process.pid), &self.threads)?;
+        let threads = require("the threads of the machine", &self.threads)?;
         Ok(threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect())
     }
 
@@ -92,7 +92,7 @@ impl VmFacts {
             _ => None,
         };
         defined.ok_or_else(|| MissingReading {
-            reading_name: format!("the virtual CPUs of process {}", self.process.pid),
+            reading_name: "the number of virtual CPUs".to_owned(),
             absent: Absent::NotOnThisKernel,
         })
     }

@@ -3,7 +3,7 @@
 use super::facts::{SettingFacts, malformed};
 use super::{Judge, SettingRule, online_cpus, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
 use pagefold_base::IdSet;
 use std::collections::BTreeSet;
 
@@ -144,7 +144,7 @@ fn judge_autogroup(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let mut affected = 0;
     for process in facts.processes.iter().map(|facts| &facts.process) {
         if settings.vms.iter().any(|vm| vm.process == process.id) {
-            let cgroup = super::super::require(&format!("/proc/{}/cgroup", process.id.pid), &process.cgroup)?;
+            let cgroup = require(&format!("/proc/{}/cgroup", process.id.pid), &process.cgroup)?;
             affected += usize::from(cgroup == "/");
         }
     }

@@ -192,9 +192,7 @@ fn require_definition<'a>(
 ) -> Result<Result<&'a VmDefinition, Finding>, MissingReading> {
     match &vm.definition {
         None => Ok(Err(rule.not_applicable("the monitor has no such option", "not QEMU"))),
-        Some(definition) => {
-            require(&format!("the definition of process {}", vm.process.pid), definition).map(Result::Ok)
-        }
+        Some(definition) => require("the definition of the machine", definition).map(Result::Ok),
     }
 }
 

@@ -19,8 +19,6 @@ use std::collections::{BTreeMap, BTreeSet};
 const KVM: &str = "sys/module/kvm/parameters";
 const INTEL: &str = "sys/module/kvm_intel/parameters";
 const AMD: &str = "sys/module/kvm_amd/parameters";
-const CPU: &str = "sys/devices/system/cpu";
-const NODE: &str = "sys/devices/system/node";
 
 /// A value that stands for a file that does not exist.
 const ABSENT: &str = "(absent)";

@@ -188,8 +188,13 @@ fn throttling_counts_from_five_percent_of_periods() {
         judge("vm-cpu-throttled", &machine)
     };
     assert_eq!([0, 50, 51].map(|count| judge(count).verdict), [Fine, Fine, Warn]);
-    assert!(judge(51).value.contains("/machine.slice/vm"));
+    let found = judge(51);
+    assert!(found.value.contains("0-10 %") && found.remedy[1].contains("/machine.slice/vm"), "{found:?}");
+    assert!(judge(1000).value.contains("90-100 %"));
     let mut machine = machine_with("");
+    machine.throttling = Err(Absent::NotOnThisKernel);
+    let v1 = super::finding(&host_with(&[], vec![machine.clone()]), "vm-cpu-throttled");
+    assert_eq!(v1.verdict, NotApplicable);
     machine.throttling = Err(Absent::Denied);
     assert_eq!(super::finding(&host_with(&[], vec![machine]), "vm-cpu-throttled").verdict, Unknown);
 }

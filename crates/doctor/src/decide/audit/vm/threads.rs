@@ -6,6 +6,7 @@ use crate::decide::audit::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, RuleInfo, RuleResult, require};
 use pagefold_base::IdSet;
+use pagefold_base::reading::Absent;
 
 pub(super) const THROTTLED: SettingRule = SettingRule {
     rule: RuleInfo {
@@ -56,12 +57,20 @@ const UNDO_AFFINITY: &str = "restore the affinity of the threads";
 const MAX_THROTTLED_PERCENT: u64 = 5;
 
 fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
-    let Some(limit) = require(&format!("cpu.max of process {}", vm.process.pid), &vm.throttling)? else {
+    if vm.throttling == Err(Absent::NotOnThisKernel) {
+        return Ok(rule.not_applicable("the host has no cpu.max: limits of cgroup v1 are not read", "absent"));
+    }
+    let Some(limit) = require("cpu.max of its cgroup", &vm.throttling)? else {
         return Ok(rule.ok("no cgroup limits the CPU time of the machine", "max"));
     };
+    // In steps of ten, so that machines with nearly equal shares are shown together.
+    let tenths = limit.throttled_periods.saturating_mul(10).checked_div(limit.periods).unwrap_or(0).min(9);
     let value = format!(
-        "cpu.max {} {}, throttled in {} of {} periods, in {}",
-        limit.quota, limit.period, limit.throttled_periods, limit.periods, limit.cgroup
+        "cpu.max {} {}, throttled in {}-{} % of the periods",
+        limit.quota,
+        limit.period,
+        tenths * 10,
+        tenths * 10 + 10
     );
     if limit.throttled_periods.saturating_mul(100) <= limit.periods.saturating_mul(MAX_THROTTLED_PERCENT) {
         return Ok(rule.ok("the limit of its cgroup does not stop the machine", value));
@@ -70,7 +79,7 @@ fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
         .warn("the limit of its cgroup stops the machine", value)
         .remedy([
             "# raise the limit, or use cpu.weight instead (virsh schedinfo NAME --set vcpu_quota=-1):".to_owned(),
-            "# write max to cpu.max of the cgroup that is named above".to_owned(),
+            format!("# write max to cpu.max of the cgroup {}", limit.cgroup.escape_debug()),
         ])
         .verify("pagefold doctor"))
 }

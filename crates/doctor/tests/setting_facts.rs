@@ -1,0 +1,165 @@
+//! Gathering the settings of a host: each file is read once, with its mode, and nothing is changed.
+
+use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
+use pagefold_doctor::decide::audit::facts::CpuThrottling;
+use pagefold_doctor::decide::{HostFacts, Verdict, examine_host};
+use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::fake_host::FakeHost;
+use pagefold_host::{FrameFlags, Host, ProcessHandle};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+
+/// A host that counts the reads of each file, and fails the test when it is to be changed.
+struct AuditedHost {
+    host: FakeHost,
+    reads: Mutex<BTreeMap<String, u32>>,
+}
+
+impl Host for AuditedHost {
+    fn describe(&self) -> String {
+        self.host.describe()
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        *self.reads.lock().unwrap().entry(path.to_owned()).or_default() += 1;
+        self.host.read(path)
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.host.list(path)
+    }
+
+    fn file_mode(&self, path: &str) -> Reading<u32> {
+        self.host.file_mode(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        self.host.pids()
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        self.host.open(pid)
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.host.frame_flags(frames)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
+        panic!("the doctor performs {action:?}");
+    }
+}
+
+fn stat(pid: u32, name: &str, cpu: u32) -> String {
+    let zeros = |count| "0 ".repeat(count);
+    format!("{pid} ({name}) S 1 1 1 0 -1 0 {}20 0 1 0 1 {}{cpu} 0 0 0\n", zeros(8), zeros(16))
+}
+
+const SMAPS: &str = "7f0000000000-7f0000001000 rw-p 00000000 00:00 0\nRss: 4 kB\nAnonymous: 4 kB\nVmFlags: rd wr mg\n";
+
+/// An Intel host with a machine under libvirt that is throttled.
+fn host() -> AuditedHost {
+    let host = FakeHost::booted();
+    let parameters = "sys/module/kvm_intel/parameters";
+    let files = [
+        ("sys/module/kvm/parameters/halt_poll_ns", "400000\n"),
+        ("sys/module/kvm/parameters/halt_poll_ns.mode", "644\n"),
+        ("sys/devices/system/cpu/online", "0-3\n"),
+        ("proc/cpuinfo", "processor : 0\nvmx flags : ept\n\nprocessor : 1\nflags : x2avic\n"),
+        ("proc/irq/7/effective_affinity_list", "2\n"),
+        ("proc/irq/default_smp_affinity", "f\n"),
+        ("sys/block/nvme0n1/queue/scheduler", "[mq-deadline] none\n"),
+        ("sys/fs/cgroup/cgroup.controllers", "cpu\n"),
+        ("sys/fs/cgroup/machine.slice/vm/libvirt/vcpu0/cpu.max", "10000 100000\n"),
+        ("sys/fs/cgroup/machine.slice/vm/libvirt/vcpu0/cpu.stat", "nr_periods 100\nnr_throttled 80\n"),
+        ("sys/fs/cgroup/machine.slice/cpu.max", "max 100000\n"),
+        ("proc/7/cgroup", "0::/machine.slice/vm/libvirt/emulator\n"),
+        ("proc/7/cmdline", "qemu-system-x86_64\0-name\0web\0-accel\0kvm\0-device\0vfio-pci,host=3b:00.0\0"),
+        ("proc/7/status", "Uid:\t0\t0\t0\t0\n"),
+        ("proc/7/smaps", SMAPS),
+        ("sys/bus/pci/devices/0000:3b:00.0/numa_node", "0\n"),
+    ];
+    files.iter().for_each(|(path, text)| host.put_file(path, text));
+    host.put_file(&format!("{parameters}/ept"), "N\n");
+    host.put_file(&format!("{parameters}/ept.mode"), "444\n");
+    host.put_file("proc/7/stat", &stat(7, "qemu-system-x86", 0));
+    for (tid, name) in [(7, "qemu-system-x86"), (8, "CPU 0/KVM"), (9, "vhost-7")] {
+        host.put_file(&format!("proc/7/task/{tid}/stat"), &stat(tid, name, 3));
+        host.put_file(&format!("proc/7/task/{tid}/status"), "Cpus_allowed_list:\t2-3\n");
+    }
+    AuditedHost { host, reads: Mutex::default() }
+}
+
+fn gather(host: &AuditedHost) -> HostFacts {
+    gather_host_facts(host, &[], &TrustPolicy::default())
+}
+
+#[test]
+fn settings_are_read_once_with_their_modes_and_nothing_is_changed() {
+    let host = host();
+    let facts = gather(&host);
+    let settings = &facts.settings;
+    assert_eq!(settings.text("sys/module/kvm_intel/parameters/ept"), Ok("N"));
+    assert_eq!(settings.files["sys/module/kvm_intel/parameters/ept"].mode, Ok(0o444));
+    assert_eq!(settings.files["sys/module/kvm/parameters/halt_poll_ns"].mode, Ok(0o644));
+    assert_eq!(settings.text("proc/cpuinfo"), Ok("processor : 0\nvmx flags : ept"), "only the first CPU");
+    assert_eq!(settings.text("proc/irq/7/effective_affinity_list"), Ok("2"));
+    assert_eq!(settings.text("sys/bus/pci/devices/0000:3b:00.0/numa_node"), Ok("0"));
+    assert_eq!(settings.text("sys/kernel/debug/kvm/nested_run"), Err(Absent::NotOnThisKernel));
+    let reads = host.reads.lock().unwrap();
+    let is_setting = |path: &&String| settings.files.contains_key(*path) || path.contains("cpu.max");
+    let repeated: Vec<_> =
+        reads.iter().filter(|(path, count)| is_setting(path) && **count > 1).map(|(path, _)| path).collect();
+    // The mode of huge pages is also a fact of the rules about KSM.
+    assert!(repeated.iter().all(|path| path.contains("transparent_hugepage")), "{repeated:?}");
+}
+
+#[test]
+fn machines_have_their_threads_limits_and_definition() {
+    let facts = gather(&host());
+    let [vm] = &facts.settings.vms[..] else { panic!("{:?}", facts.settings.vms) };
+    assert_eq!((vm.name.as_str(), &vm.passed_through[..]), ("web", &["0000:3b:00.0".to_owned()][..]));
+    let threads = vm.threads.as_ref().unwrap();
+    let roles: Vec<_> = threads.iter().map(|thread| (&thread.role, thread.last_cpu)).collect();
+    assert_eq!(roles, [(&ThreadRole::Vcpu(0), 3), (&ThreadRole::Vhost, 3)]);
+    assert_eq!(threads[0].allowed_cpus.to_string(), "2-3");
+    let throttling = CpuThrottling {
+        cgroup: "/machine.slice/vm/libvirt/vcpu0".to_owned(),
+        quota: 10_000,
+        period: 100_000,
+        periods: 100,
+        throttled_periods: 80,
+    };
+    assert_eq!(vm.throttling, Ok(Some(throttling)));
+    assert!(vm.definition.as_ref().unwrap().as_ref().unwrap().kvm);
+}
+
+#[test]
+fn verdicts_follow_from_what_was_gathered() {
+    let findings = examine_host(&gather(&host()));
+    let verdict = |rule: &str| findings.iter().find(|finding| finding.rule == rule).unwrap().verdict;
+    assert_eq!(verdict("kvm-ept"), Verdict::Fail);
+    let rules = ["kvm-halt-poll", "nvme-scheduler", "vm-cpu-throttled", "vm-cpu-model"];
+    assert_eq!(rules.map(verdict), [Verdict::Warn; 4]);
+}
+
+#[test]
+fn machine_whose_cgroup_has_no_readable_statistics_is_unknown() {
+    let host = host();
+    host.host.put_file("sys/fs/cgroup/machine.slice/vm/libvirt/vcpu0/cpu.stat", "garbage\n");
+    let facts = gather(&host);
+    assert!(facts.settings.vms[0].throttling.is_err());
+    let findings = examine_host(&facts);
+    let finding = findings.iter().find(|finding| finding.rule == "vm-cpu-throttled").unwrap();
+    assert_ne!(finding.verdict, Verdict::Ok);
+}
