@@ -22,6 +22,7 @@ use pagefold_base::exclusion::Exclusions;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_merge::decide::policy;
 use pagefold_merge::decide::policy::Policy;
+use pagefold_numa::keeper::KeeperSettings;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -49,6 +50,8 @@ pub struct Config {
     pub http: HttpConfig,
     /// The location of the daemon's history, if the file sets it.
     pub history: Option<HistoryLocation>,
+    /// How the daemon places virtual machines on NUMA nodes, if it does.
+    pub placement: Option<KeeperSettings>,
     /// The other settings of the daemon.
     daemon: pagefold_daemon::run::DaemonSettings,
     /// Warnings about well-formed entries that have no effect. Each begins with its line number.
@@ -116,6 +119,7 @@ impl Config {
         let exclusions = exclusions.groups(config_text.parse_groups("excluded group", group)?);
         let http = document.daemon.parse_http(&config_text)?;
         let history = document.daemon.parse_history(&config_text)?;
+        let placement = document.daemon.parse_placement(&config_text)?;
         let daemon = document.daemon.into_settings(&config_text)?;
         Ok(Self {
             path: None,
@@ -123,6 +127,7 @@ impl Config {
             exclusions,
             http,
             history,
+            placement,
             daemon,
             warnings,
         })

@@ -11,6 +11,7 @@ use crate::decide::plan::{Pattern, PlacementProblem};
 use crate::decide::schedule::{self, WaitingBatch};
 use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
+use crate::placement_record::PlacedMachine;
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
 use pagefold_base::libvirt::LibvirtDomain;
@@ -168,6 +169,13 @@ pub struct ApplyOutcome {
 }
 
 impl ApplyOutcome {
+    /// Notes in the records of the machines how many pages could not be moved.
+    pub fn note_kept_pages(&self, placed: &mut [PlacedMachine]) {
+        for (placed, done) in placed.iter_mut().zip(&self.machines) {
+            placed.kept_pages = done.kept_pages.values().map(|pages| pages.0).sum();
+        }
+    }
+
     /// Whether all that was planned was done, except for pages that cannot be moved.
     pub fn is_complete(&self) -> bool {
         let is_whole = |machine: &MachineOutcome| machine.failure.is_none() && machine.kept_threads.is_empty();

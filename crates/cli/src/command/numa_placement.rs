@@ -230,9 +230,7 @@ fn carry_out(
         return Ok(report);
     }
     sessions.keep().map_err(with_remedy)?;
-    for (placed, done) in placed.iter_mut().zip(&outcome.machines) {
-        placed.kept_pages = done.kept_pages.values().map(|pages| pages.0).sum();
-    }
+    outcome.note_kept_pages(&mut placed);
     record.add(placed.clone());
     record.store(&directory).context("cannot store the record of placements, which `numa verify` needs")?;
     // Machines that have ended meanwhile have no measured placement.

@@ -4,11 +4,14 @@ use super::{Config, ConfigText, GroupConditions, schema};
 use crate::command_line::{parse_bytes, parse_cpu_share, parse_duration};
 use pagefold_daemon::decide::{DaemonMode, DaemonRules, DailyHours};
 use pagefold_daemon::run::DaemonSettings;
+use pagefold_numa::keeper::KeeperSettings;
+use pagefold_numa::problem::PlanLimits;
 use schemars::JsonSchema;
 use serde::Deserialize;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 use toml::Spanned;
 
 type OptionalWord = Option<Spanned<String>>;
@@ -79,6 +82,19 @@ pub(super) struct DaemonConfigSection {
     #[serde(default)]
     #[schemars(with = "Vec<schema::HostName>")]
     http_names: Vec<Spanned<String>>,
+    /// Whether virtual machines are placed on NUMA nodes: new ones once they have settled, all of them after
+    /// `replan_interval`. Read once, when the daemon starts.
+    #[schemars(extend("default" = "off"))]
+    placement: Option<PlacementModeArgument>,
+    /// The time between two looks at the virtual machines for their placement.
+    #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
+    placement_interval: OptionalWord,
+    /// The time after which the placement of all virtual machines is planned again.
+    #[schemars(with = "Option<schema::Time>", extend("default" = "1h"))]
+    replan_interval: OptionalWord,
+    /// Bytes of memory that placement moves in a second at most, on average. Without it there is no limit.
+    #[schemars(with = "Option<schema::Amount>")]
+    placement_bandwidth: OptionalWord,
 }
 
 /// The settings of the daemon's HTTP server.
@@ -138,7 +154,37 @@ impl From<DaemonModeArgument> for DaemonMode {
     }
 }
 
+/// Whether a daemon places virtual machines on NUMA nodes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum PlacementModeArgument {
+    /// It does not look at NUMA nodes
+    #[default]
+    Off,
+    /// It reports which virtual machines it would place
+    Advise,
+    /// It places them
+    Act,
+}
+
 impl DaemonConfigSection {
+    /// Parse the settings of the placement on NUMA nodes; `None` if it is off. An error begins with its line number.
+    pub(super) fn parse_placement(&mut self, config_text: &ConfigText<'_>) -> Result<Option<KeeperSettings>, String> {
+        let time = |word: &mut OptionalWord, default: Duration| {
+            let time = config_text.convert_optional(word.take(), |text| parse_duration(&text))?.unwrap_or(default);
+            Ok::<_, String>(time.max(Duration::from_secs(1)))
+        };
+        let settings = KeeperSettings {
+            acts: self.placement == Some(PlacementModeArgument::Act),
+            interval: time(&mut self.placement_interval, Duration::from_secs(30))?,
+            replan_interval: time(&mut self.replan_interval, Duration::from_secs(3600))?,
+            limits: PlanLimits { vcpus_per_cpu: 1.0, headroom_share: 0.05 },
+            bandwidth: config_text.convert_optional(self.placement_bandwidth.take(), |text| parse_bytes(&text))?,
+        };
+        let is_on = self.placement.take().is_some_and(|mode| mode != PlacementModeArgument::Off);
+        Ok(is_on.then_some(settings))
+    }
+
     /// Parse the settings of the HTTP server. An error begins with its line number.
     pub(super) fn parse_http(&mut self, config_text: &ConfigText<'_>) -> Result<HttpConfig, String> {
         let parse_address =

@@ -2,6 +2,7 @@
 
 pub mod balancing;
 pub mod frame_sharing;
+pub mod keeper;
 pub mod plan;
 pub mod requested;
 pub mod schedule;

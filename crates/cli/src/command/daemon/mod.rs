@@ -4,6 +4,7 @@ pub mod control_socket;
 mod history_recorder;
 mod http;
 mod notify;
+mod placement;
 mod replay;
 mod status;
 
@@ -179,6 +180,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         .context("cannot start a thread")?;
     handle_signals(signals, sender.clone(), options, global)?;
 
+    let placement = placement::start(host, global)?;
     let mut notify = SystemdNotifier::from_environment();
     log_line(&format!("started on {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
     if settings.rules.mode == DaemonMode::Act
@@ -197,6 +199,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
             log_line(line)
         });
     notify.send("STOPPING=1");
+    drop(placement);
     drop(control);
     drop(http_server);
     drop(recorder);

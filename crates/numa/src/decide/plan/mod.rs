@@ -26,7 +26,7 @@ use std::time::Duration;
 
 /// The cost of moving a page, in remote reads of a page with hotness 1 at twice the local distance. A moved page is
 /// copied once; a remote page costs on each of its reads until the next plan.
-const MOVE_COST: f64 = 0.02;
+pub(super) const MOVE_COST: f64 = 0.02;
 
 /// The cost of moving any part of a machine, in the same unit: 16 MiB of remote pages. It keeps machines from being
 /// moved for next to nothing.

@@ -1,0 +1,252 @@
+//! When machines of a running host are placed: new ones once they have settled, all of them from time to time.
+//!
+//! A machine that was moved stays for a while before it is moved again, twice as long each time (exponential backoff), so
+//! that no machine goes back and forth. While memory is short nothing is planned.
+
+use super::AccessCost;
+use pagefold_base::{Pages, ProcessId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// A machine has settled if its resident memory changes by at most this share between two checks.
+const SETTLED_CHANGE: f64 = 0.05;
+
+/// A machine counts as settled after this time, however its memory changes.
+const MAX_SETTLE_TIME: Duration = Duration::from_secs(120);
+
+/// A machine that was moved stays for at least this time. It doubles with each move.
+const FIRST_MOVE_BACKOFF: Duration = Duration::from_secs(600);
+
+/// The longest of these times.
+const MAX_MOVE_BACKOFF: Duration = Duration::from_secs(24 * 3600);
+
+/// The cost of moving a page, in reads of a page at twice the local distance: that of the planner.
+const MOVE_COST: f64 = super::plan::MOVE_COST;
+
+/// A machine that runs now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunningMachine {
+    /// Its process.
+    pub process: ProcessId,
+    /// Its resident memory.
+    pub resident: Pages,
+}
+
+/// What to do now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KeeperStep {
+    /// Nothing, for this reason.
+    Wait(WaitReason),
+    /// Plan all machines. These stay, because they were moved recently.
+    Plan {
+        /// The machines that stay.
+        resting: BTreeSet<ProcessId>,
+    },
+}
+
+/// Why nothing is planned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitReason {
+    /// No machine runs.
+    NoMachine,
+    /// Tasks of the host wait for memory.
+    MemoryPressure,
+    /// A new machine still fills its memory.
+    Settling,
+    /// Nothing has changed since the last plan, which is recent.
+    RecentPlan,
+}
+
+impl WaitReason {
+    /// For status and log.
+    pub fn describe(self) -> &'static str {
+        match self {
+            Self::NoMachine => "no virtual machine runs",
+            Self::MemoryPressure => "tasks of the host wait for memory",
+            Self::Settling => "a new virtual machine still fills its memory",
+            Self::RecentPlan => "no new virtual machine since the last plan",
+        }
+    }
+}
+
+/// What is known of the machines.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeeperState {
+    machines: BTreeMap<ProcessId, KnownMachine>,
+    last_plan: Option<Duration>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct KnownMachine {
+    first_seen: Duration,
+    resident: Pages,
+    has_settled: bool,
+    is_planned: bool,
+    rests_until: Duration,
+    moves: u32,
+}
+
+impl KeeperState {
+    /// Decide what to do at `now`, a time since the start. `replan_interval` is the time after which all machines are
+    /// planned again.
+    pub fn step(
+        &mut self,
+        machines: &[RunningMachine],
+        is_memory_short: bool,
+        replan_interval: Duration,
+        now: Duration,
+    ) -> KeeperStep {
+        self.observe(machines, now);
+        if machines.is_empty() {
+            return KeeperStep::Wait(WaitReason::NoMachine);
+        }
+        if is_memory_short {
+            return KeeperStep::Wait(WaitReason::MemoryPressure);
+        }
+        let is_due = self.last_plan.is_none_or(|last| now.saturating_sub(last) >= replan_interval);
+        let has_new = self.machines.values().any(|machine| machine.has_settled && !machine.is_planned);
+        if !has_new && (!is_due || self.machines.values().all(|machine| !machine.has_settled)) {
+            let is_settling = self.machines.values().any(|machine| !machine.has_settled);
+            return KeeperStep::Wait(if is_settling { WaitReason::Settling } else { WaitReason::RecentPlan });
+        }
+        self.last_plan = Some(now);
+        let mut resting = BTreeSet::new();
+        for (process, machine) in &mut self.machines {
+            if !machine.has_settled || machine.rests_until > now {
+                resting.insert(*process);
+            }
+            machine.is_planned |= machine.has_settled;
+        }
+        KeeperStep::Plan { resting }
+    }
+
+    /// Notes that machines were moved at `now`.
+    pub fn note_moves(&mut self, moved: &[ProcessId], now: Duration) {
+        for process in moved {
+            let Some(machine) = self.machines.get_mut(process) else { continue };
+            let backoff = FIRST_MOVE_BACKOFF.saturating_mul(1 << machine.moves.min(16)).min(MAX_MOVE_BACKOFF);
+            machine.rests_until = now + backoff;
+            machine.moves += 1;
+        }
+    }
+
+    fn observe(&mut self, machines: &[RunningMachine], now: Duration) {
+        let running: BTreeSet<ProcessId> = machines.iter().map(|machine| machine.process).collect();
+        self.machines.retain(|process, _| running.contains(process));
+        for machine in machines {
+            let is_new = !self.machines.contains_key(&machine.process);
+            let known = self.machines.entry(machine.process).or_default();
+            if is_new {
+                known.first_seen = now;
+            } else {
+                let change = known.resident.0.abs_diff(machine.resident.0) as f64;
+                let is_stable = change <= SETTLED_CHANGE * machine.resident.0 as f64;
+                known.has_settled |= is_stable || now.saturating_sub(known.first_seen) >= MAX_SETTLE_TIME;
+            }
+            known.resident = machine.resident;
+        }
+    }
+}
+
+/// Whether moving a machine is worth it. Both costs count all its memory, also merged pages: these keep saving memory
+/// where they are, and become remote if the machine leaves. Huge pages are moved as a whole, so none is lost.
+pub fn is_worth_moving(before: AccessCost, after: AccessCost, resident: Pages, moved: Pages) -> bool {
+    let saved_reads = (before.relative_distance - after.relative_distance) * resident.0 as f64;
+    saved_reads > MOVE_COST * moved.0 as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::Pid;
+    use proptest::prelude::*;
+
+    const REPLAN: Duration = Duration::from_secs(3600);
+
+    fn process(pid: u32) -> ProcessId {
+        ProcessId { pid: Pid(pid), start_time: 1 }
+    }
+
+    fn machine(pid: u32, pages: u64) -> RunningMachine {
+        RunningMachine { process: process(pid), resident: Pages(pages) }
+    }
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    fn plan(resting: &[u32]) -> KeeperStep {
+        KeeperStep::Plan { resting: resting.iter().map(|&pid| process(pid)).collect() }
+    }
+
+    #[test]
+    fn new_machine_is_planned_once_it_has_settled() {
+        let mut state = KeeperState::default();
+        let mut step = |machines: &[RunningMachine], seconds| state.step(machines, false, REPLAN, at(seconds));
+        assert_eq!(step(&[], 0), KeeperStep::Wait(WaitReason::NoMachine));
+        assert_eq!(step(&[machine(1, 100)], 10), KeeperStep::Wait(WaitReason::Settling));
+        assert_eq!(step(&[machine(1, 5000)], 20), KeeperStep::Wait(WaitReason::Settling));
+        assert_eq!(step(&[machine(1, 5100)], 30), plan(&[]));
+        assert_eq!(step(&[machine(1, 5100)], 40), KeeperStep::Wait(WaitReason::RecentPlan));
+        assert_eq!(step(&[machine(1, 5100), machine(2, 10)], 50), KeeperStep::Wait(WaitReason::Settling));
+        // A machine that never settles is planned after two minutes.
+        assert_eq!(step(&[machine(1, 5100), machine(2, 1000)], 100), KeeperStep::Wait(WaitReason::Settling));
+        assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 170), plan(&[]));
+        assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3700), KeeperStep::Wait(WaitReason::RecentPlan));
+        assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3770), plan(&[]), "from time to time");
+    }
+
+    #[test]
+    fn nothing_is_planned_under_pressure() {
+        let mut state = KeeperState::default();
+        let machines = [machine(1, 100)];
+        state.step(&machines, true, REPLAN, at(0));
+        assert_eq!(state.step(&machines, true, REPLAN, at(200)), KeeperStep::Wait(WaitReason::MemoryPressure));
+        assert_eq!(state.step(&machines, false, REPLAN, at(210)), plan(&[]), "as soon as it is over");
+    }
+
+    #[test]
+    fn moved_machine_rests_twice_as_long_each_time() {
+        let mut state = KeeperState::default();
+        let machines = [machine(1, 100), machine(2, 100)];
+        state.step(&machines, false, REPLAN, at(0));
+        assert_eq!(state.step(&machines, false, at(0), at(1)), plan(&[]));
+        state.note_moves(&[process(1)], at(1));
+        assert_eq!(state.step(&machines, false, at(0), at(600)), plan(&[1]));
+        assert_eq!(state.step(&machines, false, at(0), at(601)), plan(&[]));
+        state.note_moves(&[process(1)], at(601));
+        assert_eq!(state.step(&machines, false, at(0), at(1800)), plan(&[1]));
+        assert_eq!(state.step(&machines, false, at(0), at(1801)), plan(&[]));
+        // Another process with the same number is another machine.
+        let other = RunningMachine { process: ProcessId { pid: Pid(1), start_time: 9 }, resident: Pages(100) };
+        assert_eq!(state.step(&[other], false, at(0), at(1802)), KeeperStep::Wait(WaitReason::Settling));
+    }
+
+    #[test]
+    fn merged_pages_count_against_a_move() {
+        let cost = |relative_distance| AccessCost { remote_share: 0.0, relative_distance };
+        let worth = |before, after, moved| is_worth_moving(cost(before), cost(after), Pages(1000), Pages(moved));
+        assert!(worth(2.0, 1.0, 1000), "all of it becomes local");
+        assert!(worth(1.5, 1.2, 1000), "a part of it is merged elsewhere and stays remote");
+        assert!(!worth(1.2, 1.4, 500), "most of it is merged where it is");
+        assert!(!worth(1.01, 1.0, 1000), "it does not pay");
+    }
+
+    proptest! {
+        #[test]
+        fn machine_is_not_moved_while_it_rests(steps in prop::collection::vec((1_u64..4000, any::<bool>()), 1..40)) {
+            let (mut state, mut now, mut rests_until, mut backoff) = (KeeperState::default(), 0, 0, 600);
+            for (seconds, moves) in steps {
+                now += seconds;
+                if let KeeperStep::Plan { resting } = state.step(&[machine(1, 100)], false, at(1), at(now)) {
+                    prop_assert_eq!(resting.contains(&process(1)), rests_until > now);
+                    if moves && !resting.contains(&process(1)) {
+                        state.note_moves(&[process(1)], at(now));
+                        rests_until = now + backoff;
+                        backoff = (2 * backoff).min(24 * 3600);
+                    }
+                }
+            }
+        }
+    }
+}
