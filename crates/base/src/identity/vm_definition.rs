@@ -86,7 +86,7 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
     let options: Vec<(&str, Parameters)> =
         options(rest).map(|(name, value)| (name, parse_option(name, value))).collect();
     let all = |name: &'static str| options.iter().filter(move |(option, _)| *option == name).map(|(_, value)| value);
-    let (cpu_model, cpu_features) = parse_cpu(all("cpu").last());
+    let (cpu_model, cpu_features) = parse_cpu(all("cpu").next_back());
     let has_hyper_v = cpu_features.iter().any(|(name, enabled)| name.starts_with("hv-") && *enabled);
     let accelerators: Vec<&String> = all("accel")
         .filter_map(|value| value.get("accel"))
@@ -98,7 +98,7 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
             Some(accelerator) => accelerator.split(':').next() == Some("kvm"),
             None => is_kvm_program || options.iter().any(|(name, _)| *name == "enable-kvm"),
         },
-        vcpus: match all("smp").last() {
+        vcpus: match all("smp").next_back() {
             None => Some(1),
             Some(smp) => count_vcpus(smp),
         },
