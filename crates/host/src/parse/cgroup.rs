@@ -111,7 +111,7 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_input_does_not_panic(bytes: Vec<u8>, v1: bool) {
-            let _ = (parse_limit(&bytes), reclaimable_bytes(&bytes, v1));
+            let _ = (parse_limit(&bytes), reclaimable_bytes(&bytes, v1), cpu_max(&bytes), throttled_periods(&bytes));
         }
     }
 }

@@ -212,7 +212,12 @@ mod tests {
         #[test]
         fn arbitrary_input_does_not_panic(bytes: Vec<u8>) {
             let _ = (number::<u64>(&bytes), signed(&bytes), kib(&bytes), bracketed_word(&bytes), number_list(&bytes));
-            let _ = field(&bytes, "Pss");
+            let _ = (field(&bytes, "Pss"), file_mode(&bytes));
+        }
+
+        #[test]
+        fn permission_bits_round_trip(mode in 0u32..=0o777) {
+            prop_assert_eq!(file_mode(format!("{mode:o}\n").as_bytes()), Ok(mode));
         }
 
         #[test]

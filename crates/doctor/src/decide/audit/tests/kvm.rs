@@ -130,7 +130,7 @@ fn parameters_that_cannot_be_written_need_a_reload() {
         parameter: "halt_poll_ns".to_owned(),
         value: "200000".to_owned(),
     };
-    assert_eq!(finding(&facts, "kvm-halt-poll").changes, [reload.clone()]);
+    assert_eq!(finding(&facts, "kvm-halt-poll").changes, std::slice::from_ref(&reload));
     facts.settings.files.get_mut(HALT_POLL).unwrap().mode = Err(Absent::NotOnThisKernel);
     assert_eq!(finding(&facts, "kvm-halt-poll").changes, [reload], "an unknown mode counts as not writable");
 }
