@@ -135,7 +135,7 @@ fn virtual_nodes_of_qemu_are_told_apart() {
         process["virtual_nodes"].as_array().unwrap().iter().map(|node| &node["resident_pages"]).collect();
     assert_eq!(resident, [8192, 0, 8192], "{process}");
     let shared = &process["virtual_nodes"][2];
-    assert_eq!(pages_of_kind(shared, "file_pages") + pages_of_kind(shared, "huge_pages"), 8192, "{process}");
+    assert_eq!(pages_of_kind(shared, "shared_pages") + pages_of_kind(shared, "huge_pages"), 8192, "{process}");
     let vcpus: Vec<&Value> = process["virtual_nodes"].as_array().unwrap().iter().map(|node| &node["vcpus"]).collect();
     assert_eq!(vcpus, ["0", "1", "2"]);
     let plan = pagefold(&["plan", "--pid", &pid, "--vcpus-per-cpu", "4"]);

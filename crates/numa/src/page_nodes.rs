@@ -8,7 +8,7 @@
 
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
-use pagefold_host::observe::NumaNodes;
+use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::page_state::PageState;
 use pagefold_host::{FrameFlags, Host, ProcessHandle};
 use std::collections::BTreeMap;
@@ -107,6 +107,8 @@ impl PageNodes {
 pub struct PageNodeReader<'h> {
     host: &'h dyn Host,
     nodes: &'h NumaNodes,
+    /// The size of a transparent huge page.
+    huge_bytes: u64,
 }
 
 /// The pages of a range, and the frames of its KSM pages.
@@ -121,7 +123,8 @@ pub struct RegionPages {
 impl<'h> PageNodeReader<'h> {
     /// A reader for a host with these nodes.
     pub fn new(host: &'h dyn Host, nodes: &'h NumaNodes) -> Self {
-        Self { host, nodes }
+        let huge_bytes = observe::huge_page_bytes(host).unwrap_or(host.page_size().bytes());
+        Self { host, nodes, huge_bytes }
     }
 
     /// Count the pages of a region of a process.
@@ -136,15 +139,56 @@ impl<'h> PageNodeReader<'h> {
         {
             return Ok(found);
         }
-        for range in self.populated_ranges(handle, region)? {
-            let mut start = range.start;
-            while start < range.end {
-                let end = range.end.min(start.saturating_add(self.bytes_per_read()));
-                self.read_range(handle, AddressRange { start, end }, region.is_memory(), &mut found)?;
-                start = end;
+        if region.anon_huge > Bytes::ZERO && region.rss == region.anonymous && region.hugetlb == Bytes::ZERO {
+            for run in handle.resident(&[region.range])? {
+                let end = run.address + self.host.page_size().bytes_of(Pages(run.pages.into())).0;
+                let range = AddressRange { start: run.address, end };
+                if run.huge {
+                    self.read_huge_pages(handle, range, &mut found)?;
+                } else {
+                    self.read_long_range(handle, range, region.is_memory(), &mut found)?;
+                }
             }
+            return Ok(found);
+        }
+        for range in self.populated_ranges(handle, region)? {
+            self.read_long_range(handle, range, region.is_memory(), &mut found)?;
         }
         Ok(found)
+    }
+
+    /// Count pages that huge pages map: all pages of a huge page are on the node of the first one.
+    fn read_huge_pages(&self, handle: &dyn ProcessHandle, range: AddressRange, found: &mut RegionPages) -> Reading<()> {
+        let page = self.host.page_size();
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min((start + 1).next_multiple_of(self.huge_bytes));
+            let entries = handle.mappings(AddressRange { start, end: start + page.bytes() })?;
+            // A page that was split or unmapped meanwhile is missing, as if it had been unmapped before.
+            if let Some(entry) = entries.first().filter(|entry| entry.present) {
+                let frame = entry.frame.ok_or(Absent::Denied)?;
+                let node = found.pages.by_node.entry(self.nodes.node_of_frame(frame)).or_default();
+                node.huge += page.pages_in(Bytes(end - start));
+            }
+            start = end;
+        }
+        Ok(())
+    }
+
+    fn read_long_range(
+        &self,
+        handle: &dyn ProcessHandle,
+        range: AddressRange,
+        is_memory: bool,
+        found: &mut RegionPages,
+    ) -> Reading<()> {
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start.saturating_add(self.bytes_per_read()));
+            self.read_range(handle, AddressRange { start, end }, is_memory, found)?;
+            start = end;
+        }
+        Ok(())
     }
 
     fn bytes_per_read(&self) -> u64 {
