@@ -61,6 +61,9 @@ const CPU_CASES: &[Case] = &[
     ("cpu-mitigations", &[], Fine),
     ("cpu-mitigations", &[(CMDLINE, "quiet mitigations=auto,nosmt")], Fine),
     ("cpu-mitigations", &[(CMDLINE, "quiet mitigations=off")], Warn),
+    ("cpu-mitigations", &[(CMDLINE, "mitigations=auto,no_guest_host,no_guest_guest")], Warn),
+    ("cpu-mitigations", &[(CMDLINE, "mitigations=auto,nosmt,no_guest_guest")], Warn),
+    ("cpu-mitigations", &[(CMDLINE, "mitigations=off mitigations=auto,no_user_user")], Fine),
     ("cpu-mitigations", &[(CMDLINE, DENIED)], Unknown),
     ("cpu-mitigations", &[(CMDLINE, ABSENT)], NotApplicable),
 ];
