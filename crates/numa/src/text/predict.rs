@@ -59,6 +59,9 @@ fn render_machine(report: &NumaPredictReport, machine: &MachinePredictionReport,
 fn machine_lines(report: &NumaPredictReport, machine: &MachinePredictionReport) -> Vec<String> {
     let bytes = |pages: u64| format_bytes(pages * report.page_size);
     let kinds = machine.moved_pages;
+    if machine.moved_bytes == 0 {
+        return vec!["All memory that can be moved is there already.".to_owned()];
+    }
     let mut lines = vec![format!(
         "To move: {} ({} huge, {} hugetlb, {} shared), {:.1} s at {}/s.",
         format_bytes(machine.moved_bytes),
