@@ -57,7 +57,8 @@ impl EmulatedMachine<'_> {
         let mut running = QemuProcess(
             Command::new(QEMU_PROGRAM)
                 // With several threads, a CPU may execute the breakpoint with which the kernel patches its code on another.
-                .args(["-accel", "tcg,thread=single", "-M", "pc", "-nodefaults", "-no-user-config"])
+                // Enrolled memory would make whole-process merges of other tests be refused.
+                .args(["-accel", "tcg,thread=single", "-M", "pc,mem-merge=off", "-nodefaults", "-no-user-config"])
                 .args(["-display", "none", "-no-reboot", "-nic", "none"])
                 .args(self.options)
                 .arg("-kernel")
