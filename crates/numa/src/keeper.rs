@@ -109,7 +109,10 @@ impl<'h> PlacementKeeper<'h> {
         }
         self.report.outcome = match self.check_machines(stop) {
             Ok(outcome) => outcome,
-            Err(error) => format!("nothing was placed: {error}"),
+            Err(error) => {
+                self.state.retry_plan();
+                format!("nothing was placed: {error}")
+            }
         };
         true
     }
@@ -179,6 +182,9 @@ impl<'h> PlacementKeeper<'h> {
         let moved = self.host.page_size().bytes_of(moved);
         self.report.placed_machines += processes.len() as u64;
         self.report.moved_bytes += moved.0;
+        if outcome.stopped_by_pressure {
+            return Ok(format!("stopped, because tasks of the host wait for memory: {moved} moved"));
+        }
         let failures = outcome.machines.iter().filter(|machine| machine.failure.is_some()).count();
         let partly = if failures > 0 { format!(", {failures} of them in part") } else { String::new() };
         Ok(format!("placed {} virtual machines{partly}: {moved} moved", processes.len()))

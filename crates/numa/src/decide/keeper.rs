@@ -120,6 +120,12 @@ impl KeeperState {
         KeeperStep::Plan { resting }
     }
 
+    /// Plans again at the next step, because the last plan could not be made or carried out.
+    pub fn retry_plan(&mut self) {
+        self.last_plan = None;
+        self.machines.values_mut().for_each(|machine| machine.is_planned = false);
+    }
+
     /// Notes that machines were moved at `now`.
     pub fn note_moves(&mut self, moved: &[ProcessId], now: Duration) {
         for process in moved {
@@ -194,6 +200,17 @@ mod tests {
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 170), plan(&[]));
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3700), KeeperStep::Wait(WaitReason::RecentPlan));
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3770), plan(&[]), "from time to time");
+    }
+
+    #[test]
+    fn failed_plan_is_made_again_at_the_next_step() {
+        let mut state = KeeperState::default();
+        let machines = [machine(1, 100)];
+        state.step(&machines, false, REPLAN, at(0));
+        assert_eq!(state.step(&machines, false, REPLAN, at(10)), plan(&[]));
+        state.retry_plan();
+        assert_eq!(state.step(&machines, false, REPLAN, at(20)), plan(&[]));
+        assert_eq!(state.step(&machines, false, REPLAN, at(30)), KeeperStep::Wait(WaitReason::RecentPlan));
     }
 
     #[test]
