@@ -119,7 +119,6 @@ fn machines_are_placed_verified_and_restored() {
     check_restricted_process(&scenes);
     check_merged_pages(&scenes);
     check_virtual_nodes(&scenes);
-    check_daemon(&scenes);
     check_full_node(&scenes);
 }
 
@@ -222,9 +221,6 @@ fn check_merged_pages(scenes: &Scenes) {
     assert_eq!(number("copies_after_bytes"), number("shared_frames") * 4096, "each node would need a copy");
     assert_eq!(scenes.exit("cpuset-refused"), 2);
     assert!(scenes.line("ERROR", "cpuset-refused").contains("may not use node 1"), "{}", scenes.0);
-    // The kernel has moved its memory to and fro for the cpuset, so only the node of most pages is certain.
-    let [node0, node1] = scenes.state("left-undone").node_pages;
-    assert!(node0 > 2 * node1, "{node0} {node1}");
 }
 
 fn check_virtual_nodes(scenes: &Scenes) {
@@ -253,19 +249,6 @@ fn check_virtual_nodes(scenes: &Scenes) {
     let state = |machine: &Value| machine["state"].as_str().unwrap().to_owned();
     let machines = ended["machines"].as_array().unwrap();
     assert!(machines.iter().any(|machine| machine["name"] == "big" && state(machine) == "ended"), "{ended}");
-}
-
-fn check_daemon(scenes: &Scenes) {
-    let before = scenes.state("arrived-before");
-    assert!(before.node_pages[0] >= 12_288, "{before:?}");
-    let placed = scenes.state("arrived");
-    assert!(placed.node_pages[1] >= 12_288 && placed.cpus == before.cpus, "{placed:?} {}", scenes.0);
-    let verified = scenes.json("arrived-verify");
-    assert_eq!(verified["machines"][0]["name"], "arrived", "{verified}");
-    assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.0);
-    assert!(scenes.state("arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
-    assert_eq!(scenes.exit("arrived-undo"), 0);
-    assert!(scenes.state("arrived-undone").is_as(&before));
 }
 
 fn check_full_node(scenes: &Scenes) {
