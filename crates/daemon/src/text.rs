@@ -60,6 +60,21 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
         ),
         2,
     ));
+    if let Some(placement) = &status.placement {
+        text.push_str(&style.format_paragraph(
+            &format!(
+                "NUMA placement: {}. Since the start: {} placements, {} moved{}.",
+                escape_unprintable(&placement.outcome),
+                placement.placed_machines,
+                Bytes(placement.moved_bytes),
+                match placement.failed_undos {
+                    0 => String::new(),
+                    failed => format!(", {failed} changes that could not be undone"),
+                }
+            ),
+            2,
+        ));
+    }
     text.push_str(&render_tracked_processes(status, max_rows, style));
     text.push_str(&render_decisions(status, max_rows, style));
     text

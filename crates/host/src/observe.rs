@@ -9,8 +9,9 @@ use pagefold_base::memory::{MemInfo, Pressure, PressureLine, Shortage};
 use pagefold_base::process::{Process as ProcessFacts, SmapsRollup};
 use pagefold_base::region::{MapsEntry, Region};
 use pagefold_base::tuner::{Tuner, identify_root_tuner};
-use pagefold_base::{Absent, Pfn, Pid, Reading};
+use pagefold_base::{Absent, IdSet, Pfn, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 /// KSM's settings and counters. `NotOnThisKernel` if the kernel has no KSM.
 pub fn ksm(host: &dyn Host) -> Reading<Ksm> {
@@ -253,4 +254,16 @@ impl NumaNodes {
         }
         self.blocks.get(&(frame.0 / self.block_frames)).copied().unwrap_or(0)
     }
+}
+/// The CPUs that the cgroup of a thread permits (cpuset(7); Documentation/admin-guide/cgroup-v2.rst): those of its cpuset,
+/// or in version 2 of the nearest group above it that has one. `None` if that cannot be read.
+pub fn cpuset_cpus(host: &dyn Host, pid: Pid, tid: Pid) -> Option<IdSet> {
+    let text = |path: &str| Some(String::from_utf8_lossy(&host.read(path).ok()?).trim().to_owned());
+    let cgroup = text(&format!("proc/{pid}/task/{tid}/cpuset"))?;
+    if let Some(cpus) = text(&format!("sys/fs/cgroup/cpuset{cgroup}/cpuset.effective_cpus")) {
+        return cpus.parse().ok();
+    }
+    let groups = Path::new(&cgroup).ancestors();
+    let cpus = groups.map(|group| text(&format!("sys/fs/cgroup{}/cpuset.cpus.effective", group.display())));
+    cpus.flatten().next()?.parse().ok()
 }

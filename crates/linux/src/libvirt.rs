@@ -11,7 +11,7 @@ use crate::LiveHost;
 use pagefold_base::{IdSet, ProcessId};
 use pagefold_host::action::{ActionError, LibvirtPin, LibvirtPinTarget};
 use pagefold_host::{hold, observe};
-use rustix::net::sockopt;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -85,7 +85,11 @@ impl From<LibvirtError> for ActionError {
             LibvirtError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Self::Denied(message)
             }
-            LibvirtError::Io(source) if source.kind() == io::ErrorKind::WouldBlock => Self::Busy(message),
+            LibvirtError::Io(source) | LibvirtError::Connect { source, .. }
+                if source.kind() == io::ErrorKind::WouldBlock =>
+            {
+                Self::Busy(message)
+            }
             _ => Self::Failed(message),
         }
     }
@@ -94,12 +98,13 @@ impl From<LibvirtError> for ActionError {
 /// Pin a thread of the domain that a process runs.
 ///
 /// # Errors
-/// `Vanished` if libvirt does not run this domain in this process any more.
+/// `Vanished` if the process has ended; `Busy` if libvirt does not answer in time.
 pub fn pin(host: &LiveHost, process: ProcessId, pin: &LibvirtPin, cpus: &IdSet) -> Result<(), ActionError> {
     hold(host, process)?;
     let domains = observe::libvirt_domains(host)?;
     if !domains.iter().any(|domain| domain.pid == process.pid && domain.uuid == pin.domain) {
-        return Err(ActionError::Vanished);
+        let (pid, uuid) = (process.pid, &pin.domain);
+        return Err(ActionError::Failed(format!("libvirt does not know process {pid} as domain {uuid} any more")));
     }
     let uuid = parse_uuid(&pin.domain).ok_or_else(|| ActionError::Failed(format!("{:?} is no UUID", pin.domain)))?;
     let mut connection = Connection::open_any()?;
@@ -144,7 +149,7 @@ impl Connection {
     /// Connect to a socket on which a user listens.
     fn open(path: &str, user: u32, timeout: Duration) -> Result<Self, LibvirtError> {
         let connect = |source| LibvirtError::Connect { path: path.to_owned(), source };
-        let stream = UnixStream::connect(path).map_err(connect)?;
+        let stream = connect_now(path).map_err(connect)?;
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| connect(errno.into()))?;
         if peer.uid.as_raw() != user {
             return Err(LibvirtError::UnexpectedPeer { path: path.to_owned(), uid: peer.uid.as_raw() });
@@ -245,6 +250,16 @@ impl Connection {
         self.stream.set_read_timeout(left)?;
         self.stream.set_write_timeout(left)
     }
+}
+
+/// Connect without waiting: a daemon that hangs accepts nobody, and a connection to its full queue would wait without end.
+fn connect_now(path: &str) -> io::Result<UnixStream> {
+    let socket =
+        net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
+    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// The content of an answer; `None` if the message answers no call of this connection.

@@ -1,8 +1,9 @@
-//! Carries a placement out: first the CPUs of threads, then memory in batches.
+//! Carries a placement out: for each machine first the CPUs of its threads, then its memory in batches.
 //!
 //! Every change is journaled with its undo before it is made, in the sessions of [`PlacementSessions`]. A change that the
 //! kernel refuses is reported with its reason, and all others are made. Memory moves only to nodes with room, within a
-//! bandwidth, and never while tasks of the host wait for memory.
+//! bandwidth, and never while tasks of the host wait for memory. Threads follow their memory: they get new CPUs right
+//! before the first batch of their machine moves, and get the previous ones back if most of its memory stays.
 //!
 //! Pages of files stay, because other programs use them, too. Pages that several processes map, such as those merged by
 //! KSM, also stay (`MPOL_MF_MOVE`, mm/migrate.c): moving them would move memory of the other processes.
@@ -18,7 +19,9 @@ use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, IdSet, Pages, Pid, ProcessId, Reading};
-use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId};
+use pagefold_host::action::{
+    Action, ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, MissedReason, ThreadId,
+};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
@@ -63,13 +66,14 @@ impl<'h> PlacementSessions<'h> {
         Ok((Self { memory, cpus }, (undone, failed)))
     }
 
-    /// Keeps the changes until [`Self::undo_kept`].
+    /// Keeps the changes until [`Self::undo_kept`]: memory first, so that a process that is killed in between leaves
+    /// threads with their previous CPUs, which may run where the memory is, and not threads that are away from it.
     ///
     /// # Errors
-    /// If they cannot be stored; then they are undone when the sessions end.
+    /// If they cannot be stored. The changes that are not stored are undone when the sessions end.
     pub fn keep(&mut self) -> Result<Vec<FailedUndo>, Error> {
-        let mut failed = self.cpus.keep_changes(PURPOSE)?;
-        failed.extend(self.memory.keep_changes(PURPOSE)?);
+        let mut failed = self.memory.keep_changes(PURPOSE)?;
+        failed.extend(self.cpus.keep_changes(PURPOSE)?);
         Ok(failed)
     }
 
@@ -142,15 +146,28 @@ pub struct ApplyProgress {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineOutcome {
     /// Threads with new CPUs.
-    pub placed_threads: usize,
+    pub placed_threads: Vec<Pid>,
     /// Threads that stay, with the reason.
     pub kept_threads: Vec<(Pid, String)>,
     /// Pages that were moved.
     pub moved_pages: Pages,
     /// Pages that stay on another node, by reason.
-    pub kept_pages: BTreeMap<String, Pages>,
-    /// Why the machine was given up, if it was: it has ended, or the kernel refused.
+    pub kept_pages: BTreeMap<MissedReason, Pages>,
+    /// Why the machine was given up, if it was: it has ended, its nodes have no room, or the kernel refused.
     pub failure: Option<String>,
+}
+
+impl MachineOutcome {
+    /// Whether threads or memory were placed.
+    pub fn has_changes(&self) -> bool {
+        !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO
+    }
+
+    /// Whether all was done, except that memory of other processes stays.
+    pub fn is_complete(&self) -> bool {
+        let is_movable = |why: &MissedReason| *why != MissedReason::MappedBySeveral;
+        self.failure.is_none() && self.kept_threads.is_empty() && !self.kept_pages.keys().any(is_movable)
+    }
 }
 
 /// What was done.
@@ -166,20 +183,23 @@ pub struct ApplyOutcome {
     pub stopped_by_pressure: bool,
     /// Whether it was interrupted. All changes are to be undone then.
     pub interrupted: bool,
+    /// Threads that should have got their previous CPUs back, and did not.
+    pub failed_undos: Vec<FailedUndo>,
 }
 
 impl ApplyOutcome {
-    /// Notes in the records of the machines how many pages could not be moved.
-    pub fn note_kept_pages(&self, placed: &mut [PlacedMachine]) {
+    /// Notes in the records of the machines which threads were placed and how many pages stay.
+    pub fn note_in_records(&self, placed: &mut [PlacedMachine]) {
         for (placed, done) in placed.iter_mut().zip(&self.machines) {
             placed.kept_pages = done.kept_pages.values().map(|pages| pages.0).sum();
+            placed.threads.retain(|(tid, ..)| done.placed_threads.contains(&Pid(*tid)));
         }
     }
 
-    /// Whether all that was planned was done, except for pages that cannot be moved.
+    /// Whether all that was planned was done, except for memory that several processes map.
     pub fn is_complete(&self) -> bool {
-        let is_whole = |machine: &MachineOutcome| machine.failure.is_none() && machine.kept_threads.is_empty();
-        !self.interrupted && !self.stopped_by_pressure && self.machines.iter().all(is_whole)
+        let is_whole = self.machines.iter().all(MachineOutcome::is_complete);
+        !self.interrupted && !self.stopped_by_pressure && self.failed_undos.is_empty() && is_whole
     }
 }
 
@@ -241,7 +261,25 @@ fn prepare_machine(
         .map(|thread| thread_to_place(thread, part_of_thread(thread, placement, target.parts.len())))
         .collect();
     let cpus_of_node: BTreeMap<u32, IdSet> = topology.nodes.iter().map(|(&id, node)| (id, node.cpus.clone())).collect();
-    Ok(PreparedMachine { process, steps: steps::machine_steps(&parts, &threads, &cpus_of_node), libvirt })
+    let mut steps = steps::machine_steps(&parts, &threads, &cpus_of_node);
+    for step in &mut steps.moves {
+        step.bytes = match bytes_elsewhere(host, &*handle, step) {
+            Err(Absent::Vanished) => return Ok(ended),
+            bytes => bytes?,
+        };
+    }
+    steps.moves.retain(|step| step.bytes > Bytes::ZERO);
+    Ok(PreparedMachine { process, steps, libvirt })
+}
+
+/// The memory in the ranges of a step that is not on its node yet.
+fn bytes_elsewhere(host: &dyn Host, handle: &dyn ProcessHandle, step: &MoveStep) -> Reading<Bytes> {
+    let mut pages = 0;
+    for &range in &step.ranges {
+        let nodes = handle.page_nodes(range)?;
+        pages += nodes.into_iter().flatten().filter(|node| *node != step.node).count();
+    }
+    Ok(host.page_size().bytes_of(Pages(pages as u64)))
 }
 
 /// The ranges of a region that are moved: all of it, or the pages that the process has written in a mapping of a file.
@@ -277,8 +315,7 @@ fn part_of_thread(thread: &ThreadPlacement, placement: &ProcessPlacement, part_c
     placement.virtual_nodes.iter().position(|node| node.node.vcpus.contains(vcpu))
 }
 
-/// Carry the steps out. Sets the CPUs of all machines first, then moves memory. Stops between two batches once `stop` is
-/// set.
+/// Carry the steps out. Stops between two changes once `stop` is set.
 ///
 /// # Errors
 /// If a journal or the state of the host cannot be used. The caller undoes the changes then.
@@ -289,40 +326,16 @@ pub fn carry_out(
     progress: &ApplyProgress,
     stop: &AtomicBool,
 ) -> Result<ApplyOutcome, Error> {
-    let mut outcome = ApplyOutcome {
+    let outcome = ApplyOutcome {
         machines: machines.iter().map(|_| MachineOutcome::default()).collect(),
         ..ApplyOutcome::default()
     };
-    for (machine, result) in machines.iter().zip(&mut outcome.machines) {
-        if !stop.load(Ordering::Relaxed) {
-            place_threads(&mut sessions.cpus, machine, result)?;
-        }
-    }
-    let mut mover = MemoryMover { session: &mut sessions.memory, limits, progress, stop, moved: Bytes::ZERO };
-    mover.move_all(machines, &mut outcome)?;
+    let silent_libvirt = None;
+    let mut placer = Placer { sessions, machines, limits, progress, stop, moved: Bytes::ZERO, silent_libvirt, outcome };
+    placer.place_all()?;
+    let mut outcome = placer.outcome;
     outcome.interrupted = stop.load(Ordering::Relaxed);
     Ok(outcome)
-}
-
-fn place_threads(
-    session: &mut Session<'_>,
-    machine: &PreparedMachine,
-    result: &mut MachineOutcome,
-) -> Result<(), Error> {
-    const RESTRICTED: &str = "its owner restricts it to CPUs of other nodes";
-    result.kept_threads.extend(machine.steps.restricted_threads.iter().map(|&tid| (tid, RESTRICTED.to_owned())));
-    for step in &machine.steps.threads {
-        let thread = ThreadId { process: machine.process, tid: step.tid, start_time: step.start_time };
-        let cpus = Exchange { from: step.from.clone(), to: step.to.clone() };
-        let pin = machine.libvirt.as_ref().and_then(|domain| libvirt_pin(domain, step.tid));
-        match try_apply(session, &Action::SetAffinity { thread, cpus, pin })? {
-            Ok(_) => result.placed_threads += 1,
-            // A thread that has ended needs no CPUs; whether its process lives shows when its memory is moved.
-            Err(ActionError::Vanished) => {}
-            Err(why) => result.kept_threads.push((step.tid, why.to_string())),
-        }
-    }
-    Ok(())
 }
 
 /// What libvirt calls a thread of a domain, if it pins it.
@@ -346,101 +359,222 @@ fn try_apply(session: &mut Session<'_>, action: &Action) -> Result<Result<Action
     }
 }
 
-struct MemoryMover<'s, 'h> {
-    session: &'s mut Session<'h>,
+struct Placer<'s, 'h> {
+    sessions: &'s mut PlacementSessions<'h>,
+    machines: &'s [PreparedMachine],
     limits: ApplyLimits,
     progress: &'s ApplyProgress,
     stop: &'s AtomicBool,
     moved: Bytes,
+    /// Why libvirt was given up: it did not answer in time.
+    silent_libvirt: Option<String>,
+    outcome: ApplyOutcome,
 }
 
-impl MemoryMover<'_, '_> {
-    fn move_all(&mut self, machines: &[PreparedMachine], outcome: &mut ApplyOutcome) -> Result<(), Error> {
-        let host = self.session.host();
-        let started = host.now();
-        let mut queues: Vec<VecDeque<&MoveStep>> =
-            machines.iter().map(|machine| machine.steps.moves.iter().collect()).collect();
-        while queues.iter().any(|queue| !queue.is_empty()) && !self.stop.load(Ordering::Relaxed) {
-            if !self.wait_for_memory(outcome) {
-                outcome.stopped_by_pressure = true;
-                break;
-            }
-            let waiting: Vec<WaitingBatch> = queues
-                .iter()
-                .enumerate()
-                .filter_map(|(machine, queue)| {
-                    let step = queue.front()?;
-                    Some(WaitingBatch { machine, bytes: step.bytes(), node: step.node })
-                })
-                .collect();
-            let room = self.read_room().map_err(Error::HostStateUnreadable)?;
-            let Some(batch) = schedule::next_batch(&waiting, &room) else {
-                for batch in waiting {
-                    let why = format!("node {} has no room for it", batch.node);
-                    outcome.machines[batch.machine].failure.get_or_insert(why);
-                }
-                break;
-            };
-            let Some(step) = queues[batch.machine].pop_front() else { break };
-            if !self.move_batch(machines[batch.machine].process, step, &mut outcome.machines[batch.machine])? {
-                queues[batch.machine].clear();
-            }
-            if let Some(bandwidth) = self.limits.bandwidth {
-                let pause = schedule::pause_for_bandwidth(self.moved, elapsed_since(host, started), bandwidth);
-                self.pause(pause, outcome);
+/// The batches of a machine for one node that wait to be moved.
+struct MoveQueue<'s> {
+    machine: usize,
+    steps: VecDeque<&'s MoveStep>,
+}
+
+impl MoveQueue<'_> {
+    fn next_batch(&self) -> Option<WaitingBatch> {
+        let step = self.steps.front()?;
+        Some(WaitingBatch { machine: self.machine, bytes: step.bytes, node: step.node })
+    }
+
+    fn bytes(&self) -> Bytes {
+        self.steps.iter().map(|step| step.bytes).sum()
+    }
+}
+
+impl Placer<'_, '_> {
+    fn place_all(&mut self) -> Result<(), Error> {
+        let machines = self.machines;
+        let mut queues: Vec<MoveQueue<'_>> = Vec::new();
+        for (machine, prepared) in machines.iter().enumerate() {
+            let mut steps_by_node: BTreeMap<u32, VecDeque<&MoveStep>> = BTreeMap::new();
+            prepared.steps.moves.iter().for_each(|step| steps_by_node.entry(step.node).or_default().push_back(step));
+            queues.extend(steps_by_node.into_values().map(|steps| MoveQueue { machine, steps }));
+            if prepared.steps.moves.is_empty() {
+                self.place_threads(machine)?;
             }
         }
-        outcome.moving_time = elapsed_since(host, started);
+        self.move_memory(&mut queues)?;
+        if self.is_stopped() {
+            return Ok(());
+        }
+        for queue in &queues {
+            let result = &mut self.outcome.machines[queue.machine];
+            let why = MissedReason::Refused(result.failure.clone().unwrap_or_default());
+            let staying = self.sessions.memory.host().page_size().pages_in(queue.bytes());
+            if staying > Pages::ZERO {
+                *result.kept_pages.entry(why).or_default() += staying;
+            }
+        }
+        for (machine, prepared) in machines.iter().enumerate() {
+            let staying = queues.iter().filter(|queue| queue.machine == machine).map(MoveQueue::bytes).sum();
+            let planned = prepared.steps.moves.iter().map(|step| step.bytes).sum();
+            if schedule::stays_mostly(staying, planned) {
+                self.restore_threads(machine)?;
+            }
+        }
         Ok(())
     }
 
-    /// Returns whether to go on with the machine.
-    fn move_batch(&mut self, process: ProcessId, step: &MoveStep, result: &mut MachineOutcome) -> Result<bool, Error> {
-        let page = self.session.host().page_size();
+    /// Moves memory until the queues are empty. Those of machines that were given up are not.
+    fn move_memory(&mut self, queues: &mut Vec<MoveQueue<'_>>) -> Result<(), Error> {
+        const PRESSURE: &str = "tasks of the host wait for memory";
+        let host = self.sessions.memory.host();
+        let started = host.now();
+        let mut has_begun = vec![false; self.machines.len()];
+        while !self.is_stopped() {
+            let given_up = |queue: &MoveQueue<'_>| self.outcome.machines[queue.machine].failure.is_some();
+            let open: Vec<usize> = (0..queues.len()).filter(|&queue| !given_up(&queues[queue])).collect();
+            let waiting: Vec<WaitingBatch> = open.iter().filter_map(|&queue| queues[queue].next_batch()).collect();
+            if waiting.is_empty() {
+                break;
+            }
+            if !self.wait_for_memory() {
+                self.outcome.stopped_by_pressure = true;
+                self.give_up(&waiting, |_| PRESSURE.to_owned());
+                break;
+            }
+            let room = self.read_room().map_err(Error::HostStateUnreadable)?;
+            let Some(batch) = schedule::next_batch(&waiting, &room) else {
+                self.give_up(&waiting, |batch| format!("node {} has no room for it", batch.node));
+                break;
+            };
+            if !has_begun[batch.machine] {
+                has_begun[batch.machine] = true;
+                self.place_threads(batch.machine)?;
+            }
+            let is_its_queue = |queue: &&mut MoveQueue<'_>| queue.next_batch() == Some(batch);
+            let Some(queue) = queues.iter_mut().find(is_its_queue) else { break };
+            let Some(step) = queue.steps.front() else { break };
+            match self.move_batch(batch.machine, step)? {
+                Ok(()) => drop(queue.steps.pop_front()),
+                // Nothing of it stays.
+                Err(ActionError::Vanished) => queues.retain(|queue| queue.machine != batch.machine),
+                Err(_) => {}
+            }
+            if let Some(bandwidth) = self.limits.bandwidth {
+                let pause = schedule::pause_for_bandwidth(self.moved, elapsed_since(host, started), bandwidth);
+                self.pause(pause);
+            }
+        }
+        self.outcome.moving_time = elapsed_since(host, started);
+        Ok(())
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    fn give_up(&mut self, waiting: &[WaitingBatch], why: impl Fn(&WaitingBatch) -> String) {
+        for batch in waiting {
+            self.outcome.machines[batch.machine].failure.get_or_insert_with(|| why(batch));
+        }
+    }
+
+    fn place_threads(&mut self, machine: usize) -> Result<(), Error> {
+        const RESTRICTED: &str = "its owner restricts it to CPUs of other nodes";
+        let prepared = &self.machines[machine];
+        let restricted = prepared.steps.restricted_threads.iter();
+        self.outcome.machines[machine].kept_threads.extend(restricted.map(|&tid| (tid, RESTRICTED.to_owned())));
+        for step in &prepared.steps.threads {
+            if self.is_stopped() {
+                break;
+            }
+            let pin = prepared.libvirt.as_ref().and_then(|domain| libvirt_pin(domain, step.tid));
+            let result = &mut self.outcome.machines[machine];
+            if let (Some(why), Some(_)) = (&self.silent_libvirt, &pin) {
+                result.kept_threads.push((step.tid, why.clone()));
+                continue;
+            }
+            let thread = ThreadId { process: prepared.process, tid: step.tid, start_time: step.start_time };
+            let cpus = Exchange { from: step.from.clone(), to: step.to.clone() };
+            let is_libvirts = pin.is_some();
+            match try_apply(&mut self.sessions.cpus, &Action::SetAffinity { thread, cpus, pin })? {
+                Ok(_) => result.placed_threads.push(step.tid),
+                // A thread that has ended needs no CPUs; whether its process lives shows when its memory is moved.
+                Err(ActionError::Vanished) => {}
+                Err(why) => {
+                    if is_libvirts && matches!(why, ActionError::Busy(_)) {
+                        self.silent_libvirt = Some(why.to_string());
+                    }
+                    result.kept_threads.push((step.tid, why.to_string()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the threads of a machine their previous CPUs back, because most of its memory stays.
+    fn restore_threads(&mut self, machine: usize) -> Result<(), Error> {
+        let failed = self.sessions.cpus.undo_process(self.machines[machine].process)?;
+        let result = &mut self.outcome.machines[machine];
+        let is_restored = |tid: &Pid| {
+            !failed
+                .iter()
+                .any(|failed| matches!(&failed.undo, Action::SetAffinity { thread, .. } if thread.tid == *tid))
+        };
+        let why = "most of the machine's memory stays".to_owned();
+        let restored = result.placed_threads.extract_if(.., |tid| is_restored(tid));
+        result.kept_threads.extend(restored.map(|tid| (tid, why.clone())));
+        self.outcome.failed_undos.extend(failed);
+        Ok(())
+    }
+
+    /// Moves a batch, and notes the result. If it is refused, the machine is given up.
+    fn move_batch(&mut self, machine: usize, step: &MoveStep) -> Result<Result<(), ActionError>, Error> {
+        let page = self.sessions.memory.host().page_size();
+        let process = self.machines[machine].process;
         let action = Action::MovePages { process, ranges: step.ranges.clone(), node: step.node };
-        match try_apply(self.session, &action)? {
+        let result = &mut self.outcome.machines[machine];
+        match try_apply(&mut self.sessions.memory, &action)? {
             Ok(moved) => {
                 result.moved_pages += moved.moved_pages;
-                for (range, why) in &moved.missed_ranges {
-                    *result.kept_pages.entry(why.to_string()).or_default() += page.pages_in(range.bytes());
+                for (range, why) in moved.missed_ranges {
+                    *result.kept_pages.entry(why).or_default() += page.pages_in(range.bytes());
                 }
                 self.moved += page.bytes_of(moved.moved_pages);
                 self.progress.moved_bytes.store(self.moved.0, Ordering::Relaxed);
-                Ok(true)
+                Ok(Ok(()))
             }
             Err(why) => {
                 result.failure = Some(why.to_string());
-                Ok(false)
+                Ok(Err(why))
             }
         }
     }
 
     /// The memory that may be moved to each node: what is free or holds pages of files, less the headroom.
     fn read_room(&self) -> Reading<BTreeMap<u32, Bytes>> {
-        let topology = Topology::read(self.session.host())?;
+        let topology = Topology::read(self.sessions.memory.host())?;
         let room = |memory: crate::topology::NodeMemory| memory.room(self.limits.headroom_share);
         Ok(topology.nodes.into_iter().filter_map(|(id, node)| Some((id, room(node.memory.ok()?)))).collect())
     }
 
     /// Pauses while memory is short. Returns false if it stays short.
-    fn wait_for_memory(&self, outcome: &mut ApplyOutcome) -> bool {
-        let host = self.session.host();
+    fn wait_for_memory(&mut self) -> bool {
+        let host = self.sessions.memory.host();
         let (mut pause, mut waited) = (FIRST_PRESSURE_PAUSE, Duration::ZERO);
         while memory_headroom::is_memory_short(host, None, DEFAULT_PRESSURE_PERCENT) {
-            if waited >= MAX_PRESSURE_WAIT || self.stop.load(Ordering::Relaxed) {
-                return self.stop.load(Ordering::Relaxed);
+            if waited >= MAX_PRESSURE_WAIT || self.is_stopped() {
+                return self.is_stopped();
             }
-            self.pause(pause, outcome);
+            self.pause(pause);
             waited += pause;
             pause = MAX_PRESSURE_PAUSE.min(2 * pause);
         }
         true
     }
 
-    fn pause(&self, pause: Duration, outcome: &mut ApplyOutcome) {
+    fn pause(&mut self, pause: Duration) {
         if !pause.is_zero() {
-            self.session.host().sleep(pause);
-            outcome.pause_time += pause;
+            self.sessions.memory.host().sleep(pause);
+            self.outcome.pause_time += pause;
         }
     }
 }
@@ -460,6 +594,7 @@ pub fn read_kept_cpus(host: &dyn Host, directory: &Path) -> Result<Vec<Action>, 
 /// Set the CPUs that the owners of threads permit, where earlier commands have restricted the threads further. `kept`
 /// undoes the changes of these commands, oldest first.
 pub fn restore_permitted_cpus(map: &mut NumaMap, kept: &[Action]) {
+    let online: IdSet = map.topology.nodes.values().flat_map(|node| node.cpus.iter()).collect();
     // The oldest change of a thread comes last: its undo has the CPUs that the owner permits.
     for action in kept.iter().rev() {
         let Action::SetAffinity { thread, cpus, .. } = action else { continue };
@@ -469,8 +604,9 @@ pub fn restore_permitted_cpus(map: &mut NumaMap, kept: &[Action]) {
             .filter(|placement| placement.process.id == thread.process)
             .flat_map(|placement| placement.threads.iter_mut().flatten());
         for found in threads.filter(|found| (found.tid, found.start_time) == (thread.tid, thread.start_time)) {
-            // If the thread may run elsewhere than Pagefold let it, its owner has changed that since.
-            if found.permitted_cpus.is_subset(&cpus.from) {
+            // If the thread has other CPUs than Pagefold gave it, its owner has changed them since.
+            let given: IdSet = cpus.from.iter().filter(|&cpu| online.contains(cpu)).collect();
+            if found.permitted_cpus == given {
                 found.permitted_cpus = cpus.to.clone();
             }
         }

@@ -1,11 +1,12 @@
 //! Places the virtual machines of a running host, in a thread of the daemon. When and what is decided in
 //! [`crate::decide::keeper`].
 //!
-//! It takes the locks of placement only while it places, so `numa apply` and `numa undo` work beside it, and its changes
-//! are kept and recorded as theirs. It places after it has read which CPUs the owners of threads permit. If something
-//! cannot be read or is refused, the check ends with that reason, and the next one comes after the interval.
+//! It takes the locks of placement only while it plans and places, so `numa apply` and `numa undo` work beside it, and
+//! its changes are kept and recorded as theirs. If something cannot be read or is refused, the check ends with that
+//! reason, and the next one comes after the interval. A placement that is interrupted, by a pause or the end of the
+//! daemon, is undone.
 
-use crate::apply::{self, ApplyLimits, ApplyOutcome, ApplyProgress, MachineTarget, PlacementSessions};
+use crate::apply::{self, ApplyLimits, ApplyOutcome, ApplyProgress, MachineOutcome, MachineTarget, PlacementSessions};
 use crate::decide::keeper::{self, KeeperState, KeeperStep, RunningMachine};
 use crate::decide::plan::{self, Pattern, PlacementPlan};
 use crate::map::{self, NumaMap};
@@ -16,7 +17,7 @@ use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
 use pagefold_census::ProcessSelection;
 use pagefold_host::transaction::journal::StateDirectory;
-use pagefold_host::transaction::session;
+use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -44,15 +45,42 @@ pub struct KeeperSettings {
     pub bandwidth: Option<Bytes>,
 }
 
-/// The result of a check.
+/// The state of the keeper after a check.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KeeperReport {
     /// What was done, or why nothing.
     pub outcome: String,
-    /// Machines that were placed since the start.
+    /// Placements of machines since the start.
     pub placed_machines: u64,
     /// Bytes that were moved since the start.
     pub moved_bytes: u64,
+    /// Changes that should have been undone since the start, and were not.
+    pub failed_undos: u64,
+}
+
+/// Ends and pauses a keeper from another thread.
+#[derive(Debug, Default)]
+pub struct KeeperControl {
+    has_ended: AtomicBool,
+    /// Set while no placement may run: after the end and during a pause.
+    interrupts: AtomicBool,
+}
+
+impl KeeperControl {
+    /// Ends the keeper. A placement that is under way is undone.
+    pub fn end(&self) {
+        self.has_ended.store(true, Ordering::Relaxed);
+        self.interrupts.store(true, Ordering::Relaxed);
+    }
+
+    /// Pauses the keeper or lets it go on. A placement that is under way is undone.
+    pub fn set_paused(&self, paused: bool) {
+        if !self.has_ended.load(Ordering::Relaxed) {
+            self.interrupts.store(paused, Ordering::Relaxed);
+            // The end may have come in between.
+            self.interrupts.fetch_or(self.has_ended.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
 }
 
 /// Places machines of a host.
@@ -78,23 +106,24 @@ impl<'h> PlacementKeeper<'h> {
         Self { host, directory, settings, state: KeeperState::default(), started, report: KeeperReport::default() }
     }
 
-    /// Checks until `stop` is set, and passes each report to `observe`. Returns at once on a host with one node.
-    pub fn run(&mut self, stop: &AtomicBool, observe: &mut dyn FnMut(&KeeperReport)) {
-        while !stop.load(Ordering::Relaxed) {
-            let has_choice = self.check(stop);
+    /// Checks until `control` ends it, and passes each report to `observe`. Returns at once on a host with one node.
+    pub fn run(&mut self, control: &KeeperControl, observe: &mut dyn FnMut(&KeeperReport)) {
+        let has_ended = || control.has_ended.load(Ordering::Relaxed);
+        while !has_ended() {
+            let has_choice = self.check(&control.interrupts);
             observe(&self.report);
             if !has_choice {
                 return;
             }
             let checked = self.host.now();
-            while !stop.load(Ordering::Relaxed) && elapsed_since(self.host, checked) < self.settings.interval {
+            while !has_ended() && elapsed_since(self.host, checked) < self.settings.interval {
                 self.host.sleep(STOP_POLL_INTERVAL.min(self.settings.interval));
             }
         }
     }
 
-    /// Checks once. Returns whether the host has several nodes.
-    pub fn check(&mut self, stop: &AtomicBool) -> bool {
+    /// Checks once, unless `interrupts` is set. Returns whether the host has several nodes.
+    fn check(&mut self, interrupts: &AtomicBool) -> bool {
         let is_node_of_cpus = |node: &&crate::topology::NumaNode| node.cpus.iter().next().is_some();
         match Topology::read(self.host) {
             Ok(topology) if topology.nodes.values().filter(is_node_of_cpus).count() < 2 => {
@@ -107,7 +136,11 @@ impl<'h> PlacementKeeper<'h> {
                 return true;
             }
         }
-        self.report.outcome = match self.check_machines(stop) {
+        if interrupts.load(Ordering::Relaxed) {
+            self.report.outcome = "paused by an operator".to_owned();
+            return true;
+        }
+        self.report.outcome = match self.check_machines(interrupts) {
             Ok(outcome) => outcome,
             Err(error) => {
                 self.state.retry_plan();
@@ -117,7 +150,7 @@ impl<'h> PlacementKeeper<'h> {
         true
     }
 
-    fn check_machines(&mut self, stop: &AtomicBool) -> Result<String, Box<dyn std::error::Error>> {
+    fn check_machines(&mut self, interrupts: &AtomicBool) -> Result<String, Box<dyn std::error::Error>> {
         let machines = running_machines(self.host).map_err(|why| format!("the processes cannot be listed: {why}"))?;
         let is_memory_short = memory_headroom::is_memory_short(self.host, None, DEFAULT_PRESSURE_PERCENT);
         let now = elapsed_since(self.host, self.started);
@@ -125,15 +158,28 @@ impl<'h> PlacementKeeper<'h> {
             KeeperStep::Wait(why) => return Ok(why.describe().to_owned()),
             KeeperStep::Plan { resting } => resting,
         };
+        // The locks are taken before the map is read, so that no other pagefold moves memory in between.
+        let sessions = match self.settings.acts {
+            true => {
+                let (sessions, (_, failed)) = PlacementSessions::begin(self.host, &self.directory)?;
+                self.count_failed_undos(&failed);
+                Some(sessions)
+            }
+            false => None,
+        };
         let pids = machines.iter().map(|machine| machine.process.pid).collect();
         let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, &resting)?;
         if planned.targets.is_empty() {
             return Ok(format!("all {} virtual machines are well placed", machines.len()));
         }
-        if !self.settings.acts {
-            return Ok(format!("would place {} of {} virtual machines", planned.targets.len(), machines.len()));
+        match sessions {
+            Some(sessions) => self.place(sessions, &planned, interrupts),
+            None => Ok(format!("would place {} of {} virtual machines", planned.targets.len(), machines.len())),
         }
-        self.place(&planned, stop)
+    }
+
+    fn count_failed_undos(&mut self, failed: &[FailedUndo]) {
+        self.report.failed_undos += failed.len() as u64;
     }
 
     fn plan(
@@ -148,17 +194,35 @@ impl<'h> PlacementKeeper<'h> {
         for (vm, placement) in problem.vms.iter_mut().zip(&map.processes) {
             vm.fixed |= resting.contains(&placement.process.id);
         }
-        let plan: PlacementPlan = plan::plan(&problem, PLAN_DEADLINE);
-        let target = |(position, planned): (usize, &plan::PlannedMove)| {
-            let target = MachineTarget::new(position, problem.vms[position].parts.len(), &planned.pattern, &problem)?;
-            is_worth_moving(&map, &target, planned).then_some(target)
-        };
-        let targets = plan.moves.iter().enumerate().filter_map(target).collect();
-        Ok(PlannedMoves { map, targets })
+        // A machine that is not worth moving stays, and the others are planned again around it.
+        loop {
+            let plan: PlacementPlan = plan::plan(&problem, PLAN_DEADLINE);
+            let mut targets = Vec::new();
+            let mut stays = Vec::new();
+            for (position, planned) in plan.moves.iter().enumerate() {
+                let part_count = problem.vms[position].parts.len();
+                let Some(target) = MachineTarget::new(position, part_count, &planned.pattern, &problem) else {
+                    continue;
+                };
+                if is_worth_moving(&map, &target, planned) {
+                    targets.push(target);
+                } else {
+                    stays.push(position);
+                }
+            }
+            if stays.is_empty() {
+                return Ok(PlannedMoves { map, targets });
+            }
+            stays.into_iter().for_each(|position| problem.vms[position].fixed = true);
+        }
     }
 
-    fn place(&mut self, planned: &PlannedMoves, stop: &AtomicBool) -> Result<String, Box<dyn std::error::Error>> {
-        let (mut sessions, _) = PlacementSessions::begin(self.host, &self.directory)?;
+    fn place(
+        &mut self,
+        mut sessions: PlacementSessions<'_>,
+        planned: &PlannedMoves,
+        interrupts: &AtomicBool,
+    ) -> Result<String, Box<dyn std::error::Error>> {
         let prepared = apply::prepare(self.host, &planned.map, &planned.targets)?;
         let placed: Vec<PlacedMachine> = planned
             .targets
@@ -169,25 +233,32 @@ impl<'h> PlacementKeeper<'h> {
         let counters = placement_record::read_counters(self.host);
         let limits =
             ApplyLimits { bandwidth: self.settings.bandwidth, headroom_share: self.settings.limits.headroom_share };
-        let outcome = apply::carry_out(&mut sessions, &prepared, limits, &ApplyProgress::default(), stop)?;
+        let outcome = apply::carry_out(&mut sessions, &prepared, limits, &ApplyProgress::default(), interrupts)?;
+        self.count_failed_undos(&outcome.failed_undos);
         if outcome.interrupted {
-            sessions.undo_all()?;
-            return Ok("interrupted, and undone".to_owned());
+            let failed = sessions.undo_all()?;
+            self.count_failed_undos(&failed);
+            self.state.retry_plan();
+            return Ok(match failed.len() {
+                0 => "interrupted, and undone".to_owned(),
+                count => format!("interrupted; {count} changes could not be undone, the first: {}", failed[0]),
+            });
         }
-        sessions.keep()?;
-        let processes: Vec<ProcessId> = placed.iter().map(PlacedMachine::process).collect();
-        self.state.note_moves(&processes, elapsed_since(self.host, self.started));
-        self.record(placed, &outcome, counters)?;
-        let moved: Pages = outcome.machines.iter().map(|machine| machine.moved_pages).sum();
-        let moved = self.host.page_size().bytes_of(moved);
-        self.report.placed_machines += processes.len() as u64;
-        self.report.moved_bytes += moved.0;
+        let failed = sessions.keep()?;
+        self.count_failed_undos(&failed);
+        // A machine that could not be placed rests, too. After memory pressure it is planned again as soon as that ends.
+        let rests = |done: &MachineOutcome| done.has_changes() || !outcome.stopped_by_pressure;
+        let tried = placed.iter().zip(&outcome.machines).filter(|(_, done)| rests(done));
+        let tried: Vec<ProcessId> = tried.map(|(placed, _)| placed.process()).collect();
+        self.state.note_moves(&tried, elapsed_since(self.host, self.started));
         if outcome.stopped_by_pressure {
-            return Ok(format!("stopped, because tasks of the host wait for memory: {moved} moved"));
+            self.state.retry_plan();
         }
-        let failures = outcome.machines.iter().filter(|machine| machine.failure.is_some()).count();
-        let partly = if failures > 0 { format!(", {failures} of them in part") } else { String::new() };
-        Ok(format!("placed {} virtual machines{partly}: {moved} moved", processes.len()))
+        self.record(placed, &outcome, counters)?;
+        let bytes = self.host.page_size().bytes_of(outcome.machines.iter().map(|machine| machine.moved_pages).sum());
+        self.report.placed_machines += outcome.machines.iter().filter(|machine| machine.has_changes()).count() as u64;
+        self.report.moved_bytes += bytes.0;
+        Ok(describe_placement(&outcome, bytes))
     }
 
     fn record(
@@ -200,10 +271,22 @@ impl<'h> PlacementKeeper<'h> {
         let boot = session::read_boot_id(self.host)?;
         let mut record = PlacementRecord::load(&directory, &boot)?;
         record.counters = counters;
-        outcome.note_kept_pages(&mut placed);
+        outcome.note_in_records(&mut placed);
         record.add(placed);
         Ok(record.store(&directory)?)
     }
+}
+
+/// What a placement did, and what not.
+fn describe_placement(outcome: &ApplyOutcome, moved: Bytes) -> String {
+    let placed = outcome.machines.iter().filter(|machine| machine.has_changes()).count();
+    let mut text = format!("placed {placed} of {} virtual machines: {moved} moved", outcome.machines.len());
+    if outcome.stopped_by_pressure {
+        text.push_str(", then stopped, because tasks of the host wait for memory");
+    } else if let Some(why) = outcome.machines.iter().find_map(|machine| machine.failure.as_deref()) {
+        text.push_str(&format!("; not all, because {why}"));
+    }
+    text
 }
 
 fn is_worth_moving(map: &NumaMap, target: &MachineTarget, planned: &plan::PlannedMove) -> bool {

@@ -31,12 +31,12 @@ Examples:
   sudo pagefold numa apply --bandwidth 500MiB   at most 500 MiB a second
 
 First each thread gets the CPUs of its node, then memory moves in batches of 32 MiB, as long as its new node has room \
-and no task of the host waits for memory. Memory that several processes map, such as pages merged by KSM, stays. \
-Ctrl-C undoes everything; after kill -9, `pagefold recover` does. After success the placement stays until \
-`pagefold numa undo`.
+and no task of the host waits for memory. If most of the memory of a machine cannot be moved, its threads get their \
+CPUs back. Memory that several processes map, such as pages merged by KSM, stays. Ctrl-C undoes everything; after \
+kill -9, `pagefold recover` does. After success the placement stays until `pagefold numa undo`.
 
-Exit status: 0 done, 2 usage error or failure, with all changes undone or the remaining ones listed, 3 some threads \
-or memory stay, something could not be read, or the command was interrupted.";
+Exit status: 0 done, 2 usage error or failure; the message says which changes remain, 3 some threads or memory stay, \
+other than memory that several processes map, something could not be read, or the command was interrupted.";
 
 const VERIFY_EXAMPLES: &str = "\
 Examples:
@@ -184,6 +184,9 @@ pub(super) fn requested_targets(
                 if allowed.is_empty() { "no node".to_owned() } else { format!("nodes {}", allowed.join(", ")) }
             );
         }
+        if vm.fixed {
+            bail!("--to: the memory of {} is pinned, for example for a passed-through device, and cannot be moved", vm.name);
+        }
         let target = MachineTarget::new(position, vm.parts.len(), &pattern, problem);
         let target = target.context("a requested placement has nodes")?;
         Ok((target, pages_to_move(vm, &pattern)))
@@ -229,10 +232,14 @@ fn carry_out(
         report.failed_undos = failed.iter().map(FailedUndo::to_string).collect();
         return Ok(report);
     }
-    sessions.keep().map_err(with_remedy)?;
-    outcome.note_kept_pages(&mut placed);
+    let not_kept = sessions.keep().map_err(with_remedy)?;
+    report.failed_undos.extend(not_kept.iter().map(FailedUndo::to_string));
+    outcome.note_in_records(&mut placed);
     record.add(placed.clone());
-    record.store(&directory).context("cannot store the record of placements, which `numa verify` needs")?;
+    record.store(&directory).context(
+        "the machines are placed, but the record that `numa verify` needs cannot be stored; `pagefold numa undo` undoes \
+         the placement",
+    )?;
     // Machines that have ended meanwhile have no measured placement.
     report = match read_map(host, &options.targets, global) {
         Ok(map) => report.with_measured(&placement_record::verify_machines(&map, placed)),

@@ -226,6 +226,11 @@ impl DaemonState {
         self.task.is_some()
     }
 
+    /// Whether an operator has paused it.
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
     /// Current status, with the reason.
     pub fn status(&self) -> (DaemonStatus, String) {
         let count_label = |processes: usize| match processes {

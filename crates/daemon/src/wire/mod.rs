@@ -99,12 +99,28 @@ pub struct StatusReport {
     /// Which parties share pages; for each pair from the last census with both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sharing: Option<SharingReport>,
+    /// The placement of virtual machines on NUMA nodes; absent if it is off.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<PlacementReport>,
     /// The latest decisions, the latest first.
     pub decisions: Vec<DecisionReport>,
     /// Findings of the doctor, worst first.
     pub findings: Vec<FindingReport>,
     /// Number of all findings, by verdict; empty if the doctor was not run.
     pub findings_by_verdict: BTreeMap<VerdictName, u64>,
+}
+
+/// The placement of virtual machines on NUMA nodes.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PlacementReport {
+    /// What the last check did, or why nothing.
+    pub outcome: String,
+    /// Placements of machines since the daemon started.
+    pub placed_machines: u64,
+    /// Bytes that were moved since then.
+    pub moved_bytes: u64,
+    /// Changes that should have been undone since then, and were not.
+    pub failed_undos: u64,
 }
 
 /// What the daemon may do.

@@ -237,7 +237,9 @@ impl<'a> Session<'a> {
             Ok(outcome) => outcome.unchanged,
             Err(ActionError::Busy(_)) => matches!(action, Action::Write { .. } | Action::ReloadModule { .. }),
             Err(ActionError::Failed(_)) => matches!(action, Action::Write { .. }),
-            Err(_) => true,
+            Err(ActionError::Vanished) => true,
+            // Pages are moved by several calls, of which the first ones may have succeeded.
+            Err(_) => !matches!(action, Action::MovePages { .. }),
         };
         if is_untouched {
             self.revert_journal(mark)?;
@@ -287,10 +289,14 @@ impl<'a> Session<'a> {
     /// Drops the entries of processes that have exited.
     pub fn drop_ended_processes(&mut self) -> Result<(), Error> {
         let length = self.journal.entries.len();
-        let host = self.host;
-        let is_alive = |process: &ProcessId| crate::hold(host, *process).is_ok();
-        self.journal.entries.retain(|entry| entry.undo.process().is_none_or(|process| is_alive(&process)));
+        let mut entries = std::mem::take(&mut self.journal.entries);
+        entries.retain(|entry| entry.undo.process().is_none_or(|process| self.is_alive(process)));
+        self.journal.entries = entries;
         if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
+    }
+
+    fn is_alive(&self, process: ProcessId) -> bool {
+        !matches!(crate::hold(self.host, process), Err(Absent::Vanished))
     }
 
     /// Ends the work of the session successfully: its enrollments stay. If an earlier session could not undo
@@ -319,6 +325,19 @@ impl<'a> Session<'a> {
         Ok(self.undo_entries()?.1)
     }
 
+    /// Undoes the changes of one process, newest first, and goes on with the session.
+    ///
+    /// # Errors
+    /// As [`Self::undo_all`].
+    pub fn undo_process(&mut self, process: ProcessId) -> Result<Vec<FailedUndo>, Error> {
+        let is_others = |entry: &JournalEntry| entry.undo.process() != Some(process);
+        // Changes of different processes do not depend on each other, so those of this one may come last.
+        self.journal.entries.sort_by_key(|entry| !is_others(entry));
+        let other_count = self.journal.entries.iter().filter(|entry| is_others(entry)).count();
+        self.rewrite_journal()?;
+        Ok(self.undo_entries_after(other_count)?.1)
+    }
+
     /// Undoes all temporary changes because of an error. Returns the error with the failed undos.
     pub fn abort(&mut self, error: Error) -> Error {
         let failed = match self.undo_all() {
@@ -338,6 +357,7 @@ impl<'a> Session<'a> {
     pub fn keep_changes(&mut self, purpose: &str) -> Result<Vec<FailedUndo>, Error> {
         let mut kept =
             self.load_kept_changes()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
+        kept.entries.retain(|entry| entry.undo.process().is_none_or(|process| self.is_alive(process)));
         for entry in self.journal.entries.iter().filter(|entry| entry.undo.can_be_kept()) {
             let Action::Write { knob, value } = &entry.undo else {
                 // Undone newest first, so the state before the first change comes back.

@@ -10,16 +10,20 @@ use crate::process::LiveProcess;
 use crate::{LiveHost, libvirt};
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
 use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, LibvirtPin, MissedReason, ThreadId};
-use pagefold_host::{Host, ProcessHandle, hold, parse};
+use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_sys::{fault, numa};
 use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Pages or huge pages in one call of move_pages(2). Small calls are slow, because each one waits until all CPUs have
 /// emptied their lists of new pages (`lru_cache_disable` in `do_pages_move`, mm/migrate.c, 6.18). A large call does not
 /// keep pages inaccessible for longer: the kernel copies at most 512 base pages together (`NR_MAX_BATCHED_MIGRATION`).
 const UNITS_PER_CALL: usize = 4096;
+
+/// Calls of move_pages(2) in succession that move nothing, after which the rest of [`UNITS_PER_CALL`] units stays: enough
+/// to find every run of 32 movable ones between pinned ones.
+const MAX_FRUITLESS_CALLS: usize = 2 * UNITS_PER_CALL / 16;
 
 /// Restrict a thread to CPUs.
 pub fn set_affinity(
@@ -36,9 +40,7 @@ pub fn set_affinity(
     if current == cpus.to {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
-    // The kernel leaves out CPUs that the cgroup does not permit or that are offline, so that a part of a set may be
-    // all that is left of it (kernel/sched/syscalls.c, `__sched_setaffinity` and `sched_getaffinity`).
-    if !current.is_subset(&cpus.from) {
+    if current != cpus.from && current != permitted_part(host, thread, &cpus.from) {
         let (tid, from) = (thread.tid, &cpus.from);
         return Err(ActionError::ChangedByOthers(format!("the CPUs of thread {tid} are {current}, not {from}")));
     }
@@ -49,6 +51,19 @@ pub fn set_affinity(
     }
     fault::point("after setting an affinity");
     Ok(ActionOutcome::default())
+}
+
+/// What the kernel leaves of a set of CPUs: those that are online and that the cgroup permits (kernel/sched/syscalls.c,
+/// `__sched_setaffinity` and `sched_getaffinity`). A thread with fewer CPUs was restricted by another program.
+fn permitted_part(host: &LiveHost, thread: ThreadId, cpus: &IdSet) -> IdSet {
+    let text = host.read("sys/devices/system/cpu/online").ok();
+    let online: Option<IdSet> = text.and_then(|text| String::from_utf8_lossy(&text).parse().ok());
+    let cgroup_cpus = observe::cpuset_cpus(host, thread.process.pid, thread.tid);
+    let is_left = |cpu: &u32| {
+        online.as_ref().is_none_or(|online| online.contains(*cpu))
+            && cgroup_cpus.as_ref().is_none_or(|permitted| permitted.contains(*cpu))
+    };
+    cpus.iter().filter(is_left).collect()
 }
 
 /// The CPUs on which a thread may run now.
@@ -157,32 +172,41 @@ fn units_elsewhere(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> 
 
 /// Move units, and store the status of each that the kernel reports (move_pages(2)). The kernel ends a call after a
 /// part of which a page could not be moved, and leaves the status of that part and of all later pages as it was.
-/// Therefore what remains is moved by further calls, and by ever smaller ones if a call moves nothing.
+/// Therefore what remains is moved by further calls, and by ever smaller ones if a call moves nothing, first all of one
+/// size. If very many calls move nothing, as with memory that is pinned all over, what remains then stays.
 fn move_units(
     process: &LiveProcess<'_>,
     units: &[PageUnit],
     node: u32,
     refusals: &mut BTreeMap<u64, i32>,
 ) -> Result<(), ActionError> {
-    if units.is_empty() {
-        return Ok(());
-    }
-    let addresses: Vec<u64> = units.iter().map(|unit| unit.address).collect();
-    let status = try_move(process, &addresses, node)?;
-    refusals.extend(addresses.iter().copied().zip(status.iter().copied()));
-    let not_reached: Vec<PageUnit> =
-        units.iter().zip(status).filter(|&(_, status)| status == numa::NOT_REACHED).map(|(unit, _)| *unit).collect();
-    let remaining = units_elsewhere(process, &not_reached, node)?;
-    if remaining.len() < units.len() {
-        return move_units(process, &remaining, node, refusals);
-    }
-    match remaining.split_at(remaining.len() / 2) {
-        ([], _) => Ok(()),
-        (left, right) => {
-            move_units(process, left, node, refusals)?;
-            move_units(process, right, node, refusals)
+    let mut waiting: VecDeque<Vec<PageUnit>> = VecDeque::from([units.to_vec()]);
+    let mut fruitless_calls = 0;
+    while let Some(units) = waiting.pop_front() {
+        if units.is_empty() || fruitless_calls >= MAX_FRUITLESS_CALLS {
+            continue;
+        }
+        let addresses: Vec<u64> = units.iter().map(|unit| unit.address).collect();
+        let status = try_move(process, &addresses, node)?;
+        refusals.extend(addresses.iter().copied().zip(status.iter().copied()));
+        let not_reached: Vec<PageUnit> = units
+            .iter()
+            .zip(status)
+            .filter(|&(_, status)| status == numa::NOT_REACHED)
+            .map(|(unit, _)| *unit)
+            .collect();
+        let remaining = units_elsewhere(process, &not_reached, node)?;
+        if remaining.len() < units.len() {
+            fruitless_calls = 0;
+            waiting.push_front(remaining);
+            continue;
+        }
+        fruitless_calls += 1;
+        if let (left @ [_, ..], right) = remaining.split_at(remaining.len() / 2) {
+            waiting.extend([left.to_vec(), right.to_vec()]);
         }
     }
+    Ok(())
 }
 
 /// One call of move_pages(2). If the node is full, all pages have that status.

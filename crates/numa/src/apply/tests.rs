@@ -43,7 +43,9 @@ fn machines() -> Vec<PreparedMachine> {
         let steps = MachineSteps {
             threads: vec![thread(pid), thread(pid + 1)],
             restricted_threads: Vec::new(),
-            moves: [0, 4].map(|first| MoveStep { ranges: vec![range(first)], node: 1 }).to_vec(),
+            moves: [0, 4]
+                .map(|first| MoveStep { ranges: vec![range(first)], node: 1, bytes: Bytes(4 * PAGE) })
+                .to_vec(),
         };
         PreparedMachine { process: ProcessId { pid: Pid(pid), start_time: 1 }, steps, libvirt: None }
     };
@@ -87,8 +89,12 @@ fn placement_is_kept_and_undone() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     let before = state(&host);
     let outcome = place(&host, directory.path(), LIMITS).unwrap();
-    let whole = MachineOutcome { placed_threads: 2, moved_pages: Pages(8), ..MachineOutcome::default() };
-    assert!(outcome.is_complete() && outcome.machines == [whole.clone(), whole], "{outcome:?}");
+    let whole = |pid: u32| MachineOutcome {
+        placed_threads: vec![Pid(pid), Pid(pid + 1)],
+        moved_pages: Pages(8),
+        ..MachineOutcome::default()
+    };
+    assert!(outcome.is_complete() && outcome.machines == [whole(7), whole(17)], "{outcome:?}");
     assert_eq!(state(&host), (vec!["2-3".to_owned(); 4], vec![vec![Some(1); 8]; 2]));
     let kept = read_kept_cpus(&host, directory.path()).unwrap();
     assert_eq!(kept.len(), 4);
@@ -116,7 +122,9 @@ fn each_refused_step_is_reported_and_the_rest_is_undone() {
         assert!(!outcome.is_complete(), "step {refused}");
         let kept_threads: usize = outcome.machines.iter().map(|machine| machine.kept_threads.len()).sum();
         let failures = outcome.machines.iter().filter(|machine| machine.failure.is_some()).count();
-        assert_eq!((kept_threads, failures), if refused < 4 { (1, 0) } else { (0, 1) }, "step {refused}");
+        // Each machine has two threads and two batches. Without the first batch, its threads get their CPUs back.
+        let expected = [(1, 0), (1, 0), (2, 1), (0, 1)][refused % 4];
+        assert_eq!((kept_threads, failures), expected, "step {refused}");
         let (mut sessions, _) = PlacementSessions::begin(&fake, directory.path()).unwrap();
         assert_eq!(sessions.undo_kept().unwrap().1, Vec::new());
         assert_eq!(state(&fake), before, "step {refused}");
@@ -131,7 +139,7 @@ fn machine_that_ends_does_not_stop_the_other_one() {
     };
     let outcome = place(&FaultyHost::new(&fake, vanished), directory.path(), LIMITS).unwrap();
     assert_eq!(outcome.machines[0].failure.as_deref(), Some("the process has ended"));
-    assert_eq!((outcome.machines[1].placed_threads, outcome.machines[1].moved_pages), (2, Pages(8)));
+    assert_eq!((outcome.machines[1].placed_threads.len(), outcome.machines[1].moved_pages), (2, Pages(8)));
 }
 
 #[test]
@@ -179,6 +187,64 @@ fn node_without_room_is_named() {
     let failures: Vec<_> = outcome.machines.iter().map(|machine| machine.failure.as_deref()).collect();
     assert_eq!(failures, [Some("node 1 has no room for it"); 2]);
     assert!(outcome.machines.iter().all(|machine| machine.moved_pages == Pages::ZERO));
+    assert!(outcome.machines.iter().all(|machine| machine.kept_pages.values().eq([&Pages(8)])), "{outcome:?}");
+    assert_eq!(state(&host).0, ["0-3"; 4], "threads stay with their memory");
+}
+
+#[test]
+fn threads_get_their_cpus_back_if_most_memory_stays() {
+    // The first of so many batches of 4 pages of the first machine is moved, and the next one is refused.
+    for (batches, cpus_after) in [(2, "2-3"), (3, "0-3")] {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        let calls = AtomicU64::new(0);
+        let refuse = |path: &str| {
+            let is_second = path == "proc/7#move_pages" && calls.fetch_add(1, Ordering::Relaxed) == 1;
+            is_second.then_some(InjectedFault::Absent(Absent::Denied))
+        };
+        let faulty = FaultyHost::new(&fake, refuse);
+        let mut machines = machines();
+        let steps = &mut machines[0].steps.moves;
+        let last = steps[1].clone();
+        steps.resize(batches, last);
+        let (mut sessions, _) = PlacementSessions::begin(&faulty, directory.path()).unwrap();
+        let progress = ApplyProgress::default();
+        let outcome = carry_out(&mut sessions, &machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+        assert_eq!(sessions.keep().unwrap(), Vec::new());
+        let (cpus, nodes) = state(&fake);
+        assert_eq!(cpus, [cpus_after, cpus_after, "2-3", "2-3"], "{batches} batches");
+        assert_eq!(nodes[0].iter().filter(|node| **node == Some(1)).count(), 4);
+        let restored = outcome.machines[0].kept_threads.iter().filter(|(_, why)| why.contains("memory stays")).count();
+        assert_eq!((restored, outcome.machines[0].placed_threads.len()), if batches == 2 { (0, 2) } else { (2, 0) });
+        assert_eq!(read_kept_cpus(&fake, directory.path()).unwrap().len(), if batches == 2 { 4 } else { 2 });
+    }
+}
+
+#[test]
+fn virtual_nodes_that_change_places_on_full_nodes_take_turns() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    // The headroom is 50,000 KiB: there is room for two batches of 16 KiB on node 0, and for none on node 1.
+    put_free(&host, 0, 50_040);
+    put_free(&host, 1, 50_010);
+    let mut machines = machines();
+    machines.truncate(1);
+    machines[0].steps.moves[1].node = 0;
+    let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
+    let progress = ApplyProgress::default();
+    let outcome = carry_out(&mut sessions, &machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+    // The host in memory does not count free memory, so only the batch for node 0 finds room.
+    assert_eq!(outcome.machines[0].failure.as_deref(), Some("node 1 has no room for it"));
+    assert_eq!(outcome.machines[0].kept_pages.values().copied().sum::<Pages>(), Pages(4));
+}
+
+#[test]
+fn cpus_of_a_thread_whose_owner_has_restricted_it_since_stay() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    place(&host, directory.path(), LIMITS).unwrap();
+    host.put_file("proc/7/task/8/cpus", "2");
+    let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
+    let (_, failed) = sessions.undo_kept().unwrap();
+    assert_eq!(failed.len(), 1, "{failed:?}");
+    assert_eq!(state(&host).0, ["0-3", "2", "0-3", "0-3"]);
 }
 
 #[test]
@@ -199,4 +265,5 @@ fn memory_pressure_stops_the_placement() {
     let outcome = place(&host, directory.path(), LIMITS).unwrap();
     assert!(outcome.stopped_by_pressure && outcome.pause_time >= MAX_PRESSURE_WAIT, "{outcome:?}");
     assert!(outcome.machines.iter().all(|machine| machine.moved_pages == Pages::ZERO));
+    assert_eq!(state(&host).0, ["0-3"; 4], "threads stay with their memory");
 }

@@ -126,7 +126,7 @@ impl KeeperState {
         self.machines.values_mut().for_each(|machine| machine.is_planned = false);
     }
 
-    /// Notes that machines were moved at `now`.
+    /// Notes that machines were moved at `now`, or could not be.
     pub fn note_moves(&mut self, moved: &[ProcessId], now: Duration) {
         for process in moved {
             let Some(machine) = self.machines.get_mut(process) else { continue };

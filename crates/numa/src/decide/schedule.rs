@@ -4,7 +4,7 @@ use pagefold_base::Bytes;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Memory that waits to be moved: the next batch of a machine.
+/// Memory that waits to be moved: the next batch of a machine for a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitingBatch {
     /// Its machine.
@@ -19,6 +19,11 @@ pub struct WaitingBatch {
 /// on its former node. `None` if no node has room.
 pub fn next_batch(waiting: &[WaitingBatch], room: &BTreeMap<u32, Bytes>) -> Option<WaitingBatch> {
     waiting.iter().copied().find(|batch| room.get(&batch.node).is_some_and(|room| *room >= batch.bytes))
+}
+
+/// Whether more than half of the memory that was to be moved stays.
+pub fn stays_mostly(staying: Bytes, planned: Bytes) -> bool {
+    staying.0 > planned.0 / 2
 }
 
 /// How long to pause, so that moving so many bytes within `elapsed` stays within a bandwidth in bytes per second.

@@ -1,7 +1,6 @@
 //! The steps that place a machine: which threads get which CPUs, and which memory goes to which node.
 //!
-//! Threads come first, because memory that a thread allocates while pages move then comes from its new node. The guest's
-//! memory follows the part it belongs to; memory of the monitor and threads without a virtual CPU follow all parts.
+//! The guest's memory follows the part it belongs to; memory of the monitor and threads without a virtual CPU follow all parts.
 //! A part that is spread over several nodes gets its memory in alternating blocks, so that each node serves a share
 //! of all accesses, whichever addresses the guest uses.
 
@@ -62,13 +61,8 @@ pub struct MoveStep {
     pub ranges: Vec<AddressRange>,
     /// The node.
     pub node: u32,
-}
-
-impl MoveStep {
-    /// The size of its ranges.
-    pub fn bytes(&self) -> Bytes {
-        self.ranges.iter().map(|range| range.bytes()).fold(Bytes::ZERO, |sum, bytes| sum + bytes)
-    }
+    /// How much memory in the ranges is to be moved: at most their size, less what is on the node already.
+    pub bytes: Bytes,
 }
 
 /// All steps for a machine.
@@ -137,7 +131,8 @@ fn spread_region(region: AddressRange, nodes: &[(u32, f64)]) -> Vec<(AddressRang
     blocks
 }
 
-/// Divide ranges into batches of at most [`BATCH_BYTES`] that end at multiples of it, so that no huge page is divided.
+/// Divide ranges into batches of at most [`BATCH_BYTES`] that end at multiples of it, so that no transparent huge page is
+/// divided.
 fn batches(ranges: &[AddressRange], node: u32) -> Vec<MoveStep> {
     let mut batches: Vec<MoveStep> = Vec::new();
     for range in ranges {
@@ -145,8 +140,11 @@ fn batches(ranges: &[AddressRange], node: u32) -> Vec<MoveStep> {
         while start < range.end {
             let piece = AddressRange { start, end: range.end.min((start + 1).next_multiple_of(BATCH_BYTES)) };
             match batches.last_mut() {
-                Some(last) if last.bytes().0 + piece.bytes().0 <= BATCH_BYTES => last.ranges.push(piece),
-                _ => batches.push(MoveStep { ranges: vec![piece], node }),
+                Some(last) if last.bytes.0 + piece.bytes().0 <= BATCH_BYTES => {
+                    last.ranges.push(piece);
+                    last.bytes += piece.bytes();
+                }
+                _ => batches.push(MoveStep { ranges: vec![piece], node, bytes: piece.bytes() }),
             }
             start = piece.end;
         }
@@ -205,7 +203,7 @@ mod tests {
         let regions =
             vec![AddressRange { start: 2 * MIB, end: 40 * MIB }, AddressRange { start: 100 * MIB, end: 101 * MIB }];
         let steps = machine_steps(&[PartToPlace { nodes: vec![(1, 1.0)], regions }], &[], &nodes());
-        let sizes: Vec<_> = steps.moves.iter().map(|step| (step.ranges.len(), step.bytes().0 / MIB)).collect();
+        let sizes: Vec<_> = steps.moves.iter().map(|step| (step.ranges.len(), step.bytes.0 / MIB)).collect();
         assert_eq!(sizes, [(1, 30), (2, 9)]);
     }
 
@@ -224,9 +222,9 @@ mod tests {
             ranges.sort_unstable_by_key(|range| range.start);
             prop_assert_eq!(AddressRange::union(ranges.clone()), vec![region]);
             prop_assert_eq!(ranges.iter().map(|range| range.bytes().0).sum::<u64>(), region.bytes().0);
-            prop_assert!(steps.moves.iter().all(|step| step.bytes().0 <= BATCH_BYTES));
+            prop_assert!(steps.moves.iter().all(|step| step.bytes.0 <= BATCH_BYTES));
             for (node, share) in nodes {
-                let moved: u64 = steps.moves.iter().filter(|step| step.node == node).map(|step| step.bytes().0).sum();
+                let moved: u64 = steps.moves.iter().filter(|step| step.node == node).map(|step| step.bytes.0).sum();
                 let difference = moved as f64 - share * region.bytes().0 as f64;
                 prop_assert!(difference.abs() <= 4.0 * MIN_SPREAD_BLOCK_BYTES as f64, "{node}: {difference}");
             }

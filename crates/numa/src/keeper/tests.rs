@@ -33,11 +33,13 @@ fn settings() -> KeeperSettings {
 fn outcomes(host: &dyn Host, checks: usize) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let mut keeper = PlacementKeeper::new(host, directory.path().to_owned(), settings());
-    let stop = AtomicBool::new(false);
+    let control = KeeperControl::default();
     let mut outcomes = Vec::new();
-    keeper.run(&stop, &mut |report| {
+    keeper.run(&control, &mut |report| {
         outcomes.push(report.outcome.clone());
-        stop.store(outcomes.len() == checks, Ordering::Relaxed);
+        if outcomes.len() == checks {
+            control.end();
+        }
     });
     outcomes
 }

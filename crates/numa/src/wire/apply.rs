@@ -33,7 +33,7 @@ pub struct NumaApplyReport {
     pub pause_seconds: f64,
     /// `done`, `planned`, `partial`, `interrupted` (all changes are undone) or `memory_pressure`.
     pub outcome: &'static str,
-    /// Changes that could not be undone after an interruption.
+    /// Changes that should have been undone, and were not: after an interruption, or of a machine whose memory stays.
     pub failed_undos: Vec<String>,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
@@ -148,6 +148,7 @@ impl NumaApplyReport {
         for (report, done) in self.machines.iter_mut().zip(&outcome.machines) {
             report.add_outcome(done);
         }
+        self.failed_undos.extend(outcome.failed_undos.iter().map(ToString::to_string));
         self.moved_pages = outcome.machines.iter().map(|machine| machine.moved_pages.0).sum();
         self.moving_seconds = outcome.moving_time.as_secs_f64();
         self.pause_seconds = outcome.pause_time.as_secs_f64();
@@ -180,8 +181,8 @@ impl NumaApplyReport {
 impl MachineApplyReport {
     fn add_outcome(&mut self, done: &MachineOutcome) {
         self.moved_pages = done.moved_pages.0;
-        self.placed_threads = done.placed_threads as u64;
-        self.kept_pages = done.kept_pages.iter().map(|(why, pages)| (why.clone(), pages.0)).collect();
+        self.placed_threads = done.placed_threads.len() as u64;
+        self.kept_pages = done.kept_pages.iter().map(|(why, pages)| (why.to_string(), pages.0)).collect();
         let kept = |(tid, why): &(pagefold_base::Pid, String)| KeptThreadReport { tid: tid.0, why: why.clone() };
         self.kept_threads = done.kept_threads.iter().map(kept).collect();
         self.failure.clone_from(&done.failure);

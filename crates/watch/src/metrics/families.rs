@@ -231,6 +231,18 @@ fn write_savings(status: &StatusReport, out: &mut Exposition) {
         );
     }
     out.add_counter("pagefold_cow_pages", "COW breaks of merged pages since the daemon started.", status.cow_breaks);
+    if let Some(placement) = &status.placement {
+        out.add_counter(
+            "pagefold_numa_placements",
+            "Virtual machines placed on NUMA nodes since the daemon started.",
+            Some(placement.placed_machines),
+        );
+        out.add_counter(
+            "pagefold_numa_moved_bytes",
+            "Memory moved between NUMA nodes since the daemon started.",
+            Some(placement.moved_bytes),
+        );
+    }
 }
 
 fn write_page_classes(census: &CensusTotalsReport, out: &mut Exposition) {

@@ -26,6 +26,7 @@ use pagefold_doctor::wire::FindingReport;
 use pagefold_host::{Host, memory_headroom};
 use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
+use placement::{PlacementThread, SharedPlacement};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use status::ProcessScope;
@@ -168,7 +169,13 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let control = ControlSocket::bind(&global.state)?;
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
-    let status_source = Arc::new(StatusSource { host, sender: sender.clone(), cached_findings: Mutex::default() });
+    let placement = placement::start(host, global)?;
+    let status_source = Arc::new(StatusSource {
+        host,
+        sender: sender.clone(),
+        placement: placement.as_ref().map(PlacementThread::shared),
+        cached_findings: Mutex::default(),
+    });
     let history_path = history_recorder::history_path(options, global)?;
     let http_server = http::start_server(Arc::clone(&status_source), options, history_path.as_deref(), global)?;
     let recorder = history_path
@@ -180,7 +187,6 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         .context("cannot start a thread")?;
     handle_signals(signals, sender.clone(), options, global)?;
 
-    let placement = placement::start(host, global)?;
     let mut notify = SystemdNotifier::from_environment();
     log_line(&format!("started on {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
     if settings.rules.mode == DaemonMode::Act
@@ -190,6 +196,9 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     }
     let mut on_alive = |state: &DaemonState| {
         notify.notify_alive(&state.status().1);
+        if let Some(placement) = &placement {
+            placement.set_paused(state.is_paused());
+        }
         if let Some(recorder) = &recorder {
             recorder.observe_state(state);
         }
@@ -306,6 +315,8 @@ fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
 struct StatusSource {
     host: &'static dyn Host,
     sender: Sender<Message>,
+    /// The placement of virtual machines, if it is on.
+    placement: Option<Arc<SharedPlacement>>,
     /// The doctor's findings, and when they expire.
     cached_findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
@@ -366,7 +377,8 @@ impl StatusSource {
         }
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
-        status::build_status(self.host, snapshot, ProcessScope::All, found)
+        let placement = self.placement.as_ref().map(|placement| placement.report());
+        StatusReport { placement, ..status::build_status(self.host, snapshot, ProcessScope::All, found) }
     }
 }
 

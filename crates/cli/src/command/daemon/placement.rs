@@ -4,21 +4,53 @@ use super::log_line;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
+use pagefold_daemon::wire::PlacementReport;
 use pagefold_host::Host;
-use pagefold_numa::keeper::PlacementKeeper;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use pagefold_numa::keeper::{KeeperControl, KeeperReport, PlacementKeeper};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 /// The running thread. Dropping this ends it, and undoes a placement that is under way.
 pub struct PlacementThread {
-    stop: Arc<AtomicBool>,
+    shared: Arc<SharedPlacement>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread shares with the daemon.
+#[derive(Debug, Default)]
+pub struct SharedPlacement {
+    control: KeeperControl,
+    report: Mutex<KeeperReport>,
+}
+
+impl SharedPlacement {
+    /// The state of the placement, for the status.
+    pub fn report(&self) -> PlacementReport {
+        let report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        PlacementReport {
+            outcome: report.outcome.clone(),
+            placed_machines: report.placed_machines,
+            moved_bytes: report.moved_bytes,
+            failed_undos: report.failed_undos,
+        }
+    }
+}
+
+impl PlacementThread {
+    /// What the thread shares with the daemon.
+    pub fn shared(&self) -> Arc<SharedPlacement> {
+        Arc::clone(&self.shared)
+    }
+
+    /// Pauses the placement or lets it go on.
+    pub fn set_paused(&self, paused: bool) {
+        self.shared.control.set_paused(paused);
+    }
 }
 
 impl Drop for PlacementThread {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+        self.shared.control.end();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -29,17 +61,17 @@ impl Drop for PlacementThread {
 pub fn start(host: &'static dyn Host, global: &GlobalOptions) -> anyhow::Result<Option<PlacementThread>> {
     let Some(mut settings) = Config::load(global)?.placement else { return Ok(None) };
     settings.acts &= global.host == "live";
-    let (stop, directory) = (Arc::new(AtomicBool::new(false)), global.state.clone());
-    let stop_flag = Arc::clone(&stop);
+    let shared = Arc::new(SharedPlacement::default());
+    let (directory, own) = (global.state.clone(), Arc::clone(&shared));
     let keep = move || {
-        let mut last = String::new();
-        PlacementKeeper::new(host, directory, settings).run(&stop_flag, &mut |report| {
-            if report.outcome != last {
+        PlacementKeeper::new(host, directory, settings).run(&own.control, &mut |report| {
+            let mut last = own.report.lock().unwrap_or_else(PoisonError::into_inner);
+            if report.outcome != last.outcome {
                 log_line(&format!("placement on NUMA nodes: {}", report.outcome));
-                last.clone_from(&report.outcome);
             }
+            last.clone_from(report);
         });
     };
     let thread = thread::Builder::new().name("placement".to_owned()).spawn(keep).context("cannot start a thread")?;
-    Ok(Some(PlacementThread { stop, thread: Some(thread) }))
+    Ok(Some(PlacementThread { shared, thread: Some(thread) }))
 }

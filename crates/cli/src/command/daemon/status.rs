@@ -121,6 +121,7 @@ pub fn build_status(
         cgroups,
         cgroups_omitted,
         sharing: sharing_report(snapshot, page_bytes),
+        placement: None,
         decisions: snapshot.decisions.iter().take(MAX_LISTED_DECISIONS).map(decision_report).collect(),
         findings: findings.into_iter().filter(is_problem).collect(),
         findings_by_verdict,

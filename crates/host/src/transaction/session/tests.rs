@@ -3,7 +3,7 @@
 mod advice;
 mod placement;
 
-use super::undo::{GUEST_HUNG_REASON, HUNG_AFTER, PROCESS_EXIT_TIMEOUT};
+use super::undo::{HUNG_AFTER, HUNG_REASON, PROCESS_EXIT_TIMEOUT};
 use super::*;
 use crate::fake_host::{AdviceFault, FakeHost};
 use crate::faulty_host::{FaultyHost, InjectedFault};
@@ -81,7 +81,7 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     let expected = [7, 8, 9].map(|pid| format!("/objects/c of {pid}=false"));
     assert_eq!(requests, BTreeSet::from(expected));
     assert!(failed.len() == 9 && failed.iter().all(|failed| failed.will_retry), "{failed:?}");
-    assert_eq!(failed.iter().filter(|failed| failed.why == GUEST_HUNG_REASON).count(), 6, "{failed:?}");
+    assert_eq!(failed.iter().filter(|failed| failed.why == HUNG_REASON).count(), 6, "{failed:?}");
     host.set_advice_fault(None);
     drop(session);
     let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
@@ -111,7 +111,7 @@ fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     }
     let failed = session.undo_all().unwrap();
     assert_eq!((request_count.load(Ordering::Relaxed), failed.len()), (3, 2), "{failed:?}");
-    assert!(failed.iter().all(|failed| failed.will_retry) && failed[1].why == GUEST_HUNG_REASON, "{failed:?}");
+    assert!(failed.iter().all(|failed| failed.will_retry) && failed[1].why == HUNG_REASON, "{failed:?}");
 }
 
 #[test]

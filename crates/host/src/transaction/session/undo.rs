@@ -19,8 +19,25 @@ pub(super) const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A guest that takes this long to refuse a backend hangs, busy or not.
 pub(super) const HUNG_AFTER: Duration = Duration::from_secs(1);
 
-/// Why a change of a guest is not undone after another one of the same guest.
-pub(super) const GUEST_HUNG_REASON: &str = "the control socket of the guest did not answer in time for another change";
+/// Why a change through a socket is not undone after another one through the same socket.
+pub(super) const HUNG_REASON: &str = "the control socket did not answer in time for another change";
+
+/// The program that makes a change when it is asked through its socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum SocketOwner {
+    Guest(ProcessId),
+    Libvirt,
+}
+
+impl SocketOwner {
+    fn of(action: &Action) -> Option<Self> {
+        match action {
+            Action::SetQomProperty { process, .. } => Some(Self::Guest(*process)),
+            Action::SetAffinity { pin: Some(_), .. } => Some(Self::Libvirt),
+            _ => None,
+        }
+    }
+}
 
 /// The result of undoing an entry.
 #[derive(Default)]
@@ -58,21 +75,26 @@ impl Session<'_> {
 
     /// Undoes all entries, newest first, even if an undo or a write of the journal fails.
     pub(super) fn undo_entries(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
+        self.undo_entries_after(0)
+    }
+
+    /// Undoes the entries after the first `kept_count` ones, newest first.
+    pub(super) fn undo_entries_after(&mut self, kept_count: usize) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
         let (mut undone, mut failed_undos, mut stored) = (Vec::new(), Vec::new(), Ok(()));
         let (older_count, deadline) = (self.retry_entries.len(), self.host.now() + PROCESS_EXIT_TIMEOUT);
-        // Each backend of a guest that hangs would take the whole timeout of its control socket.
-        let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
+        // Each change through the socket of a program that hangs would take the whole timeout.
+        let mut hung: BTreeSet<SocketOwner> = BTreeSet::new();
         // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
-        while let Some(entry) = self.journal.entries.last().cloned() {
-            let guest = matches!(entry.undo, Action::SetQomProperty { .. }).then(|| entry.undo.process()).flatten();
+        while let Some(entry) = self.journal.entries.get(kept_count..).and_then(<[_]>::last).cloned() {
+            let socket_owner = SocketOwner::of(&entry.undo);
             let started = self.host.now();
-            let result = match guest {
-                Some(process) if hung.contains(&process) => UndoResult::failure(&entry, GUEST_HUNG_REASON, true),
+            let result = match socket_owner {
+                Some(owner) if hung.contains(&owner) => UndoResult::failure(&entry, HUNG_REASON, true),
                 _ => self.undo_entry(&entry, deadline),
             };
             let is_hung =
                 result.is_busy || !result.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
-            hung.extend(guest.filter(|_| is_hung));
+            hung.extend(socket_owner.filter(|_| is_hung));
             self.journal.entries.pop();
             undone.extend(result.undone);
             let retry_count = self.retry_entries.len();
@@ -95,8 +117,7 @@ impl Session<'_> {
 
     fn undo_entry(&mut self, entry: &JournalEntry, deadline: Instant) -> UndoResult {
         // The socket of a guest that has exited would be retried forever.
-        if entry.undo.process().is_some_and(|process| matches!(crate::hold(self.host, process), Err(Absent::Vanished)))
-        {
+        if entry.undo.process().is_some_and(|process| !self.is_alive(process)) {
             return UndoResult::success(entry);
         }
         if entry.until_commit
