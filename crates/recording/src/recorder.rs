@@ -5,6 +5,7 @@ use delegate::delegate;
 use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
 use pagefold_host::parse;
 use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::{BTreeMap, BTreeSet};
@@ -294,6 +295,20 @@ impl ProcessHandle for ProcessRecorder<'_> {
             Err(why) => self.recorder.save_answer(&path, Err(why.clone())),
         }
         answer
+    }
+
+    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers = self.process.ask_guest_agent(questions);
+        match &answers {
+            Ok(answers) => {
+                for (question, answer) in questions.iter().zip(answers) {
+                    let path = format!("{}/{}", self.directory, question.record_path());
+                    self.recorder.save_answer(&path, answer.as_deref().map_err(Absent::clone));
+                }
+            }
+            Err(why) => self.recorder.save_answer(&format!("{}/{RECORD_FOLDER}", self.directory), Err(why.clone())),
+        }
+        answers
     }
 
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
