@@ -105,9 +105,8 @@ impl Agent {
                     "guest-file-close" => json!({"return": {}}),
                     other => panic!("{other}"),
                 };
-                if stream.write_all(&change(name, answer)).is_err() {
-                    return;
-                }
+                // The client may have left, with commands that are still to be read.
+                let _ = stream.write_all(&change(name, answer));
             }
         }
     }
