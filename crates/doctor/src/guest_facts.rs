@@ -24,9 +24,9 @@ const FILES: &[(&str, usize)] = &[
 /// The maximum number of guests that are asked at once. Each may take until its time limit without using a CPU.
 const MAX_CONCURRENT_GUESTS: usize = 32;
 
-/// Asks the agent of each QEMU machine, and adds the answers to its facts.
-pub fn gather_guest_facts(host: &dyn Host, vms: &mut [VmFacts]) {
-    let mut vms: Vec<&mut VmFacts> = vms.iter_mut().filter(|vm| vm.definition.is_some()).collect();
+/// Asks the agent of each of these machines that is QEMU's, and adds the answers to its facts.
+pub fn gather_guest_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>) {
+    let mut vms: Vec<&mut VmFacts> = vms.filter(|vm| vm.definition.is_some()).collect();
     for concurrent in vms.chunks_mut(MAX_CONCURRENT_GUESTS) {
         thread::scope(|scope| {
             for vm in concurrent {

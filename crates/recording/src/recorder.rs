@@ -379,4 +379,31 @@ mod tests {
         let replayed = Recording::open(&kept).unwrap();
         assert_eq!(read_labels(&replayed, 8), ["com.docker.compose.project=shop", "tenant=tenant8"]);
     }
+
+    #[test]
+    fn answers_of_guests_are_recorded_with_their_reasons() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("live");
+        host_with_two_containers(&root);
+        fs::create_dir_all(root.join("files/proc/7/guest_agent/proc")).unwrap();
+        fs::write(root.join("files/proc/7/guest_agent/proc/stat"), "cpu  1\n").unwrap();
+        let refusals = "proc/7/guest_agent/vcpus.json\tno_answer refused\nproc/8/guest_agent\tno_answer it hangs\n";
+        fs::write(root.join("absent.txt"), refusals).unwrap();
+        let questions = [
+            GuestQuestion::Vcpus,
+            GuestQuestion::File { path: "/proc/stat", max_bytes: 10 },
+            GuestQuestion::TimerConfiguration,
+        ];
+        let ask = |host: &dyn Host, pid| host.open(Pid(pid)).unwrap().ask_guest_agent(&questions);
+        let live = Recording::open(&root).unwrap();
+        let kept = folder.path().join("kept");
+        let recorder = HostRecorder::new(&live, &kept, |_, _| true).unwrap();
+        let answers = [7, 8].map(|pid| ask(&recorder, pid));
+        let refused = Err(Absent::NoAnswer("refused".to_owned()));
+        assert_eq!(answers[0], Ok(vec![refused, Ok(b"cpu  1\n".to_vec()), Err(Absent::NotOnThisKernel)]));
+        assert_eq!(answers[1], Err(Absent::NoAnswer("it hangs".to_owned())));
+        recorder.finish("").unwrap();
+        let replayed = Recording::open(&kept).unwrap();
+        assert_eq!([7, 8].map(|pid| ask(&replayed, pid)), answers);
+    }
 }
