@@ -11,13 +11,15 @@ use pagefold_host::guest_agent::GuestQuestion;
 use pagefold_host::{Host, hold, parse};
 use std::thread;
 
+const STAT: &str = "/proc/stat";
+
 /// The files that the rules read of a guest, with a limit of their length. Of `/proc/cpuinfo` the first CPU suffices,
 /// and of `/proc/stat` the first line.
 const FILES: &[(&str, usize)] = &[
     ("/sys/devices/system/clocksource/clocksource0/current_clocksource", 4096),
     ("/sys/devices/system/clocksource/clocksource0/available_clocksource", 4096),
     ("/sys/devices/system/cpu/cpuidle/current_driver", 4096),
-    ("/proc/stat", 4096),
+    (STAT, 4096),
     ("/proc/cpuinfo", 16 << 10),
 ];
 
@@ -48,6 +50,9 @@ fn ask_guest(host: &dyn Host, vm: &VmFacts) -> Reading<GuestFacts> {
         match question {
             GuestQuestion::OperatingSystem => facts.system = answer.and_then(|bytes| parse::guest_system(&bytes)),
             GuestQuestion::Vcpus => facts.vcpus = answer.and_then(|bytes| parse::guest_vcpus(&bytes)),
+            GuestQuestion::File { path: STAT, .. } => {
+                facts.steal_percent = answer.and_then(|bytes| parse::steal_percent(&bytes));
+            }
             GuestQuestion::File { path, .. } => {
                 facts.files.insert(path, answer);
             }

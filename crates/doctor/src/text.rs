@@ -351,6 +351,17 @@ mod tests {
         ");
     }
 
+    #[test]
+    fn each_remedy_of_refusals_is_shown_once() {
+        let refused = |remedy: &str| FindingReport {
+            remedy: vec![remedy.to_owned()],
+            ..finding(VerdictName::Unknown, "cannot tell: x")
+        };
+        let remedies = ["sudo pagefold doctor", "# start the agent", "sudo pagefold doctor", "# start the agent"];
+        let text = render(&report(remedies.map(refused).into()), false, TextStyle::default());
+        assert!(text.contains("\nTo see it: sudo pagefold doctor\n           # start the agent\n1 fail"), "{text}");
+    }
+
     fn details() -> SettingDetailsReport {
         let text = |text: &'static str| text.into();
         SettingDetailsReport {

@@ -1,30 +1,8 @@
 //! Answers of the agent within a guest. The guest writes them, so any bytes are possible.
 
+use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::{Absent, Reading};
 use serde_json::Value;
-
-/// The operating system of a guest (`guest-get-osinfo`).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GuestSystem {
-    /// The id of os-release: `debian`; `mswindows` for Windows.
-    pub id: String,
-}
-
-/// The virtual CPUs that a guest knows (`guest-get-vcpus`).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GuestVcpus {
-    /// CPUs in use.
-    pub online: u32,
-    /// CPUs that are present and not in use.
-    pub offline: u32,
-}
-
-impl GuestSystem {
-    /// Whether the files of Linux are to be expected.
-    pub fn is_linux(&self) -> bool {
-        !matches!(self.id.as_str(), "mswindows" | "freebsd" | "netbsd" | "openbsd")
-    }
-}
 
 /// Parses the answer to `guest-get-osinfo`.
 ///

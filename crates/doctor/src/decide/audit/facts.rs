@@ -3,11 +3,11 @@
 
 use crate::decide::{MissingReading, require};
 use pagefold_base::IdSet;
+use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Pid, ProcessId};
-use pagefold_host::parse::{GuestSystem, GuestVcpus};
 use std::collections::BTreeMap;
 
 /// A file that holds a setting.
@@ -50,13 +50,15 @@ pub struct VmFacts {
 }
 
 /// What a guest says of itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct GuestFacts {
     /// Its operating system.
     pub system: Reading<GuestSystem>,
     /// The virtual CPUs that it knows.
     pub vcpus: Reading<GuestVcpus>,
-    /// The first bytes of its files, by path.
+    /// The share of steal time in the time of all CPUs since its boot, in percent (`/proc/stat`).
+    pub steal_percent: Reading<f64>,
+    /// The first bytes of its other files, by path.
     pub files: BTreeMap<&'static str, Reading<Vec<u8>>>,
     /// The lines about the timer in the configuration of its kernel.
     pub timer_configuration: Reading<Vec<u8>>,
@@ -69,6 +71,7 @@ impl Default for GuestFacts {
         Self {
             system: Err(none.clone()),
             vcpus: Err(none.clone()),
+            steal_percent: Err(none.clone()),
             files: BTreeMap::new(),
             timer_configuration: Err(none),
         }

@@ -9,12 +9,10 @@ use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::{Absent, Reading};
-use pagefold_host::parse;
 
 const CURRENT_CLOCK: &str = "/sys/devices/system/clocksource/clocksource0/current_clocksource";
 const AVAILABLE_CLOCKS: &str = "/sys/devices/system/clocksource/clocksource0/available_clocksource";
 const IDLE_DRIVER: &str = "/sys/devices/system/cpu/cpuidle/current_driver";
-const STAT: &str = "/proc/stat";
 const CPUINFO: &str = "/proc/cpuinfo";
 const VERIFY: &str = "pagefold doctor --guest-agent --topic guest";
 
@@ -270,9 +268,10 @@ fn judge_steal(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts)
     if definition.cpu_features.get("kvm-steal-time") == Some(&false) {
         return Ok(rule.not_applicable("the guest is not told its stolen time", "kvm-steal-time=off"));
     }
-    let Some(stat) = guest.find_file(STAT)? else { return Ok(no_file(rule, guest, STAT)) };
-    let percent = parse::steal_percent(stat)
-        .map_err(|absent| MissingReading { reading_name: format!("{STAT} in the guest"), absent })?;
+    let percent = match &guest.steal_percent {
+        Err(Absent::NotOnThisKernel) => return Ok(no_file(rule, guest, "/proc/stat")),
+        percent => *require("/proc/stat in the guest", percent)?,
+    };
     let value = format!("{percent:.1} % of the CPU time since the guest's boot");
     let finding = match percent {
         _ if percent > FAIL_STEAL_PERCENT => rule.fail("the guest's CPUs waited long for CPUs of the host", value),
