@@ -22,7 +22,7 @@ Examples:
   sudo pagefold doctor                find problems in the settings of this host and its machines
   pagefold doctor --topic vm          audit the definitions of virtual machines only
   sudo pagefold doctor --pid 1234     find out why nothing of this process merges
-  sudo pagefold doctor --guest-agent  also ask the agents within guests for their clocks, CPUs and stolen time
+  sudo pagefold doctor --guest-agent  also ask the agents within guests
   pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
 
@@ -30,7 +30,8 @@ Nothing is changed: remedies are printed, not applied. With --guest-agent only c
 guest agents, and an agent has one second. Agents of libvirt's machines are not asked: libvirt is connected to them.
 
 Exit status: 0 no finding fails, 1 a finding fails, 2 no such process or another error, 3 no finding \
-fails but some are unknown, for lack of privilege or because ksmd has not scanned enough.";
+fails but some are unknown, for lack of privilege, because ksmd has not scanned enough, or because an agent does not \
+answer.";
 
 /// Arguments of `doctor`.
 #[derive(Args, Debug)]

@@ -4,6 +4,9 @@ use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::{Absent, Reading};
 use serde_json::Value;
 
+/// The maximum length of an id of os-release(5), which has lower-case letters, digits and few signs.
+const MAX_ID_BYTES: usize = 64;
+
 /// Parses the answer to `guest-get-osinfo`.
 ///
 /// # Errors
@@ -11,7 +14,8 @@ use serde_json::Value;
 pub fn guest_system(bytes: &[u8]) -> Reading<GuestSystem> {
     let answer: Option<Value> = serde_json::from_slice(bytes).ok();
     let id = answer.as_ref().and_then(|answer| answer.get("id")?.as_str());
-    id.map(|id| GuestSystem { id: id.to_owned() }).ok_or_else(|| malformed("guest-get-osinfo", bytes))
+    let is_name = |id: &&str| (1..=MAX_ID_BYTES).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic());
+    id.filter(is_name).map(|id| GuestSystem { id: id.to_owned() }).ok_or_else(|| malformed("guest-get-osinfo", bytes))
 }
 
 /// Parses the answer to `guest-get-vcpus`. A CPU that is listed twice counts once.
@@ -105,7 +109,9 @@ mod tests {
         let debian = guest_system(br#"{"id": "debian", "kernel-release": "6.12.1"}"#).unwrap();
         assert!(debian.id == "debian" && debian.is_linux());
         assert!(!guest_system(br#"{"id": "mswindows"}"#).unwrap().is_linux());
-        for bytes in [&b"{}"[..], b"", b"[]", b"{\"id\": 1}", b"\xff"] {
+        let long = format!("{{\"id\": \"{}\"}}", "a".repeat(MAX_ID_BYTES + 1));
+        let others = [&b"{}"[..], b"", b"[]", b"{\"id\": 1}", b"\xff", b"{\"id\": \"\"}", b"{\"id\": \"a\\n\"}"];
+        for bytes in others.into_iter().chain([long.as_bytes()]) {
             assert!(matches!(guest_system(bytes), Err(Absent::Malformed(_))), "{bytes:?}");
         }
     }

@@ -64,6 +64,9 @@ pub struct GuestFacts {
     pub timer_configuration: Reading<Vec<u8>>,
 }
 
+/// The maximum length of a clock's or driver's name (include/linux/cpuidle.h, `CPUIDLE_NAME_LEN` is 16).
+const MAX_WORD_BYTES: usize = 64;
+
 impl Default for GuestFacts {
     /// A guest that has answered nothing.
     fn default() -> Self {
@@ -94,7 +97,7 @@ impl GuestFacts {
     pub(super) fn find_word(&self, path: &str) -> Result<Option<&str>, MissingReading> {
         let Some(bytes) = self.find_file(path)? else { return Ok(None) };
         let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
-        let is_word = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_graphic());
+        let is_word = (1..=MAX_WORD_BYTES).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic());
         if is_word { Ok(Some(text)) } else { Err(malformed_in_guest(path, &String::from_utf8_lossy(bytes))) }
     }
 }

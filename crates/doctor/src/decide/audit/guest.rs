@@ -135,9 +135,10 @@ pub(super) fn judge(
 ) -> RuleResult {
     let result = match guest {
         Ok(guest) => judge(rule, vm, guest, facts),
-        Err(Absent::NotOnThisKernel) => {
-            Ok(rule.not_applicable("the machine has no channel of the guest agent, or it was not recorded", "absent"))
-        }
+        Err(Absent::NotOnThisKernel) => Ok(rule.not_applicable(
+            "the command line of QEMU has no channel of the guest agent, or it was not recorded",
+            "absent",
+        )),
         Err(absent) => Err(MissingReading { reading_name: "the guest agent".to_owned(), absent: absent.clone() }),
     };
     result.or_else(|missing| {
@@ -165,9 +166,7 @@ fn require_kvm<'a>(rule: &RuleInfo, vm: &'a VmFacts) -> Result<Result<&'a VmDefi
 /// The finding for a file that a guest does not have.
 fn no_file(rule: &RuleInfo, guest: &GuestFacts, path: &str) -> Finding {
     match &guest.system {
-        Ok(system) if !system.is_linux() => {
-            rule.not_applicable("the guest is not Linux", system.id.escape_debug().to_string())
-        }
+        Ok(system) if !system.is_linux() => rule.not_applicable("the guest is not Linux", system.id.clone()),
         _ => rule.not_applicable(format!("the guest has no {path}"), "absent"),
     }
 }

@@ -90,6 +90,13 @@ const CASES: &[GuestCase] = &[
     ("guest-clocksource", &[(CLOCK, DENIED)], "", FEW_VCPUS, Unknown),
     ("guest-clocksource", &[(CLOCK, "")], "", FEW_VCPUS, Unknown),
     ("guest-clocksource", &[(CLOCK, "a b")], "", FEW_VCPUS, Unknown),
+    (
+        "guest-clocksource",
+        &[(CLOCK, "a-name-that-is-longer-than-any-name-that-the-kernel-has-for-a-clock")],
+        "",
+        FEW_VCPUS,
+        Unknown,
+    ),
     ("guest-clocksource", &[(CPUINFO, DENIED)], "", FEW_VCPUS, Unknown),
     ("guest-clocksource", &[(CPUINFO, "x")], "", FEW_VCPUS, Unknown),
     ("guest-haltpoll", &[], "", FEW_VCPUS, Fine),
