@@ -250,16 +250,17 @@ fn slow_bytes_do_not_prolong_a_session() {
         }
     };
     assert!(is_no_answer(&ask_server(drip, &[STAT], SHORT_TIMEOUT), "nothing within 300 ms"));
-    // After the synchronization, too: answers so far stay.
+    // After the synchronization, too: answers so far stay. They come in time also on a loaded host.
+    let timeout = Duration::from_secs(2);
     let agent = Agent::new(&[("/proc/stat", "cpu\n")]);
     let change = |command: &str, answer: Value| {
         if command == "guest-file-read" {
-            thread::sleep(3 * SHORT_TIMEOUT);
+            thread::sleep(2 * timeout);
         }
         unchanged(command, answer)
     };
     let questions = [GuestQuestion::Vcpus, STAT, GuestQuestion::OperatingSystem];
-    let answers = ask_server(|stream| agent.serve(stream, change), &questions, SHORT_TIMEOUT).unwrap();
+    let answers = ask_server(|stream| agent.serve(stream, change), &questions, timeout).unwrap();
     assert!(answers[0].is_ok() && is_no_answer(&answers[1], "nothing") && is_no_answer(&answers[2], "nothing"));
     assert_eq!(agent.commands("guest-get-osinfo"), 0, "nothing is sent after the deadline");
     assert_eq!(agent.commands("guest-file-close"), 1, "except that the file is closed");
