@@ -1,9 +1,9 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel with its KVM
-# modules, unpacked and never installed) and an initramfs (busybox and guest/init). Also prepares what tests start: compilers for C and C++,
-# Open MPI, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set up), and libvirt (its daemons are not
-# started). It skips steps that are done already, so it may run each time. Needs Debian on amd64 after `apt-get update`,
-# and root only if packages are missing.
+# modules, unpacked and never installed), an initramfs (busybox and guest/init) and QEMU's guest agent. Also prepares
+# what tests start: compilers for C and C++, Open MPI, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set
+# up), and libvirt (its daemons are not started). It skips steps that are done already, so it may run each time. Needs
+# Debian on amd64 after `apt-get update`, and root only if packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -120,6 +120,14 @@ if [ ! -s "$cache/vmlinuz-recent" ]; then
     else
         say "no recent kernel: tests that need one will be skipped"
     fi
+fi
+
+# The guest agent, which runs in a guest with the libraries of this machine.
+if [ ! -s "$cache/qemu-ga" ]; then
+    say "downloading qemu-guest-agent"
+    mkdir "$work/agent"
+    (cd "$work/agent" && apt-get -q -o APT::Sandbox::User=root download qemu-guest-agent >&2 && dpkg -x ./*.deb root)
+    mv "$work/agent/root/usr/sbin/qemu-ga" "$cache/qemu-ga"
 fi
 
 if [ ! -s "$cache/initramfs.cpio" ] || [ "$labs/guest/init" -nt "$cache/initramfs.cpio" ]; then

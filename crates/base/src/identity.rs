@@ -4,6 +4,7 @@
 //! so they are self-declared. Labels come from files of the container's runtime, which belong to root.
 
 mod container;
+pub mod guest_agent;
 mod job;
 pub mod thread_role;
 pub mod virtual_nodes;

@@ -11,6 +11,7 @@ pub mod domain;
 pub mod engine;
 pub mod exclusion;
 pub mod guard;
+pub mod guest;
 pub mod id_set;
 pub mod identity;
 pub mod ksm;

@@ -18,6 +18,9 @@ pub enum Absent {
     /// The value exists, but is not in the expected format; the text says how.
     #[error("malformed: {0}")]
     Malformed(String),
+    /// A program holds the value and does not give it; the text says which and why.
+    #[error("no answer: {0}")]
+    NoAnswer(String),
 }
 
 /// A value read from the host, or why it is absent.

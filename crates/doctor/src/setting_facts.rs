@@ -219,6 +219,7 @@ fn read_vm(
             .unwrap_or_default(),
         threads: read_threads(host, process),
         throttling: find_throttling(host, process, limits),
+        guest: None,
     })
 }
 

@@ -1,5 +1,5 @@
 //! The doctor's findings as text. Findings that need a decision are shown in full. Each `ok` finding, and each reading
-//! that the kernel refused, takes one line; one remedy at the end covers all refusals. Equal findings about several
+//! that was refused, takes one line; the remedies of refusals are at the end, each once. Equal findings about several
 //! virtual machines are one: they differ in the machine only. Rules about settings that do not apply share one line.
 
 use crate::wire::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
@@ -34,9 +34,11 @@ pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String 
     if !report.unscanned_processes.is_empty() {
         page.add_paragraph(&escape_unprintable(&render_unscanned(&report.unscanned_processes)), 0);
     }
-    if let Some(finding) = report.findings.iter().find(|finding| is_refusal(finding)).filter(|_| !verbose) {
-        page.add_commands("To see it", &finding.remedy, 0);
+    let mut remedies: Vec<String> = Vec::new();
+    for finding in report.findings.iter().filter(|finding| is_refusal(finding) && !verbose) {
+        remedies.extend(finding.remedy.iter().filter(|line| !remedies.contains(line)).cloned().collect::<Vec<_>>());
     }
+    page.add_commands("To see it", &remedies, 0);
     page.add_line(&render_summary(&report.counts));
     page.text
 }
@@ -347,6 +349,17 @@ mod tests {
         To see it: sudo pagefold doctor
         1 fail, 2 unknown, 1 ok
         ");
+    }
+
+    #[test]
+    fn each_remedy_of_refusals_is_shown_once() {
+        let refused = |remedy: &str| FindingReport {
+            remedy: vec![remedy.to_owned()],
+            ..finding(VerdictName::Unknown, "cannot tell: x")
+        };
+        let remedies = ["sudo pagefold doctor", "# start the agent", "sudo pagefold doctor", "# start the agent"];
+        let text = render(&report(remedies.map(refused).into()), false, TextStyle::default());
+        assert!(text.contains("\nTo see it: sudo pagefold doctor\n           # start the agent\n1 fail"), "{text}");
     }
 
     fn details() -> SettingDetailsReport {

@@ -89,7 +89,7 @@ pub struct FindingReport {
     /// The virtual machine it is about; absent for other processes and for the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
-    /// The topic of the rule: `ksm`, `kvm`, `cpu`, `memory`, `scheduling`, `devices` or `vm`.
+    /// The topic of the rule: `ksm`, `kvm`, `cpu`, `memory`, `scheduling`, `devices`, `vm` or `guest`.
     #[serde(default)]
     pub topic: Cow<'static, str>,
     /// Summary in one phrase.
@@ -248,7 +248,10 @@ impl DoctorReport {
             .iter()
             .map(|process| ProcessInfo::from_process(&process.process, Some(&process.domain)))
             .collect();
-        let is_requested = |scope| processes.iter().any(|process| Scope::Process(process.process.id) == scope);
+        let is_requested = |scope| {
+            let subjects = |process: &&ProcessFacts| [Scope::Process, Scope::Guest].map(|of| of(process.process.id));
+            processes.iter().any(|process| subjects(process).contains(&scope))
+        };
         let settings = examine_host(facts).into_iter().filter(|finding| is_requested(finding.scope));
         let findings = processes.iter().flat_map(|process| examine_process(facts, process)).chain(settings).collect();
         let mut report = Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()));

@@ -3,8 +3,10 @@
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
 use pagefold_doctor::decide::audit::facts::CpuThrottling;
-use pagefold_doctor::decide::{HostFacts, Verdict, examine_host};
+use pagefold_doctor::decide::{HostFacts, Scope, Verdict, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
+use pagefold_doctor::guest_facts::gather_guest_facts;
+use pagefold_doctor::wire::DoctorReport;
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::{FrameFlags, Host, ProcessHandle};
@@ -162,4 +164,75 @@ fn machine_whose_cgroup_has_no_readable_statistics_is_unknown() {
     let findings = examine_host(&facts);
     let finding = findings.iter().find(|finding| finding.rule == "vm-cpu-throttled").unwrap();
     assert_ne!(finding.verdict, Verdict::Ok);
+}
+
+/// The host of [`host`] whose machine has an agent that answers some questions.
+fn host_with_agent() -> AuditedHost {
+    let host = host();
+    let answers = [
+        ("osinfo.json", r#"{"id": "debian"}"#),
+        ("vcpus.json", r#"[{"logical-id": 0, "online": true}, {"logical-id": 1, "online": false}]"#),
+        ("sys/devices/system/clocksource/clocksource0/current_clocksource", "acpi_pm\n"),
+        ("proc/stat", "garbage\n"),
+        ("boot/config", "CONFIG_NO_HZ_IDLE=y\nCONFIG_HZ=250"),
+    ];
+    answers.iter().for_each(|(path, text)| host.host.put_file(&format!("proc/7/guest_agent/{path}"), text));
+    host
+}
+
+#[test]
+fn guests_are_asked_only_on_request() {
+    let host = host_with_agent();
+    let mut facts = gather(&host);
+    assert_eq!(facts.settings.vms[0].guest, None);
+    assert!(host.reads.lock().unwrap().keys().all(|path| !path.contains("guest_agent")));
+    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    let guest = facts.settings.vms[0].guest.clone().unwrap().unwrap();
+    assert_eq!(guest.vcpus.map(|vcpus| (vcpus.online, vcpus.offline)), Ok((1, 1)));
+    let verdicts: BTreeMap<&str, Verdict> = examine_host(&facts)
+        .into_iter()
+        .filter(|finding| matches!(finding.scope, Scope::Guest(id) if id.pid == Pid(7)))
+        .map(|finding| (finding.rule, finding.verdict))
+        .collect();
+    let expected = [
+        ("guest-clocksource", Verdict::Fail),
+        ("guest-cpus-online", Verdict::Ok),
+        ("guest-haltpoll", Verdict::NotApplicable),
+        ("guest-steal", Verdict::Unknown),
+        ("guest-timer-frequency", Verdict::Ok),
+    ];
+    assert_eq!(verdicts, expected.into());
+}
+
+#[test]
+fn machines_without_an_agent_and_ended_machines_are_not_judged() {
+    let host = host();
+    let mut facts = gather(&host);
+    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    assert_eq!(facts.settings.vms[0].guest, Some(Err(Absent::NotOnThisKernel)));
+    // Another process has its PID now.
+    facts.settings.vms[0].process.start_time += 1;
+    gather_guest_facts(&host_with_agent(), facts.settings.vms.iter_mut());
+    assert_eq!(facts.settings.vms[0].guest, Some(Err(Absent::Vanished)));
+}
+
+#[test]
+fn each_of_many_guests_is_asked() {
+    let host = host_with_agent();
+    let mut vms = vec![gather(&host).settings.vms[0].clone(); 100];
+    vms[99].definition = None;
+    gather_guest_facts(&host, vms.iter_mut());
+    assert!(vms[..99].iter().all(|vm| matches!(vm.guest, Some(Ok(_)))));
+    assert_eq!(vms[99].guest, None, "another monitor");
+}
+
+#[test]
+fn findings_about_a_guest_belong_to_its_process() {
+    let host = host_with_agent();
+    let mut facts = gather(&host);
+    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    let process = facts.processes.iter().find(|process| process.process.id.pid == Pid(7)).unwrap();
+    let report = DoctorReport::from_processes("x".to_owned(), &facts, &[process]).retain_topics(&["guest"]);
+    assert_eq!(report.findings.len(), 5);
+    assert!(report.findings.iter().all(|finding| finding.machine.as_deref() == Some("web")));
 }

@@ -384,7 +384,7 @@ impl From<Absent> for ActionError {
             Absent::Vanished => Self::Vanished,
             Absent::Denied => Self::Denied("the file cannot be read".to_owned()),
             Absent::NotOnThisKernel => Self::Unsupported("this kernel has no such file".to_owned()),
-            Absent::Malformed(what) => Self::Failed(what),
+            Absent::Malformed(what) | Absent::NoAnswer(what) => Self::Failed(what),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A host with injected faults, to test the code that reads hosts.
 
 use crate::action::{Action, ActionError, ActionOutcome};
+use crate::guest_agent::GuestQuestion;
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use delegate::delegate;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
@@ -192,6 +193,14 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
             }),
             _ => self.process.contents(method, runs, sink),
         }
+    }
+
+    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        self.host.check_for_fault(&self.path("#guest_agent"))?;
+        let answers = self.process.ask_guest_agent(questions)?;
+        let path = |question: &GuestQuestion| self.path(&format!("/{}", question.record_path()));
+        let changed = |(answer, question)| self.host.bytes_or_fault(&path(question), || answer);
+        Ok(answers.into_iter().zip(questions).map(changed).collect())
     }
 
     fn ask_merge_any(&self) -> Result<bool, ActionError> {

@@ -15,6 +15,7 @@ pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake_host;
 pub mod faulty_host;
+pub mod guest_agent;
 pub mod kernel_module;
 pub mod knob;
 pub mod memory_headroom;
@@ -25,6 +26,7 @@ pub mod resource;
 pub mod transaction;
 
 use action::{Action, ActionError, ActionOutcome};
+use guest_agent::GuestQuestion;
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 use resource::ResourceClass;
@@ -249,6 +251,13 @@ pub trait ProcessHandle: Send + Sync {
     /// the result. Pages that are no longer resident are [`PageContent::NotResident`] and are never faulted in. After
     /// an error, the pages for which `sink` was not called were not read.
     fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+
+    /// Asks the agent in the guest of this virtual machine, with one answer for each question, in the order of the
+    /// questions. The agent serves one client at a time, so ask only at the operator's request. `NotOnThisKernel` if
+    /// the machine has no channel for an agent. By default there are no answers.
+    fn ask_guest_agent(&self, _questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        Err(Absent::NotOnThisKernel)
+    }
 
     /// Lets the process itself read whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). This stops one of its
     /// threads, so use it only right before changing the process: see [`action::query_merge_any`].

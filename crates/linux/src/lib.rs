@@ -5,6 +5,7 @@
 mod apply;
 mod cgroup_namespace;
 mod frame_files;
+mod guest_agent;
 mod host_lock;
 pub mod launch;
 pub mod libvirt;
@@ -13,6 +14,7 @@ mod page_reader;
 mod proc_connector;
 mod process;
 pub mod qmp;
+mod unix_socket;
 
 pub use cgroup_namespace::enter_initial_cgroup_namespace;
 pub use page_reader::BATCH_BYTES;

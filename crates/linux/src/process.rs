@@ -7,6 +7,7 @@
 use crate::{LiveHost, absence_reason, apply, page_reader, read_whole_file};
 use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
+use pagefold_host::guest_agent::GuestQuestion;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_sys::pagemap::{self, MappedRange};
@@ -350,6 +351,10 @@ impl ProcessHandle for LiveProcess<'_> {
 
     fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
         crate::page_nodes::page_nodes(self, range)
+    }
+
+    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        crate::guest_agent::ask(self, questions)
     }
 
     fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

@@ -15,12 +15,12 @@
 //! detected by waiting for [`ANSWER_TIMEOUT`]. libvirt keeps its guests' monitors connected, and opens the socket
 //! itself.
 
+use crate::unix_socket::{ConnectError, check_peer, connect_with_timeout, reachable_path};
 use pagefold_base::identity::{Monitor as Kind, Vm};
 use pagefold_base::{Bytes, ProcessId};
+use pagefold_host::ProcessHandle;
 use pagefold_host::action::{ActionError, Exchange, MERGE_PROPERTY};
-use pagefold_host::{ProcessHandle, parse};
 use pagefold_sys::fault;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -200,12 +200,7 @@ pub fn set_property(
 /// may have another working directory or root.
 pub fn control_socket_path(process: &dyn ProcessHandle, vm: &Vm) -> Option<PathBuf> {
     let control = vm.control_socket.as_ref().filter(|_| vm.monitor == Kind::Qemu)?;
-    let within = |link: &str, path: &str| Path::new("/proc").join(process.id().pid.to_string()).join(link).join(path);
-    match control.strip_prefix('/') {
-        None => Some(within("cwd", control)),
-        Some(_) if Path::new(control).exists() => Some(control.into()),
-        Some(rest) => Some(within("root", rest)),
-    }
+    Some(reachable_path(process, control))
 }
 
 /// A session with a monitor.
@@ -232,15 +227,13 @@ impl<'a> QmpMonitor<'a> {
         stop: &'a AtomicBool,
     ) -> Result<Self, QmpError> {
         let deadline = Instant::now() + session_timeout;
-        let stream = connect_with_timeout(path, answer_timeout)?;
+        let stream = connect_with_timeout(path, answer_timeout).map_err(|error| match error {
+            ConnectError::Busy => QmpError::Busy { path: path.to_owned() },
+            ConnectError::Failed(source) => QmpError::Connect { path: path.to_owned(), source },
+        })?;
         let failed = |source: io::Error| QmpError::Io { path: path.to_owned(), source };
-        let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
-        let peer_pid = peer.pid.as_raw_nonzero().get();
-        // Read after connecting: the process that has the socket now cannot have passed on its PID.
-        let start_time = std::fs::read(format!("/proc/{peer_pid}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
-        let is_expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
-        if peer_pid.cast_unsigned() != process.pid.0 || !is_expected {
-            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found: peer_pid, expected: process });
+        if let Err(found) = check_peer(&stream, process).map_err(failed)? {
+            return Err(QmpError::UnexpectedPeer { path: path.to_owned(), found, expected: process });
         }
         stream.set_write_timeout(Some(answer_timeout)).map_err(failed)?;
         let (path, receive_buffer) = (path.to_owned(), Vec::new());
@@ -354,29 +347,6 @@ fn parse_backend(object: &Value) -> Option<(&str, &str)> {
     let text = |key: &str| object.get(key).and_then(Value::as_str).unwrap_or_default();
     let kind = text("type").strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).unwrap_or_default();
     kind.starts_with("memory-backend-").then(|| (text("name"), kind))
-}
-
-/// Connect with a timeout. A blocking connect would wait forever if the listener's queue is full.
-fn connect_with_timeout(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
-    let failed = |source: io::Error| QmpError::Connect { path: path.to_owned(), source };
-    let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|errno| failed(errno.into()))?;
-    let deadline = Instant::now() + timeout;
-    loop {
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) => break,
-            Err(rustix::io::Errno::AGAIN) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            Err(rustix::io::Errno::AGAIN) => return Err(QmpError::Busy { path: path.to_owned() }),
-            Err(errno) => return Err(failed(errno.into())),
-        }
-    }
-    let stream = UnixStream::from(socket);
-    stream.set_nonblocking(false).map_err(failed)?;
-    Ok(stream)
 }
 
 #[cfg(test)]

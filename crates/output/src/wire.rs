@@ -151,7 +151,7 @@ pub struct UnscannedProcessReport {
     /// Its name, if it could be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub comm: Option<String>,
-    /// `denied`, `vanished`, `not_on_this_kernel` or `malformed`.
+    /// `denied`, `vanished`, `not_on_this_kernel`, `malformed` or `no_answer`.
     pub reason: &'static str,
     /// The reason as text.
     pub detail: String,
@@ -165,6 +165,7 @@ impl UnscannedProcessReport {
             Absent::Vanished => "vanished",
             Absent::NotOnThisKernel => "not_on_this_kernel",
             Absent::Malformed(_) => "malformed",
+            Absent::NoAnswer(_) => "no_answer",
         };
         Self { pid, comm, reason, detail: why.to_string() }
     }

@@ -8,6 +8,7 @@
 //! files/                /proc and /sys files, byte for byte, below their own paths
 //!   proc/PID/cmdline    of recognized monitors and tuners; of other programs only the first word
 //!   proc/PID/environ    only the variables that name a job
+//!   proc/PID/guest_agent/   answers of the agent in a guest, if it was asked
 //!   proc/PID/fd.links   the link targets of a directory
 //!   DIRECTORY/.names    the names in a listed directory
 //!   FILE.mode           the permission bits of a file in octal, where they were read
@@ -34,6 +35,7 @@ use lines::{FrameLine, PageLine};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::BTreeMap;
 use std::fs;
@@ -268,6 +270,17 @@ impl ProcessHandle for RecordedProcess<'_> {
         Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
     }
 
+    /// Absent as a whole only if the recording has none of the answers.
+    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers: Vec<_> = questions.iter().map(|question| self.read(&question.record_path())).collect();
+        let folder = format!("{}/{RECORD_FOLDER}", self.directory);
+        let is_reached = answers.iter().any(Result::is_ok)
+            || questions.iter().any(|question| {
+                self.recording.absent.contains_key(&format!("{}/{}", self.directory, question.record_path()))
+            });
+        if is_reached { Ok(answers) } else { Err(self.recording.absence_reason(&folder)) }
+    }
+
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
         let page_len = self.recording.page_size.bytes();
         let pages = self.recording.process_pages(self.id.pid)?;
@@ -385,6 +398,7 @@ fn reason_to_text(why: &Absent) -> String {
         Absent::Denied => "denied".to_owned(),
         Absent::Vanished => "vanished".to_owned(),
         Absent::Malformed(what) => format!("malformed {}", what.replace('\n', " ")),
+        Absent::NoAnswer(what) => format!("no_answer {}", what.replace('\n', " ")),
     }
 }
 
@@ -393,6 +407,9 @@ fn reason_from_text(text: &str) -> Absent {
         "not_on_this_kernel" => Absent::NotOnThisKernel,
         "denied" => Absent::Denied,
         "vanished" => Absent::Vanished,
-        other => Absent::Malformed(other.strip_prefix("malformed ").unwrap_or(other).to_owned()),
+        other => match other.strip_prefix("no_answer ") {
+            Some(what) => Absent::NoAnswer(what.to_owned()),
+            None => Absent::Malformed(other.strip_prefix("malformed ").unwrap_or(other).to_owned()),
+        },
     }
 }

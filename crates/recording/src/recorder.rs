@@ -5,6 +5,7 @@ use delegate::delegate;
 use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
 use pagefold_host::parse;
 use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::{BTreeMap, BTreeSet};
@@ -296,6 +297,20 @@ impl ProcessHandle for ProcessRecorder<'_> {
         answer
     }
 
+    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers = self.process.ask_guest_agent(questions);
+        match &answers {
+            Ok(answers) => {
+                for (question, answer) in questions.iter().zip(answers) {
+                    let path = format!("{}/{}", self.directory, question.record_path());
+                    self.recorder.save_answer(&path, answer.as_deref().map_err(Absent::clone));
+                }
+            }
+            Err(why) => self.recorder.save_answer(&format!("{}/{RECORD_FOLDER}", self.directory), Err(why.clone())),
+        }
+        answers
+    }
+
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
         let answer = self.process.links(directory);
         let path = format!("{}/{directory}", self.directory);
@@ -363,5 +378,32 @@ mod tests {
         assert!(!everything.contains(&"ab".repeat(32)), "{everything}");
         let replayed = Recording::open(&kept).unwrap();
         assert_eq!(read_labels(&replayed, 8), ["com.docker.compose.project=shop", "tenant=tenant8"]);
+    }
+
+    #[test]
+    fn answers_of_guests_are_recorded_with_their_reasons() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("live");
+        host_with_two_containers(&root);
+        fs::create_dir_all(root.join("files/proc/7/guest_agent/proc")).unwrap();
+        fs::write(root.join("files/proc/7/guest_agent/proc/stat"), "cpu  1\n").unwrap();
+        let refusals = "proc/7/guest_agent/vcpus.json\tno_answer refused\nproc/8/guest_agent\tno_answer it hangs\n";
+        fs::write(root.join("absent.txt"), refusals).unwrap();
+        let questions = [
+            GuestQuestion::Vcpus,
+            GuestQuestion::File { path: "/proc/stat", max_bytes: 10 },
+            GuestQuestion::TimerConfiguration,
+        ];
+        let ask = |host: &dyn Host, pid| host.open(Pid(pid)).unwrap().ask_guest_agent(&questions);
+        let live = Recording::open(&root).unwrap();
+        let kept = folder.path().join("kept");
+        let recorder = HostRecorder::new(&live, &kept, |_, _| true).unwrap();
+        let answers = [7, 8].map(|pid| ask(&recorder, pid));
+        let refused = Err(Absent::NoAnswer("refused".to_owned()));
+        assert_eq!(answers[0], Ok(vec![refused, Ok(b"cpu  1\n".to_vec()), Err(Absent::NotOnThisKernel)]));
+        assert_eq!(answers[1], Err(Absent::NoAnswer("it hangs".to_owned())));
+        recorder.finish("").unwrap();
+        let replayed = Recording::open(&kept).unwrap();
+        assert_eq!([7, 8].map(|pid| ask(&replayed, pid)), answers);
     }
 }

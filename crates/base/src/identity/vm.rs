@@ -282,7 +282,7 @@ pub(super) fn split_at_commas(value: &str) -> Vec<String> {
     parts
 }
 
-fn is_on(parameters: &Parameters, key: &str) -> Option<bool> {
+pub(super) fn is_on(parameters: &Parameters, key: &str) -> Option<bool> {
     match parameters.get(key)?.as_str() {
         "on" | "yes" | "true" | "y" => Some(true),
         "off" | "no" | "false" | "n" => Some(false),

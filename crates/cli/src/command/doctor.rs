@@ -9,8 +9,10 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 use pagefold_base::Pid;
 use pagefold_doctor::decide::audit::Topic;
+use pagefold_doctor::decide::audit::facts::VmFacts;
 use pagefold_doctor::doctor_facts;
 use pagefold_doctor::doctor_facts::TrustPolicy;
+use pagefold_doctor::guest_facts;
 use pagefold_doctor::text;
 use pagefold_doctor::wire::{DoctorReport, VerdictName};
 use pagefold_output::wire;
@@ -20,13 +22,16 @@ Examples:
   sudo pagefold doctor                find problems in the settings of this host and its machines
   pagefold doctor --topic vm          audit the definitions of virtual machines only
   sudo pagefold doctor --pid 1234     find out why nothing of this process merges
+  sudo pagefold doctor --guest-agent  also ask the agents within guests
   pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
 
-Nothing is changed: remedies are printed, not applied.
+Nothing is changed: remedies are printed, not applied. With --guest-agent only commands that read are sent to QEMU's \
+guest agents, and an agent has one second. Agents of libvirt's machines are not asked: libvirt is connected to them.
 
 Exit status: 0 no finding fails, 1 a finding fails, 2 no such process or another error, 3 no finding \
-fails but some are unknown, for lack of privilege or because ksmd has not scanned enough.";
+fails but some are unknown, for lack of privilege, because ksmd has not scanned enough, or because an agent does not \
+answer.";
 
 /// Arguments of `doctor`.
 #[derive(Args, Debug)]
@@ -38,6 +43,10 @@ pub struct DoctorArguments {
     /// Show only findings of this topic; may be given several times
     #[arg(long, value_name = "TOPIC", value_parser = PossibleValuesParser::new(Topic::ALL.map(Topic::name)))]
     topic: Vec<String>,
+    /// Also ask the guest agent of each QEMU machine. It serves one client at a time, so another program has to wait
+    /// meanwhile
+    #[arg(long)]
+    guest_agent: bool,
     /// Also show findings that are ok in full
     #[arg(long, short)]
     verbose: bool,
@@ -53,7 +62,11 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     pids.sort();
     pids.dedup();
     let Config { domains, exclusions, .. } = Config::load(global)?;
-    let facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
+    let mut facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
+    if options.guest_agent {
+        let is_selected = |vm: &VmFacts| pids.is_empty() || pids.contains(&vm.process.pid);
+        guest_facts::gather_guest_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));
+    }
     let mut processes = Vec::new();
     for pid in &pids {
         match facts.processes.iter().find(|process| process.process.id.pid == *pid && pid.0 > 0) {

@@ -16,7 +16,7 @@ use pagefold_base::{Bytes, Pid};
 use pagefold_census::results::Census;
 use pagefold_census::{Hasher, PageIndex, ProcessSelection};
 use pagefold_daemon::run::utc_offset;
-use pagefold_doctor::doctor_facts;
+use pagefold_doctor::{doctor_facts, guest_facts};
 use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
@@ -70,6 +70,9 @@ pub struct RecordArguments {
     /// With --interval: end when the trace has this size
     #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "interval")]
     max_bytes: Bytes,
+    /// Also ask the guest agent of each QEMU machine, for `doctor --guest-agent`
+    #[arg(long)]
+    guest_agent: bool,
     #[command(flatten)]
     targets: ProcessOptions,
 }
@@ -86,6 +89,7 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
         hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,
         pass_interval: options.pass_interval,
         selection: host_selection::process_selection(&options.targets, global)?,
+        asks_guests: options.guest_agent,
         stop: &stop,
         global,
     };
@@ -119,6 +123,8 @@ struct RecordingSession<'a> {
     hasher: Hasher,
     pass_interval: Duration,
     selection: ProcessSelection,
+    /// Whether to ask the agents within guests.
+    asks_guests: bool,
     stop: &'a AtomicBool,
     global: &'a GlobalOptions,
 }
@@ -226,7 +232,7 @@ impl RecordingSession<'_> {
             self.global,
         )?;
         recorder.restrict_to_pids(recorded_pids(host, &census));
-        read_for_other_commands(host, &recorder, &census);
+        read_for_other_commands(host, &recorder, &census, self.asks_guests);
         let nodes = NumaNodes::read(&recorder).unwrap_or_default();
         let line_count = write_pages(&recorder, &census, &index, &nodes, root)?;
         write_lines(
@@ -248,8 +254,11 @@ impl RecordingSession<'_> {
 }
 
 /// Read the files that other commands read beyond a census. The recorder stores them, also if they are absent.
-fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census: &Census) {
-    let facts = doctor_facts::gather_host_facts(recorder, &[], &Default::default());
+fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census: &Census, asks_guests: bool) {
+    let mut facts = doctor_facts::gather_host_facts(recorder, &[], &Default::default());
+    if asks_guests {
+        guest_facts::gather_guest_facts(recorder, facts.settings.vms.iter_mut());
+    }
     for process in &facts.processes {
         if let Ok(handle) = recorder.open(process.process.id.pid) {
             let _ = observe::rollup(&*handle);

@@ -13,6 +13,7 @@
 
 mod cgroup;
 mod connector;
+mod guest;
 mod ksm;
 mod labels;
 mod libvirt;
@@ -26,6 +27,7 @@ pub use cgroup::{
     throttled_periods,
 };
 pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request, proc_event};
+pub use guest::{base64, guest_system, guest_vcpus, steal_percent};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};
 pub use libvirt::libvirt_domain_state;

@@ -2,6 +2,8 @@
 
 use super::*;
 use pagefold_base::Pid;
+use pagefold_host::parse;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use std::io::BufRead;
 use std::os::unix::net::UnixListener;
 use std::thread;

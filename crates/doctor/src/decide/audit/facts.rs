@@ -3,6 +3,7 @@
 
 use crate::decide::{MissingReading, require};
 use pagefold_base::IdSet;
+use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::{Absent, Reading};
@@ -44,6 +45,61 @@ pub struct VmFacts {
     pub threads: Reading<Vec<VmThread>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
+    /// What the agent in the guest answered; `None` if it was not asked.
+    pub guest: Option<Reading<GuestFacts>>,
+}
+
+/// What a guest says of itself.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GuestFacts {
+    /// Its operating system.
+    pub system: Reading<GuestSystem>,
+    /// The virtual CPUs that it knows.
+    pub vcpus: Reading<GuestVcpus>,
+    /// The share of steal time in the time of all CPUs since its boot, in percent (`/proc/stat`).
+    pub steal_percent: Reading<f64>,
+    /// The first bytes of its other files, by path.
+    pub files: BTreeMap<&'static str, Reading<Vec<u8>>>,
+    /// The lines about the timer in the configuration of its kernel.
+    pub timer_configuration: Reading<Vec<u8>>,
+}
+
+/// The maximum length of a clock's or driver's name (include/linux/cpuidle.h, `CPUIDLE_NAME_LEN` is 16).
+const MAX_WORD_BYTES: usize = 64;
+
+impl Default for GuestFacts {
+    /// A guest that has answered nothing.
+    fn default() -> Self {
+        let none = Absent::NotOnThisKernel;
+        Self {
+            system: Err(none.clone()),
+            vcpus: Err(none.clone()),
+            steal_percent: Err(none.clone()),
+            files: BTreeMap::new(),
+            timer_configuration: Err(none),
+        }
+    }
+}
+
+impl GuestFacts {
+    /// The bytes of a file that a rule needs; `None` if the guest does not have it.
+    pub(super) fn find_file(&self, path: &str) -> Result<Option<&[u8]>, MissingReading> {
+        match self.files.get(path) {
+            None | Some(Err(Absent::NotOnThisKernel)) => Ok(None),
+            Some(Ok(bytes)) => Ok(Some(bytes)),
+            Some(Err(absent)) => {
+                Err(MissingReading { reading_name: format!("{path} in the guest"), absent: absent.clone() })
+            }
+        }
+    }
+
+    /// The word in a file that a rule needs; `None` if the guest does not have the file.
+    pub(super) fn find_word(&self, path: &str) -> Result<Option<&str>, MissingReading> {
+        let Some(bytes) = self.find_file(path)? else { return Ok(None) };
+        let text = std::str::from_utf8(bytes).unwrap_or_default().trim();
+        let is_word = (1..=MAX_WORD_BYTES).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic());
+        if is_word { Ok(Some(text)) } else { Err(malformed_in_guest(path, &String::from_utf8_lossy(bytes))) }
+    }
 }
 
 /// A thread of a virtual machine.
@@ -158,6 +214,11 @@ impl SettingFacts {
         numbers.sort_unstable();
         Ok(numbers)
     }
+}
+
+/// The reading that a file of a guest does not have the expected format.
+pub(super) fn malformed_in_guest(path: &str, text: &str) -> MissingReading {
+    MissingReading { reading_name: format!("{path} in the guest"), ..malformed(path, text) }
 }
 
 /// The reading that a file does not have the expected format.

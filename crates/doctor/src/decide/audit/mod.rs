@@ -4,12 +4,13 @@
 //! or this monitor does not have is `n/a`; a value that could not be read is `unknown`. No rule reports `ok` for what it
 //! has not read. A rule that finds a better value also has the change as data, for `pagefold tune`.
 //!
-//! The rules are grouped by topic: KVM, CPUs, memory, scheduling, devices, and the definition and threads of each
-//! virtual machine.
+//! The rules are grouped by topic: KVM, CPUs, memory, scheduling, devices, the definition and threads of each
+//! virtual machine, and what the agent in a guest tells.
 
 mod cpu;
 mod devices;
 pub mod facts;
+mod guest;
 mod kvm;
 mod memory;
 mod scheduling;
@@ -19,7 +20,7 @@ mod vm;
 
 use super::change::{SettingChange, SettingDetails};
 use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Scope};
-use facts::{SettingFacts, VmFacts};
+use facts::{GuestFacts, SettingFacts, VmFacts};
 use pagefold_base::reading::Absent;
 
 /// The groups of rules.
@@ -39,12 +40,14 @@ pub enum Topic {
     Devices,
     /// The definition and threads of each virtual machine.
     Vm,
+    /// What guests tell of themselves.
+    Guest,
 }
 
 impl Topic {
     /// All topics.
-    pub const ALL: [Self; 7] =
-        [Self::Ksm, Self::Kvm, Self::Cpu, Self::Memory, Self::Scheduling, Self::Devices, Self::Vm];
+    pub const ALL: [Self; 8] =
+        [Self::Ksm, Self::Kvm, Self::Cpu, Self::Memory, Self::Scheduling, Self::Devices, Self::Vm, Self::Guest];
 
     /// Its name on the command line.
     pub fn name(self) -> &'static str {
@@ -56,6 +59,7 @@ impl Topic {
             Self::Scheduling => "scheduling",
             Self::Devices => "devices",
             Self::Vm => "vm",
+            Self::Guest => "guest",
         }
     }
 }
@@ -66,6 +70,8 @@ enum Judge {
     Host(fn(&RuleInfo, &HostFacts) -> RuleResult),
     /// Each virtual machine.
     Vm(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
+    /// The guest in each virtual machine whose agent was asked.
+    Guest(fn(&RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult),
 }
 
 /// A rule about settings.
@@ -91,13 +97,14 @@ pub struct RuleSummary {
     pub details: &'static SettingDetails,
 }
 
-static GROUPS: [(Topic, &[SettingRule]); 6] = [
+static GROUPS: [(Topic, &[SettingRule]); 7] = [
     (Topic::Kvm, kvm::RULES),
     (Topic::Cpu, cpu::RULES),
     (Topic::Memory, memory::RULES),
     (Topic::Scheduling, scheduling::RULES),
     (Topic::Devices, devices::RULES),
     (Topic::Vm, vm::RULES),
+    (Topic::Guest, guest::RULES),
 ];
 
 /// All rules about settings, by topic.
@@ -129,6 +136,12 @@ pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
                 let mut finding = rule.complete(judge(&rule.rule, vm, facts), Scope::Process(vm.process));
                 finding.source = finding.source.replace("PID", &vm.process.pid.to_string());
                 finding
+            })),
+            Judge::Guest(judge) => findings.extend(facts.settings.vms.iter().filter_map(|vm| {
+                let result = guest::judge(&rule.rule, judge, vm, vm.guest.as_ref()?, facts);
+                let mut finding = rule.complete(result, Scope::Guest(vm.process));
+                finding.source = finding.source.replace("PID", &vm.process.pid.to_string());
+                Some(finding)
             })),
         }
     }

@@ -1,5 +1,6 @@
 //! Table tests: the settings of a host in good order, a few changes, and the verdict of one rule.
 
+mod guest;
 mod host;
 mod kvm;
 mod properties;
@@ -132,6 +133,7 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         definition: Some(parse_vm_definition(&arguments)),
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
         throttling: Ok(None),
+        guest: None,
     }
 }
 

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 /// A machine that no rule warns of.
 pub(super) fn good_vm() -> VmFacts {
-    vm(500, GOOD_VM, &["0-7", "0-7"])
+    VmFacts { guest: Some(Ok(guest::good_guest())), ..vm(500, GOOD_VM, &["0-7", "0-7"]) }
 }
 
 /// The command line of a machine that no rule warns of.
@@ -56,6 +56,7 @@ proptest! {
             machine.definition = Some(Err(why.clone()));
             machine.threads = Err(why.clone());
             machine.throttling = Err(why.clone());
+            machine.guest = Some(Err(why.clone()));
         }
         for found in examine(&facts) {
             prop_assert!(matches!(found.verdict, Unknown | NotApplicable), "{found:?}");
