@@ -61,6 +61,20 @@ impl Scenes {
     }
 }
 
+fn check_daemon(scenes: &Scenes) {
+    let before = scenes.state("arrived-before");
+    assert!(before.node_pages[0] >= 12_288, "{before:?}");
+    let placed = scenes.state("arrived");
+    assert!(placed.node_pages[1] >= 12_288 && placed.cpus == before.cpus, "{placed:?} {}", scenes.0);
+    let verified = scenes.json("arrived-verify");
+    let machine = verified["machines"].as_array().unwrap().iter().find(|machine| machine["name"] == "arrived");
+    assert_eq!(machine.unwrap()["state"], "as_planned", "{verified}");
+    assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.0);
+    assert!(scenes.state("arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
+    assert_eq!(scenes.exit("arrived-undo"), 0);
+    assert!(scenes.state("arrived-undone").is_as(&before));
+}
+
 fn run_guest() -> Option<Scenes> {
     let directory = GuestAssets::default_directory();
     let kernel = match GuestAssets::find(&directory).and_then(|_| GuestAssets::find_recent_kernel(&directory)) {
@@ -119,6 +133,7 @@ fn machines_are_placed_verified_and_restored() {
     check_restricted_process(&scenes);
     check_merged_pages(&scenes);
     check_virtual_nodes(&scenes);
+    check_daemon(&scenes);
     check_full_node(&scenes);
 }
 

@@ -4,8 +4,9 @@
 //! undone alone and named; the others stay. In the end the sessions keep their changes until `pagefold tune undo`. A
 //! kill before that leaves the journals to `pagefold recover`.
 
-use crate::decide::modprobe::MODULE_FILE;
+use crate::decide::modprobe::{MODULE_FILE, set_parameters};
 use crate::decide::{Effect, ModuleChange, Step, TunePlan};
+use crate::facts;
 use crate::kept::PURPOSE;
 use pagefold_host::Host;
 use pagefold_host::action::{Action, ActionError, Exchange};
@@ -125,16 +126,17 @@ fn write_setting(sessions: &mut Sessions<'_>, path: &str, value: &str) -> Result
     run(sessions, &Action::Write { knob, value: after })
 }
 
-/// Loads a module with new parameters, and then stores them in the file, so that a refused reload leaves no file.
+/// Loads a module with new parameters, and then stores them in the file, so that a refused reload leaves no file. They are
+/// added to what the file holds now: an earlier step may have failed.
 fn change_module(sessions: &mut Sessions<'_>, change: &ModuleChange) -> Result<(), Error> {
     let reload = change.reload.then(|| reload_action(change)).transpose()?;
     if let Some(reload) = &reload {
         run(sessions, reload)?;
     }
-    let content = Exchange {
-        from: ConfigContent(change.file_before.clone()),
-        to: ConfigContent(Some(change.file_after.clone())),
-    };
+    let host = sessions.get(&ResourceClass::Configuration).map(Session::host);
+    let present = host.and_then(|host| facts::read_text(host, MODULE_FILE).ok());
+    let text = set_parameters(present.as_deref(), &change.module, &change.to);
+    let content = Exchange { from: ConfigContent(present), to: ConfigContent(Some(text)) };
     let file = ConfigFile::from_path(MODULE_FILE).map_err(|error| ActionError::Unsupported(error.to_string()))?;
     let stored = run(sessions, &Action::ReplaceFile { file, content });
     if let (Err(_), Some(Action::ReloadModule { module, parameters })) = (&stored, reload) {
@@ -190,6 +192,35 @@ mod tests {
         let proposal =
             Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
         plan(&[proposal], None::<Profile>, &state)
+    }
+
+    #[test]
+    fn file_holds_no_parameters_of_a_module_that_was_not_loaded_again() {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        fake.put_file("sys/module/kvm_intel/parameters/ept", "N");
+        fake.put_file("sys/module/kvm_intel/refcnt", "0");
+        let change = |module: &str, parameter: &str| SettingChange::ModuleParameter {
+            module: module.to_owned(),
+            parameter: parameter.to_owned(),
+            value: "1".to_owned(),
+        };
+        let changes = vec![change("kvm_amd", "npt"), change("kvm_intel", "ept")];
+        let state = read_state(&fake, &changes.iter().collect::<Vec<_>>(), &[]);
+        let proposal =
+            Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
+        let plan = plan(&[proposal], None::<Profile>, &state);
+        assert_eq!(plan.steps.len(), 2, "{plan:?}");
+        let reloads = std::sync::atomic::AtomicUsize::new(0);
+        let refuse_first = |path: &str| {
+            let is_reload = path.ends_with("#reload");
+            (is_reload && reloads.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 0)
+                .then_some(InjectedFault::Absent(Absent::Denied))
+        };
+        let faulty = FaultyHost::new(&fake, refuse_first);
+        let applied = apply(&faulty, directory.path(), &plan, false).unwrap();
+        assert_eq!((applied.done, applied.failed.len()), (vec![1], 1));
+        let file = String::from_utf8(fake.read(MODULE_FILE).unwrap()).unwrap();
+        assert!(file.contains("kvm_intel ept=1") && !file.contains("kvm_amd"), "{file}");
     }
 
     #[test]

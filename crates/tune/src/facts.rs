@@ -46,7 +46,7 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
     }
 }
 
-fn read_text(host: &dyn Host, path: &str) -> Reading<String> {
+pub(crate) fn read_text(host: &dyn Host, path: &str) -> Reading<String> {
     Ok(String::from_utf8_lossy(&host.read(path)?).into_owned())
 }
 

@@ -110,7 +110,12 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let map = read_placeable_map(&*host, &options.targets, global)?;
     let problem = options.plan.problem(&map, host.page_size());
     let (targets, planned_pages) = match &options.to {
-        Some(nodes) => requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip(),
+        Some(nodes) => {
+            if let Some(vm) = problem.vms.iter().find(|vm| vm.fixed && !vm.allowed_nodes.is_empty()) {
+                bail!("--to: the memory of {} is pinned, as for a passed-through device, and cannot be moved", vm.name);
+            }
+            requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip()
+        }
         None => planned_targets(&problem, &plan::plan(&problem, options.plan.deadline)),
     };
     let prepared = apply::prepare(&*host, &map, &targets).map_err(cannot_read)?;
@@ -183,9 +188,6 @@ pub(super) fn requested_targets(
                 vm.name,
                 if allowed.is_empty() { "no node".to_owned() } else { format!("nodes {}", allowed.join(", ")) }
             );
-        }
-        if vm.fixed {
-            bail!("--to: the memory of {} is pinned, for example for a passed-through device, and cannot be moved", vm.name);
         }
         let target = MachineTarget::new(position, vm.parts.len(), &pattern, problem);
         let target = target.context("a requested placement has nodes")?;

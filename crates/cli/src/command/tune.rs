@@ -34,7 +34,7 @@ Exit status: 0 nothing is to be changed, 1 the plan has steps, 2 failure.";
 
 const APPLY_EXAMPLES: &str = "\
 Examples:
-  sudo pagefold tune apply --dry-run            the same as `plan`
+  sudo pagefold tune apply --dry-run            show the plan, and change nothing
   sudo pagefold tune apply --only live          settings of the running kernel, no module
   sudo pagefold tune apply --profile latency
   sudo pagefold tune apply --import my.conf     what a file of tuned, sysctl.d or modprobe.d sets
