@@ -264,6 +264,30 @@ pub fn cpuset_cpus(host: &dyn Host, pid: Pid, tid: Pid) -> Option<IdSet> {
         return cpus.parse().ok();
     }
     let groups = Path::new(&cgroup).ancestors();
-    let cpus = groups.map(|group| text(&format!("sys/fs/cgroup{}/cpuset.cpus.effective", group.display())));
+    let cpus = groups.map(|group| {
+        let group = group.to_string_lossy();
+        text(&format!("sys/fs/cgroup{}/cpuset.cpus.effective", group.trim_end_matches('/')))
+    });
     cpus.flatten().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_host::FakeHost;
+
+    #[test]
+    fn cpus_of_a_cgroup_come_from_its_cpuset_or_from_a_group_above() {
+        let host = FakeHost::booted();
+        let cpus = |host: &FakeHost| cpuset_cpus(host, Pid(7), Pid(8)).map(|cpus| cpus.to_string());
+        assert_eq!(cpus(&host), None);
+        host.put_file("proc/7/task/8/cpuset", "/machine/web\n");
+        assert_eq!(cpus(&host), None, "no cgroup file system");
+        host.put_file("sys/fs/cgroup/cpuset.cpus.effective", "0-7\n");
+        assert_eq!(cpus(&host).as_deref(), Some("0-7"), "version 2, the root");
+        host.put_file("sys/fs/cgroup/machine/cpuset.cpus.effective", "0-3\n");
+        assert_eq!(cpus(&host).as_deref(), Some("0-3"), "version 2, a group above");
+        host.put_file("sys/fs/cgroup/cpuset/machine/web/cpuset.effective_cpus", "2\n");
+        assert_eq!(cpus(&host).as_deref(), Some("2"), "version 1");
+    }
 }

@@ -270,6 +270,7 @@ impl<'h> PlacementKeeper<'h> {
         let directory = StateDirectory::open(&self.directory)?;
         let boot = session::read_boot_id(self.host)?;
         let mut record = PlacementRecord::load(&directory, &boot)?;
+        record.forget_ended(self.host);
         record.counters = counters;
         outcome.note_in_records(&mut placed);
         record.add(placed);

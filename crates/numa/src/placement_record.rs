@@ -8,9 +8,9 @@ use crate::decide::{self, AccessCost, NodeShares};
 use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::topology::{LOCAL_DISTANCE, Topology};
-use pagefold_base::{IdSet, Pages, Pid, ProcessId};
+use pagefold_base::{Absent, IdSet, Pages, Pid, ProcessId};
 use pagefold_host::transaction::journal::StateDirectory;
-use pagefold_host::{Host, observe};
+use pagefold_host::{Host, hold, observe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -109,6 +109,12 @@ impl PlacementRecord {
     /// If it cannot be written.
     pub fn store(&self, directory: &StateDirectory) -> io::Result<()> {
         directory.replace(RECORD_FILE, &serde_json::to_vec(self)?)
+    }
+
+    /// Drops the machines that have ended.
+    pub fn forget_ended(&mut self, host: &dyn Host) {
+        let has_ended = |machine: &PlacedMachine| matches!(hold(host, machine.process()), Err(Absent::Vanished));
+        self.machines.retain(|machine| !has_ended(machine));
     }
 
     /// Adds machines, in place of their earlier records.

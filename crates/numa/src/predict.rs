@@ -83,7 +83,8 @@ pub fn predict(
     let mut readers = readers;
     readers[target.position].node = main_node(&target.parts);
     let copies_after = frame_sharing::copies_for_nodes(&readers, node_of_frame);
-    let arrivals = arrivals(placement, &target.parts);
+    let memory = part_memory(placement, target.parts.len());
+    let arrivals = arrivals(&memory, &target.parts);
     let page = host.page_size();
     let nodes =
         arrivals.iter().map(|(&node, kinds)| node_arrival(host, map, (node, *kinds), page, headroom_share)).collect();
@@ -94,7 +95,7 @@ pub fn predict(
             sum += kinds;
             sum
         }),
-        kept: kept_pages(placement, &target.parts),
+        kept: kept_pages(&memory, &target.parts),
         pinned: placement.process.pinned.clone(),
         nodes,
         shared,
@@ -131,9 +132,9 @@ fn part_memory(placement: &ProcessPlacement, count: usize) -> Vec<PageNodes> {
 }
 
 /// The pages that come to each new node from other nodes.
-fn arrivals(placement: &ProcessPlacement, targets: &[PartNodes]) -> BTreeMap<u32, PageKinds> {
+fn arrivals(parts: &[PageNodes], targets: &[PartNodes]) -> BTreeMap<u32, PageKinds> {
     let mut arrivals: BTreeMap<u32, PageKinds> = BTreeMap::new();
-    for (memory, nodes) in part_memory(placement, targets.len()).iter().zip(targets) {
+    for (memory, nodes) in parts.iter().zip(targets) {
         for &(node, share) in nodes {
             let arriving = arrivals.entry(node).or_default();
             for (_, kinds) in memory.by_node.iter().filter(|(from, _)| **from != node) {
@@ -145,9 +146,9 @@ fn arrivals(placement: &ProcessPlacement, targets: &[PartNodes]) -> BTreeMap<u32
 }
 
 /// Merged pages and pages of files on nodes that are none of the part's.
-fn kept_pages(placement: &ProcessPlacement, targets: &[PartNodes]) -> PageKinds {
+fn kept_pages(parts: &[PageNodes], targets: &[PartNodes]) -> PageKinds {
     let mut kept = PageKinds::default();
-    for (memory, nodes) in part_memory(placement, targets.len()).iter().zip(targets) {
+    for (memory, nodes) in parts.iter().zip(targets) {
         for (_, kinds) in memory.by_node.iter().filter(|(node, _)| nodes.iter().all(|(target, _)| target != *node)) {
             kept += PageKinds { merged: kinds.merged, file: kinds.file, ..PageKinds::default() };
         }
@@ -189,5 +190,50 @@ fn free_hugetlb(host: &dyn Host, node: u32) -> Reading<Bytes> {
         [] => Ok(Bytes::ZERO),
         [free] => Ok(free),
         _ => Err(Absent::NotOnThisKernel),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory with so many small, merged and file pages on each node.
+    fn memory(nodes: &[(u32, u64, u64, u64)]) -> PageNodes {
+        let kinds = |&(node, small, merged, file): &(u32, u64, u64, u64)| {
+            let (small, merged, file) = (Pages(small), Pages(merged), Pages(file));
+            (node, PageKinds { small, merged, file, ..PageKinds::default() })
+        };
+        PageNodes { by_node: nodes.iter().map(kinds).collect(), ..PageNodes::default() }
+    }
+
+    fn small(arrivals: &BTreeMap<u32, PageKinds>) -> Vec<(u32, u64)> {
+        arrivals.iter().map(|(&node, kinds)| (node, kinds.small.0)).collect()
+    }
+
+    #[test]
+    fn memory_on_other_nodes_arrives_without_merged_and_file_pages() {
+        let parts = [memory(&[(0, 100, 10, 1), (1, 50, 20, 2)])];
+        let to_one = [vec![(1, 1.0)]];
+        assert_eq!(small(&arrivals(&parts, &to_one)), [(1, 100)]);
+        assert_eq!(arrivals(&parts, &to_one)[&1].total(), Pages(100));
+        let kept = kept_pages(&parts, &to_one);
+        assert_eq!((kept.merged, kept.file, kept.total()), (Pages(10), Pages(1), Pages(11)));
+    }
+
+    #[test]
+    fn spread_memory_arrives_by_the_shares_of_its_nodes() {
+        let parts = [memory(&[(0, 100, 0, 0), (2, 40, 5, 0)])];
+        let spread = [vec![(0, 0.25), (1, 0.75)]];
+        // A quarter of the 40 pages of node 2 for node 0; three quarters of all for node 1.
+        assert_eq!(small(&arrivals(&parts, &spread)), [(0, 10), (1, 105)]);
+        assert_eq!(kept_pages(&parts, &spread).total(), Pages(5));
+    }
+
+    #[test]
+    fn virtual_nodes_that_change_places_both_arrive() {
+        let parts = [memory(&[(0, 70, 0, 0)]), memory(&[(1, 30, 0, 0), (0, 5, 0, 0)])];
+        let exchanged = [vec![(1, 1.0)], vec![(0, 1.0)]];
+        assert_eq!(small(&arrivals(&parts, &exchanged)), [(0, 30), (1, 70)]);
+        assert_eq!(main_node(&[vec![(0, 0.2), (1, 0.8)], vec![(1, 1.0)]]), Some(1));
     }
 }

@@ -218,6 +218,7 @@ fn carry_out(
     let boot = session::read_boot_id(host).map_err(cannot_read)?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
+    record.forget_ended(host);
     record.counters = placement_record::read_counters(host);
     let total = Bytes(report.machines.iter().map(|machine| machine.planned_pages * report.page_size).sum());
     let outcome = progress::run_move_with_progress(total, stop, |progress: &ApplyProgress| {
