@@ -321,11 +321,11 @@ fn write_pages(
     nodes: &NumaNodes,
     root: &Path,
 ) -> anyhow::Result<usize> {
-    let mut pages = PageLineBuilder::new(host, index);
+    let mut pages = PageLineBuilder::new(host, index, nodes);
     // A process that has ended since keeps its recorded files, but has no pages.
     let mut lines: Vec<_> =
         (0..census.subjects.len()).map(|i| pages.process_lines(census, i).unwrap_or_default()).collect();
-    let frames = pages.renumber_frames(&mut lines, nodes);
+    let frames = pages.renumber_frames(&mut lines);
     for (subject, lines) in census.subjects.iter().zip(&lines) {
         write_lines(&root.join("pages").join(format!("{}.txt", subject.process.id.pid)), lines)?;
     }
