@@ -28,6 +28,39 @@ const COMMANDS: &[(&str, &[&str])] = &[
     ("policy.txt", &["policy", "show"]),
 ];
 
+/// Further commands for recordings that have what these read.
+const HOST_COMMANDS: &[(&str, &[&str])] = &[
+    ("numa-map.txt", &["numa", "map"]),
+    ("numa-map.json", &["numa", "map", "--json"]),
+    ("tune-plan.txt", &["tune", "plan"]),
+    ("tune-plan.json", &["tune", "plan", "--json"]),
+    ("tune-density.txt", &["tune", "plan", "--profile", "density"]),
+];
+
+/// The same for recordings with virtual machines. `numa plan` ends its search before the deadline, because the hosts are
+/// small.
+const VM_COMMANDS: &[(&str, &[&str])] = &[
+    ("numa-plan.txt", &["numa", "plan", "--all-machines", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
+    ("numa-plan.json", &["numa", "plan", "--vcpus-per-cpu", "2", "--deadline", "60s", "--json"]),
+    ("numa-predict.txt", &["numa", "predict", "--vm", "*", "--to", "0"]),
+    // The host with one node has no node 1.
+    ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
+    ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "0", "--json"]),
+];
+
+/// The recorded hosts with what [`HOST_COMMANDS`] read, and whether they have virtual machines.
+const AUDITED_HOSTS: &[(&str, bool)] =
+    &[("four-nodes", true), ("libvirt-domain", true), ("no-kvm", false), ("two-nodes", true)];
+
+/// All commands for a recording.
+fn commands_for(recording: &str) -> Vec<(&'static str, &'static [&'static str])> {
+    match AUDITED_HOSTS.iter().find(|(name, _)| *name == recording) {
+        Some((_, true)) => [COMMANDS, HOST_COMMANDS, VM_COMMANDS].concat(),
+        Some((_, false)) => [COMMANDS, HOST_COMMANDS].concat(),
+        None => COMMANDS.to_vec(),
+    }
+}
+
 fn fixtures_path() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
 }
@@ -100,8 +133,9 @@ fn output_over_every_recording_matches_golden_files() {
     let mut differences = Vec::new();
     for recording in recording_names() {
         let folder = fixtures_path().join("expected").join(&recording);
-        for (file, arguments) in
-            COMMANDS.iter().filter(|(file, _)| *file != "policy.txt" || has_ksm_settings(&recording))
+        for (file, arguments) in commands_for(&recording)
+            .into_iter()
+            .filter(|(file, _)| *file != "policy.txt" || has_ksm_settings(&recording))
         {
             let output = run_on_recording(&recording, arguments);
             let error = String::from_utf8_lossy(&output.stderr);
@@ -233,4 +267,66 @@ fn recording_keeps_the_numa_node_of_frames() {
     // The third layout, on the other node, has 20 pages whose content is merged in the first two.
     let other_node_bytes = 20 * census["page_size"].as_u64().unwrap();
     assert!(bytes("whole_processes") + other_node_bytes <= bytes("upper_bound"), "{:#}", census["savings"]);
+}
+
+#[test]
+fn audits_of_a_recorded_host_repeat_exactly() {
+    for &(recording, has_machines) in AUDITED_HOSTS {
+        let vm_commands = if has_machines { VM_COMMANDS } else { &[] };
+        let doctor: &[(&str, &[&str])] = &[("", &["doctor", "--verbose"]), ("", &["doctor", "--json"])];
+        for (_, arguments) in [doctor, HOST_COMMANDS, vm_commands].concat() {
+            let run = || {
+                let output = run_on_recording(recording, arguments);
+                (mask_text(&String::from_utf8(output.stdout).unwrap()), output.stderr, output.status.code())
+            };
+            let (text, stderr, code) = run();
+            assert!(
+                !text.is_empty() || !stderr.is_empty(),
+                "{recording} {arguments:?}: {}",
+                String::from_utf8_lossy(&stderr)
+            );
+            assert_eq!((text, stderr, code), run(), "{recording} {arguments:?}");
+        }
+    }
+}
+
+#[test]
+fn recorded_domain_has_its_uuid_and_no_secrets() {
+    let map = json_on_recording("libvirt-domain", &["numa", "map", "--json"]);
+    let processes = map["processes"].as_array().unwrap();
+    assert_eq!(processes.len(), 1, "{map}");
+    let uuid = processes[0]["libvirt_uuid"].as_str().expect("a domain of libvirt");
+    let files = fixtures_path().join("recordings/libvirt-domain/files");
+    for folder in ["etc/libvirt/qemu", "run/libvirt/qemu"] {
+        let xml = fs::read_to_string(files.join(folder).join("db.xml")).unwrap();
+        assert!(xml.contains("<name>db</name>") && xml.contains(&format!("<uuid>{uuid}</uuid>")), "{xml}");
+        // fixtures/record.sh gives the domain a password of its display and metadata.
+        assert!(!xml.contains("passwd") && !xml.contains("acme"), "{xml}");
+    }
+}
+
+/// A run of frames across two memory blocks must not be one line, because each block has numbers of its own.
+#[test]
+fn every_recorded_frame_is_known() {
+    for recording in recording_names() {
+        let text = |file: &str| fs::read_to_string(fixtures_path().join("recordings").join(&recording).join(file));
+        let frames: Vec<(u64, u64)> = text("frames.txt")
+            .unwrap_or_default()
+            .lines()
+            .filter_map(|line| {
+                let mut words = line.split(' ').map(|word| word.parse::<u64>().ok());
+                Some((words.next()??, words.next()??))
+            })
+            .collect();
+        for entry in fs::read_dir(fixtures_path().join("recordings").join(&recording).join("pages")).unwrap() {
+            for line in fs::read_to_string(entry.unwrap().path()).unwrap().lines() {
+                let words: Vec<&str> = line.split(' ').collect();
+                let (count, Ok(first)) = (words[1].parse::<u64>().unwrap(), words[2].parse::<u64>()) else { continue };
+                for frame in first..first + count {
+                    let is_known = frames.iter().any(|(start, count)| (*start..start + count).contains(&frame));
+                    assert!(is_known, "{recording}: {line}: {frame}");
+                }
+            }
+        }
+    }
 }

@@ -169,13 +169,15 @@ fn node_arrival(
         arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
         room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),
         arriving_hugetlb: page.bytes_of(arriving.hugetlb),
-        free_hugetlb: free_hugetlb(host, node),
+        free_hugetlb: read_free_hugetlb(host, node),
     }
 }
 
-/// The free hugetlb pages on a node (drivers/base/node.c, mm/hugetlb_sysfs.c). `NotOnThisKernel` if there are pools of
-/// several sizes.
-fn free_hugetlb(host: &dyn Host, node: u32) -> Reading<Bytes> {
+/// The free hugetlb pages on a node (drivers/base/node.c, mm/hugetlb_sysfs.c).
+///
+/// # Errors
+/// `NotOnThisKernel` if there are pools of several sizes.
+pub fn read_free_hugetlb(host: &dyn Host, node: u32) -> Reading<Bytes> {
     let folder = format!("sys/devices/system/node/node{node}/hugepages");
     let count = |pool: &str, file: &str| -> Option<u64> {
         parse::number(&host.read(&format!("{folder}/{pool}/{file}")).ok()?).ok()

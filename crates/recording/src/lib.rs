@@ -9,7 +9,8 @@
 //!   proc/PID/cmdline    of recognized monitors and tuners; of other programs only the first word
 //!   proc/PID/environ    only the variables that name a job
 //!   proc/PID/guest_agent/   answers of the agent in a guest, if it was asked
-//!   proc/PID/fd.links   the link targets of a directory
+//!   proc/PID/fd.links   the link targets of a directory; of open files only devices and anonymous ones
+//!   etc/libvirt/qemu, run/libvirt/qemu   libvirt's domains without passwords and other secrets
 //!   DIRECTORY/.names    the names in a listed directory
 //!   FILE.mode           the permission bits of a file in octal, where they were read
 //! absent.txt            files that could not be read, with the reason

@@ -6,6 +6,7 @@ use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
+use pagefold_host::observe::LIBVIRT_STATE_DIRECTORY;
 use pagefold_host::parse;
 use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,6 +16,12 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
+
+/// Whether a file is libvirt's state or definition of a domain, which may have passwords.
+fn is_libvirt_file(path: &str) -> bool {
+    path.strip_prefix("etc/libvirt/").is_some()
+        || path.strip_prefix(LIBVIRT_STATE_DIRECTORY).is_some_and(|rest| rest.starts_with('/'))
+}
 
 /// Stores the files that are read through it. Files are written when they are read; [`HostRecorder::finish`] writes the
 /// rest. Pages and frames are forwarded and not stored: the caller writes them.
@@ -129,9 +136,34 @@ impl<'a> HostRecorder<'a> {
         let visible_label_files: BTreeSet<String> = cgroups.flat_map(|cgroup| identity::label_files(&cgroup)).collect();
         let is_other_label_file = |path: &str| identity::is_label_file(path) && !visible_label_files.contains(path);
         self.label_files.get_mut().expect("no thread panicked").retain(|path, _| !is_other_label_file(path));
+        self.remove_other_domains(visible_pids)?;
         let absent = self.absence_reasons.get_mut().expect("no thread panicked");
         absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_other_label_file(path));
         Ok(())
+    }
+
+    /// Remove the states of libvirt's domains whose processes are not visible, and all names without a recorded state.
+    fn remove_other_domains(&self, visible_pids: &BTreeSet<Pid>) -> io::Result<()> {
+        let folder = self.root.join("files").join(LIBVIRT_STATE_DIRECTORY);
+        if !folder.exists() {
+            return Ok(());
+        }
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&folder)? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if !name.ends_with(".xml") {
+                continue;
+            }
+            let domain = parse::libvirt_domain_state(&fs::read(entry.path())?);
+            if domain.is_ok_and(|domain| visible_pids.contains(&domain.pid)) {
+                names.push(name + "\n");
+            } else {
+                fs::remove_file(entry.path())?;
+            }
+        }
+        names.sort();
+        fs::write(folder.join(".names"), names.concat())
     }
 
     /// Store an answer below its path.
@@ -184,6 +216,10 @@ impl Host for HostRecorder<'_> {
                 if let Ok(mut labels) = self.label_files.lock() {
                     labels.insert(path.to_owned(), parse::strip_to_labels(bytes));
                 }
+            }
+            Ok(bytes) if is_libvirt_file(path) => {
+                let stripped = parse::strip_libvirt_secrets(bytes);
+                self.save_answer(path, stripped.as_deref().map_err(Absent::clone));
             }
             answer => self.save_answer(path, answer.as_deref().map_err(Absent::clone)),
         }
@@ -314,7 +350,10 @@ impl ProcessHandle for ProcessRecorder<'_> {
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
         let answer = self.process.links(directory);
         let path = format!("{}/{directory}", self.directory);
-        self.recorder.save_lines(&format!("{path}.links"), &path, &answer);
+        // Paths of open files may be private.
+        let is_kept = |link: &String| directory != "fd" || link.starts_with("/dev/") || link.starts_with("anon_inode:");
+        let kept = answer.clone().map(|links| links.into_iter().filter(is_kept).collect());
+        self.recorder.save_lines(&format!("{path}.links"), &path, &kept);
         answer
     }
 }
@@ -405,5 +444,44 @@ mod tests {
         recorder.finish("").unwrap();
         let replayed = Recording::open(&kept).unwrap();
         assert_eq!([7, 8].map(|pid| ask(&replayed, pid)), answers);
+    }
+
+    #[test]
+    fn domains_are_recorded_without_secrets_and_without_other_domains() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("live");
+        host_with_two_containers(&root);
+        let file = |path: String, text: &str| {
+            let file = root.join("files").join(path);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        };
+        file(format!("{LIBVIRT_STATE_DIRECTORY}/.names"), "db.pid\ndb.xml\nother.xml\n");
+        for (name, pid) in [("db", 7), ("other", 8)] {
+            let definition = format!(
+                "<domain><name>{name}</name><uuid>u-{name}</uuid><devices><graphics passwd='hidden'/></devices></domain>"
+            );
+            let state = format!("<domstatus pid='{pid}'><vcpus/>{definition}</domstatus>");
+            file(format!("{LIBVIRT_STATE_DIRECTORY}/{name}.xml"), &state);
+            file(format!("etc/libvirt/qemu/{name}.xml"), &definition);
+        }
+        file("proc/7/fd.links".to_owned(), "/dev/kvm\n/home/private\nanon_inode:kvm-vm\n");
+        let live = Recording::open(&root).unwrap();
+        let kept = folder.path().join("kept");
+        let tap = HostRecorder::new(&live, &kept, |_, _| true).unwrap();
+        tap.restrict_to_pids(BTreeSet::from([Pid(7)]));
+        assert_eq!(observe::libvirt_domains(&tap).unwrap().len(), 2);
+        assert!(tap.read("etc/libvirt/qemu/db.xml").is_ok());
+        tap.open(Pid(7)).unwrap().links("fd").unwrap();
+        tap.finish("").unwrap();
+        let everything = folder_dump(&kept);
+        for private in ["hidden", "passwd", "other", "/home"] {
+            assert!(!everything.contains(private), "{private}: {everything}");
+        }
+        let replayed = Recording::open(&kept).unwrap();
+        let domains = observe::libvirt_domains(&replayed).unwrap();
+        assert_eq!(domains.iter().map(|domain| (&*domain.name, domain.pid)).collect::<Vec<_>>(), [("db", Pid(7))]);
+        assert!(replayed.read("etc/libvirt/qemu/db.xml").unwrap().starts_with(b"<domain>"));
+        assert_eq!(replayed.open(Pid(7)).unwrap().links("fd").unwrap(), ["/dev/kvm", "anon_inode:kvm-vm"]);
     }
 }

@@ -3,12 +3,14 @@
 use crate::decide::boot::{BootState, identify_loader};
 use crate::decide::conflict::known_names;
 use crate::decide::modprobe::{MODULE_FILE, normal_name};
+use crate::decide::profile::{Profile, setting_patterns};
 use crate::decide::vm::arguments::vcpu_count;
 use crate::decide::{MachineState, ModuleState, TuneState};
 use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
-use pagefold_doctor::decide::change::SettingChange;
+use pagefold_doctor::decide::Finding;
+use pagefold_doctor::decide::change::{SettingChange, VmOption};
 use pagefold_host::kernel_module::normal_parameter_value;
 use pagefold_host::knob::Knob;
 use pagefold_host::{Host, memory_headroom, observe};
@@ -44,6 +46,25 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
         },
         ksm_stop_refusal: find_ksm_stop_refusal(host),
     }
+}
+
+/// The modules whose parameters are changed.
+const CHANGED_MODULES: [&str; 3] = ["kvm", "kvm_amd", "kvm_intel"];
+
+/// Reads what any plan for this host may need, for a recording: the settings that findings and profiles change, the
+/// modules of KVM, and the definitions of all machines.
+pub fn read_possible_state(host: &dyn Host, findings: &[Finding], machines: &[ProcessId]) -> TuneState {
+    let module = |module: &str| SettingChange::ModuleParameter {
+        module: module.to_owned(),
+        parameter: String::new(),
+        value: String::new(),
+    };
+    let definition = |&vm: &ProcessId| SettingChange::VmDefinition { vm, option: VmOption::HostCpuModel };
+    let more: Vec<SettingChange> =
+        CHANGED_MODULES.iter().copied().map(module).chain(machines.iter().map(definition)).collect();
+    let changes: Vec<&SettingChange> = findings.iter().flat_map(|finding| &finding.changes).chain(&more).collect();
+    let patterns: Vec<&str> = Profile::ALL.into_iter().flat_map(setting_patterns).collect();
+    read_state(host, &changes, &patterns)
 }
 
 pub(crate) fn read_text(host: &dyn Host, path: &str) -> Reading<String> {

@@ -12,21 +12,24 @@ use pagefold_base::identity::Identity;
 use pagefold_base::identity::virtual_nodes::passed_through_devices;
 use pagefold_base::ksm::Setting;
 use pagefold_base::tuner::identify_tuner;
-use pagefold_base::{Bytes, Pid};
+use pagefold_base::{Bytes, Pid, ProcessId};
 use pagefold_census::results::Census;
 use pagefold_census::{Hasher, PageIndex, ProcessSelection};
 use pagefold_daemon::run::utc_offset;
+use pagefold_doctor::decide::examine_host;
 use pagefold_doctor::{doctor_facts, guest_facts};
 use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
 use pagefold_numa::map::{read_device_node, read_uptime_ticks};
+use pagefold_numa::predict::read_free_hugetlb;
 use pagefold_numa::threads::read_threads;
 use pagefold_numa::topology::Topology;
 use pagefold_recording::HostRecorder;
 use pagefold_recording::lines::format_content_line;
 use pagefold_recording::trace::TraceWriter;
+use pagefold_tune::facts as tune_facts;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
@@ -46,7 +49,8 @@ Examples:
 
 The recording has fingerprints instead of page contents, under a key that is thrown away. From environments it has \
 only the variables that name a job. It has the labels of containers, which may be sensitive. From command lines it has \
-only the first word, except for virtual machines and programs that tune KSM. Only you may read the directory; check \
+only the first word, except for virtual machines and programs that tune KSM. From libvirt's domains it has no \
+passwords, secrets or metadata. Only you may read the directory; check \
 its files before you share it.";
 
 /// The number of most frequent page contents whose kinds are recorded.
@@ -266,8 +270,15 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
         }
     }
     let _ = observe::huge_page_bytes(recorder);
+    // For `tune`.
+    let machines: Vec<ProcessId> = facts.settings.vms.iter().map(|vm| vm.process).collect();
+    let _ = tune_facts::read_possible_state(recorder, &examine_host(&facts), &machines);
+    let _ = tune_facts::check_vcpus(recorder);
     // For `numa`.
-    let _ = (Topology::read(recorder), read_uptime_ticks(recorder));
+    let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder));
+    if let Ok(topology) = Topology::read(recorder) {
+        topology.nodes.keys().for_each(|&node| _ = read_free_hugetlb(recorder, node));
+    }
     for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
         for address in passed_through_devices(arguments) {
             let _ = read_device_node(recorder, &address);
@@ -319,11 +330,11 @@ fn write_pages(
     nodes: &NumaNodes,
     root: &Path,
 ) -> anyhow::Result<usize> {
-    let mut pages = PageLineBuilder::new(host, index);
+    let mut pages = PageLineBuilder::new(host, index, nodes);
     // A process that has ended since keeps its recorded files, but has no pages.
     let mut lines: Vec<_> =
         (0..census.subjects.len()).map(|i| pages.process_lines(census, i).unwrap_or_default()).collect();
-    let frames = pages.renumber_frames(&mut lines, nodes);
+    let frames = pages.renumber_frames(&mut lines);
     for (subject, lines) in census.subjects.iter().zip(&lines) {
         write_lines(&root.join("pages").join(format!("{}.txt", subject.process.id.pid)), lines)?;
     }

@@ -45,6 +45,94 @@ pub fn libvirt_domain_state(bytes: &[u8]) -> Reading<LibvirtDomain> {
     })
 }
 
+/// The parts of a definition that may be recorded. Descriptions, metadata, firmware strings, launch secrets and arguments
+/// for QEMU are no such parts.
+const RECORDED_PARTS: &[&str] = &[
+    "blkiotune",
+    "clock",
+    "cpu",
+    "cputune",
+    "currentMemory",
+    "devices",
+    "features",
+    "iothreadids",
+    "iothreads",
+    "maxMemory",
+    "memory",
+    "memoryBacking",
+    "memtune",
+    "name",
+    "numatune",
+    "on_crash",
+    "on_poweroff",
+    "on_reboot",
+    "os",
+    "pm",
+    "resource",
+    "uuid",
+    "vcpu",
+    "vcpus",
+];
+
+/// Elements that have secrets or arbitrary texts, at any depth (docs/formatdomain.rst of libvirt 11).
+const SECRET_ELEMENTS: &[&str] =
+    &["auth", "cmdline", "cookies", "encryption", "initarg", "initenv", "launchSecurity", "secret", "sysinfo"];
+
+/// libvirt's state or persistent definition of a domain without what may be secret: of a state only what
+/// [`libvirt_domain_state`] reads, of a definition the parts that describe its resources and devices. Passwords of
+/// displays, secrets, metadata, kernel command lines and comments are removed; the rest stays byte for byte.
+///
+/// # Errors
+/// `Malformed` if it is no XML of a domain: then nothing of it may be recorded.
+pub fn strip_libvirt_secrets(bytes: &[u8]) -> Reading<Vec<u8>> {
+    let bad = |what: &str| malformed(what, b"");
+    if bytes.len() > MAX_STATE_BYTES {
+        return Err(bad("the XML of a libvirt domain is too large"));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|_| bad("the XML of a libvirt domain is not UTF-8"))?;
+    let options = ParsingOptions { nodes_limit: MAX_XML_NODES, ..ParsingOptions::default() };
+    let document = Document::parse_with_options(text, options).map_err(|_| bad("not XML of a libvirt domain"))?;
+    let root = document.root_element();
+    let is_state = root.has_tag_name("domstatus");
+    if !is_state && !root.has_tag_name("domain") {
+        return Err(bad("not the XML of a libvirt domain"));
+    }
+    let is_kept = |node: Node<'_, '_>| {
+        let parent = node.parent().filter(Node::is_element);
+        let name = node.tag_name();
+        let is_allowed = match parent.map(|parent| parent.tag_name().name()) {
+            Some("domstatus") => ["domain", "vcpus"].contains(&name.name()),
+            Some("domain") if is_state => ["name", "numatune", "uuid"].contains(&name.name()),
+            Some("domain") => RECORDED_PARTS.contains(&name.name()),
+            _ => true,
+        };
+        is_allowed && name.namespace().is_none() && !SECRET_ELEMENTS.contains(&name.name())
+    };
+    let mut removed = Vec::new();
+    let mut pending = vec![document.root()];
+    while let Some(parent) = pending.pop() {
+        for node in parent.children() {
+            if node.is_comment() || node.is_pi() || node.is_element() && !is_kept(node) {
+                removed.push(node.range());
+            } else if node.is_element() {
+                let passwords = node.attributes().filter(|attribute| attribute.name().starts_with("passw"));
+                removed.extend(passwords.map(|attribute| attribute.range()));
+                pending.push(node);
+            }
+        }
+    }
+    removed.sort_unstable_by_key(|range| range.start);
+    let (mut kept, mut position) = (String::new(), root.range().start);
+    for range in removed.into_iter().filter(|range| range.start >= root.range().start && range.end <= root.range().end)
+    {
+        kept.push_str(&text[position..range.start]);
+        position = range.end;
+    }
+    kept.push_str(&text[position..root.range().end]);
+    kept.push('\n');
+    Ok(kept.into_bytes())
+}
+
 /// The first child element with a name.
 fn get<'d, 'i>(parent: Node<'d, 'i>, name: &str) -> Option<Node<'d, 'i>> {
     parent.children().find(|node| node.has_tag_name(name))
@@ -89,6 +177,53 @@ OVERWRITTEN AND LOST.
     }
 
     #[test]
+    fn recorded_state_has_no_secrets_and_the_same_meaning() {
+        let stripped = strip_libvirt_secrets(STATE.as_bytes()).unwrap();
+        assert_eq!(libvirt_domain_state(&stripped), libvirt_domain_state(STATE.as_bytes()));
+        let text = String::from_utf8(stripped).unwrap();
+        for removed in ["secret", "WARNING", "monitor", "devices"] {
+            assert!(!text.contains(removed), "{removed}: {text}");
+        }
+    }
+
+    #[test]
+    fn recorded_definition_has_no_secrets() {
+        let definition = "<?xml version='1.0'?><!DOCTYPE domain>
+<!-- secret0 -->
+<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+  <name>db</name>
+  <description>secret1</description>
+  <metadata><owner xmlns='http://example.com'>secret2</owner></metadata>
+  <sysinfo type='fwcfg'><entry name='opt/key'>secret3</entry></sysinfo>
+  <os><type>hvm</type><cmdline>token=secret4</cmdline></os>
+  <cpu mode='host-passthrough'/>
+  <devices>
+    <disk type='network'><driver name='qemu' cache='none'/>
+      <source protocol='rbd' name='pool/image'><auth username='u'><secret type='ceph' uuid='secret5'/></auth></source>
+    </disk>
+    <graphics type='vnc' port='-1' passwd='secret6' passwdValidTo='secret7' listen='127.0.0.1'/>
+    <!-- secret8 -->
+  </devices>
+  <qemu:commandline><qemu:arg value='secret9'/></qemu:commandline>
+</domain>
+";
+        // roxmltree refuses document type declarations, so nothing of such a file is recorded.
+        assert!(strip_libvirt_secrets(definition.as_bytes()).is_err());
+        let definition = definition.replace("<!DOCTYPE domain>", "");
+        let text = String::from_utf8(strip_libvirt_secrets(definition.as_bytes()).unwrap()).unwrap();
+        assert!(!text.contains("secret"), "{text}");
+        assert_eq!(Document::parse(&text).unwrap().root_element().tag_name().name(), "domain");
+        for kept in [
+            "<cpu mode='host-passthrough'/>",
+            "<driver name='qemu' cache='none'/>",
+            "protocol='rbd' name='pool/image'",
+            "<graphics type='vnc' port='-1'   listen='127.0.0.1'/>",
+        ] {
+            assert!(text.contains(kept), "{kept}: {text}");
+        }
+    }
+
+    #[test]
     fn other_texts_are_malformed() {
         let without = |part: &str| STATE.replace(part, "");
         let deep = format!("<domstatus pid='1'>{}</domstatus>", "<a>".repeat(150_000));
@@ -104,9 +239,11 @@ OVERWRITTEN AND LOST.
         #[test]
         fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STATE.len(), other in any::<u8>()) {
             let _ = libvirt_domain_state(&bytes);
+            let _ = strip_libvirt_secrets(&bytes);
             let mut changed = STATE.as_bytes().to_vec();
             changed[cut] = other;
             let _ = libvirt_domain_state(&changed);
+            let _ = strip_libvirt_secrets(&changed);
         }
     }
 }

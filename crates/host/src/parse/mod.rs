@@ -30,7 +30,7 @@ pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request
 pub use guest::{base64, guest_system, guest_vcpus, steal_percent};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};
-pub use libvirt::libvirt_domain_state;
+pub use libvirt::{libvirt_domain_state, strip_libvirt_secrets};
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
     PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_at_secure, job_environment, stat,

@@ -16,18 +16,19 @@ const PAGES_PER_READ: u64 = 1 << 16;
 pub struct PageLineBuilder<'a> {
     host: &'a dyn Host,
     index: &'a PageIndex,
+    nodes: &'a NumaNodes,
     fingerprints: Vec<Fingerprint>,
     frames: BTreeMap<Pfn, (FrameFlags, u64)>,
 }
 
 impl<'a> PageLineBuilder<'a> {
     /// A builder for a census and its complete index.
-    pub fn new(host: &'a dyn Host, index: &'a PageIndex) -> Self {
+    pub fn new(host: &'a dyn Host, index: &'a PageIndex, nodes: &'a NumaNodes) -> Self {
         let mut fingerprints = vec![Fingerprint::ZERO_PAGE; index.page_count()];
         for entry in index.entries() {
             fingerprints[entry.ordinal as usize] = entry.fingerprint();
         }
-        Self { host, index, fingerprints, frames: BTreeMap::new() }
+        Self { host, index, nodes, fingerprints, frames: BTreeMap::new() }
     }
 
     /// The resident pages of one process, in address order.
@@ -49,7 +50,9 @@ impl<'a> PageLineBuilder<'a> {
                     let flags = mapping.frame.and_then(|frame| frames.get(&frame)).copied().unwrap_or_default();
                     let address = start + i as u64 * page_len;
                     let line = self.page_line(address, *mapping, flags, indexed.get(&address).copied());
-                    if !lines.last_mut().is_some_and(|last| last.try_append(&line, page_len)) {
+                    // Frames of two memory blocks are renumbered apart from each other, so they need two lines.
+                    let begins_block = mapping.frame.is_some_and(|frame| self.nodes.block_start(frame) == frame);
+                    if begins_block || !lines.last_mut().is_some_and(|last| last.try_append(&line, page_len)) {
                         lines.push(line);
                     }
                 }
@@ -60,11 +63,11 @@ impl<'a> PageLineBuilder<'a> {
 
     /// Renumber all frames that the processes map, in their order, also in `lines`. Numbers begin with 1. With several
     /// NUMA nodes they begin with the first number of each memory block, so that frames stay on their node.
-    pub fn renumber_frames(self, lines: &mut [Vec<PageLine>], nodes: &NumaNodes) -> Vec<FrameLine> {
+    pub fn renumber_frames(self, lines: &mut [Vec<PageLine>]) -> Vec<FrameLine> {
         let mut next = 1;
         let mut number = |frame: Pfn| {
             // A number never exceeds its block: a block has no more frames than numbers, and no process maps frame 0.
-            let number = nodes.block_start(frame).0.max(next);
+            let number = self.nodes.block_start(frame).0.max(next);
             next = number + 1;
             number
         };
