@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod audit;
 mod census_process;
 mod chart;
 mod daemon;
@@ -63,6 +64,8 @@ enum BenchmarkSection {
     Shapes,
     /// Repeated scans of the same process
     Rescan,
+    /// `pagefold doctor` for a host with 200 virtual machines
+    Audit,
     /// Reading the NUMA map, against a status query and the kernel's own account
     NumaMap,
     /// Moving memory to another NUMA node, in an emulated machine
@@ -80,6 +83,7 @@ impl BenchmarkSection {
             Self::Scaling => "scaling",
             Self::Shapes => "shapes",
             Self::Rescan => "rescan",
+            Self::Audit => "audit",
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
@@ -94,6 +98,7 @@ impl BenchmarkSection {
             Self::Scaling => scaling::measure(effort),
             Self::Shapes => memory_shapes::measure(effort),
             Self::Rescan => rescan::measure(effort),
+            Self::Audit => audit::measure(effort),
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
@@ -150,6 +155,7 @@ fn run() -> Result<bool> {
         [_, "held", how, program, ref arguments @ ..] => {
             merge::exec_as_first_oom_victim(how, program, arguments).map(|()| true)
         }
+        [_, "peak-memory", program, ref arguments @ ..] => audit::print_peak_memory(program, arguments).map(|()| true),
         [_, "probe"] => merge::run_probe().map(|()| true),
         [_, "merge", ..] => merge::run_benchmark(&merge::MergeBenchmarkArguments::parse_from(&words[1..])),
         [_, "daemon", ..] => daemon::run_benchmark(&daemon::DaemonBenchmarkArguments::parse_from(&words[1..])),
