@@ -8,10 +8,11 @@
 //! number and the time for them are bounded.
 
 use crate::LiveHost;
+use crate::unix_socket::{ConnectError, connect_with_timeout};
 use pagefold_base::{IdSet, ProcessId};
 use pagefold_host::action::{ActionError, LibvirtPin, LibvirtPinTarget};
 use pagefold_host::{hold, observe};
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use rustix::net::sockopt;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -149,12 +150,16 @@ impl Connection {
     /// Connect to a socket on which a user listens.
     fn open(path: &str, user: u32, timeout: Duration) -> Result<Self, LibvirtError> {
         let connect = |source| LibvirtError::Connect { path: path.to_owned(), source };
-        let stream = connect_now(path).map_err(connect)?;
+        let deadline = Instant::now() + timeout;
+        let stream = connect_with_timeout(Path::new(path), timeout).map_err(|error| match error {
+            ConnectError::Busy => connect(io::ErrorKind::WouldBlock.into()),
+            ConnectError::Failed(error) => connect(error),
+        })?;
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| connect(errno.into()))?;
         if peer.uid.as_raw() != user {
             return Err(LibvirtError::UnexpectedPeer { path: path.to_owned(), uid: peer.uid.as_raw() });
         }
-        let mut connection = Self { stream, serial: 0, deadline: Instant::now() + timeout };
+        let mut connection = Self { stream, serial: 0, deadline };
         connection.call(PROC_AUTH_LIST, &[])?;
         let mut arguments = XdrWriter::default();
         arguments.put_number(1);
@@ -250,16 +255,6 @@ impl Connection {
         self.stream.set_read_timeout(left)?;
         self.stream.set_write_timeout(left)
     }
-}
-
-/// Connect without waiting: a daemon that hangs accepts nobody, and a connection to its full queue would wait without end.
-fn connect_now(path: &str) -> io::Result<UnixStream> {
-    let socket =
-        net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
-    net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    let stream = UnixStream::from(socket);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
 }
 
 /// The content of an answer; `None` if the message answers no call of this connection.

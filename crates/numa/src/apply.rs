@@ -39,6 +39,9 @@ const MAX_PRESSURE_PAUSE: Duration = Duration::from_secs(8);
 /// After this time of pauses, no more memory is moved.
 const MAX_PRESSURE_WAIT: Duration = Duration::from_secs(60);
 
+/// How often the stop flag is looked at during a pause.
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
+
 /// The purpose under which the changes are kept.
 pub const PURPOSE: &str = "numa apply";
 
@@ -571,10 +574,12 @@ impl Placer<'_, '_> {
         true
     }
 
-    fn pause(&mut self, pause: Duration) {
-        if !pause.is_zero() {
-            self.sessions.memory.host().sleep(pause);
-            self.outcome.pause_time += pause;
+    fn pause(&mut self, mut pause: Duration) {
+        while !pause.is_zero() && !self.is_stopped() {
+            let part = pause.min(STOP_POLL_INTERVAL);
+            self.sessions.memory.host().sleep(part);
+            self.outcome.pause_time += part;
+            pause -= part;
         }
     }
 }

@@ -121,6 +121,19 @@ fn lying_daemons_are_reported() {
 }
 
 #[test]
+fn daemon_that_accepts_nobody_is_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let socket = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None).unwrap();
+    rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 0).unwrap();
+    // The queue has room for one.
+    let _first = UnixStream::connect(&path).unwrap();
+    let error = Connection::open(path.to_str().unwrap(), 0, Duration::from_millis(50)).err().unwrap();
+    assert!(matches!(ActionError::from(error), ActionError::Busy(_)));
+}
+
+#[test]
 fn peer_of_another_user_gets_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("socket");
