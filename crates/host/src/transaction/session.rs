@@ -88,6 +88,7 @@ impl fmt::Display for UndoDescription<'_> {
         match self.0 {
             Action::Write { knob, value } => write!(f, "{knob} was {value}"),
             Action::ReplaceFile { file, content } => write!(f, "{file} was {}", content.to),
+            Action::DefineDomain { name, .. } => write!(f, "domain {name} had another definition"),
             Action::ReloadModule { module, parameters } => {
                 write!(f, "module {module} was loaded with {}", parameters.to)
             }
