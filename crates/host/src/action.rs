@@ -250,7 +250,7 @@ impl Exchange<String> {
     pub fn must_define(&self, current: String, name: &str) -> Result<bool, ActionError> {
         let content = |text: &String| ConfigContent(Some(text.clone()));
         let contents = Exchange { from: content(&self.from), to: content(&self.to) };
-        contents.must_write(&ConfigContent(Some(current)), &format!("/{}", domain_definition_path(name)))
+        contents.must_write(&ConfigContent(Some(current)), format!("/{}", domain_definition_path(name)))
     }
 }
 
