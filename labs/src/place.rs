@@ -4,7 +4,9 @@
 use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use pagefold_base::{AddressRange, IdSet, Pid};
-use pagefold_host::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId};
+use pagefold_host::action::{
+    Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId, domain_definition_path,
+};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
@@ -33,6 +35,9 @@ pub struct PlaceArguments {
     /// With --cpus: the UUID of the domain of libvirt whose first virtual CPU gets the CPUs instead, through libvirt
     #[arg(long, value_name = "UUID", requires = "cpus")]
     libvirt: Option<String>,
+    /// Replace a text in the definition of the domain of libvirt that the process runs: TEXT=TEXT
+    #[arg(long, value_name = "TEXT=TEXT", value_parser = parse_setting)]
+    definition: Option<(String, String)>,
     /// Let a cgroup, by its directory, run on these CPUs only: DIR=LIST
     #[arg(long, value_name = "DIR=LIST", value_parser = parse_cpuset)]
     cpuset: Option<(String, IdSet)>,
@@ -103,6 +108,15 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
         let target = LibvirtPinTarget::Vcpu(0);
         let pin = arguments.libvirt.clone().map(|domain| LibvirtPin { domain, target });
         actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() }, pin });
+    }
+    if let Some((old, new)) = &arguments.definition {
+        let domains = observe::libvirt_domains(host).map_err(to_error)?;
+        let domain = domains.into_iter().find(|domain| domain.pid == process.pid);
+        let domain = domain.context("the process runs no domain of libvirt")?;
+        let text = host.read(&domain_definition_path(&domain.name)).map_err(to_error)?;
+        let from = String::from_utf8(text)?;
+        let definition = Exchange { to: from.replacen(old, new, 1), from };
+        actions.push(Action::DefineDomain { uuid: domain.uuid, name: domain.name, definition });
     }
     if let Some((cgroup, to)) = &arguments.cpuset {
         let file = CpusetFile::Cpus;

@@ -246,6 +246,47 @@ fn check_pins(libvirt: &mut LibvirtSession) {
     assert!(map.contains(uuid.lines().next().unwrap()), "{map} {uuid}");
 }
 
+/// Defines a domain anew, for its next start. libvirt stores the definition in its own form, and the undo brings back the
+/// file as it was, also after the defining process was killed. An invalid definition is refused.
+fn check_definitions(libvirt: &mut LibvirtSession) {
+    let name = libvirt.domain_names[1].clone();
+    let lab = pagefold_labs::client::lab_binary().unwrap();
+    let (lab, pagefold) = (lab.display(), env!("CARGO_BIN_EXE_pagefold"));
+    libvirt.run_shell(&format!(
+        "pid=$(cat /run/libvirt/qemu/{name}.pid); file=/etc/libvirt/qemu/{name}.xml; state=$directory/definitions; \
+         rm -f $directory/fifo; mkfifo $directory/fifo; virsh dumpxml --inactive {name} > $directory/definition.xml; \
+         virsh define $directory/definition.xml"
+    ));
+    let define = |change: &str, is_done: &str| {
+        format!(
+            "{lab} place $pid --state $state --definition '{change}' < $directory/fifo > $directory/defined 2>&1 & \
+             defining=$!; exec 9> $directory/fifo; tries=0; until grep -q '{is_done}' $directory/defined || \
+             [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; cat $directory/defined; \
+             grep -q '{is_done}' $directory/defined"
+        )
+    };
+    let file = |libvirt: &mut LibvirtSession| libvirt.run_shell("sed 's/^/FILE /' $file");
+    let before = file(libvirt);
+    let title = "</name>=</name><title>kept</title>";
+    for is_killed in [false, true] {
+        libvirt.run_shell(&define(title, "PLACED"));
+        let titles = libvirt.run_shell(&format!("virsh dumpxml --inactive {name} | grep '<title>'"));
+        assert!(titles.contains("  <title>kept</title>"), "in libvirt's own form: {titles}");
+        assert!(file(libvirt).contains("\nFILE   <title>kept</title>"));
+        let end = if is_killed {
+            format!("kill -9 $defining; exec 9>&-; wait $defining || true; {pagefold} recover --state $state")
+        } else {
+            "exec 9>&-; wait $defining".to_owned()
+        };
+        libvirt.run_shell(&end);
+        assert_eq!(file(libvirt), before, "killed: {is_killed}");
+    }
+    let refused = libvirt
+        .run_shell(&format!("{}; exec 9>&-; wait $defining || true", define("</name>=</name><nosuch/>", "refuses")));
+    assert!(refused.contains("libvirt refuses"), "{refused}");
+    assert_eq!(file(libvirt), before);
+}
+
 #[test]
 fn libvirt_domains_are_kept_apart_and_unharmed() {
     if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
@@ -266,6 +307,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     if fs::read_to_string("/sys/devices/system/cpu/online").is_ok_and(|cpus| cpus.trim() == "0-1") {
         check_pins(&mut libvirt);
     }
+    check_definitions(&mut libvirt);
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.
     let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();

@@ -105,6 +105,16 @@ pub enum Action {
         /// Its contents.
         content: Exchange<ConfigContent>,
     },
+    /// Replaces the persistent definition of a domain of libvirt, with which it starts next time. libvirt checks the new
+    /// one against its schema, and stores it in its own form.
+    DefineDomain {
+        /// The UUID of the domain.
+        uuid: String,
+        /// Its name.
+        name: String,
+        /// The texts of the file in which libvirt keeps the definition.
+        definition: Exchange<String>,
+    },
     /// Unloads a module of KVM and loads it with other parameters. Refused while a process uses the module. A module
     /// that is not loaded, as after a kill between the two steps, is loaded.
     ReloadModule {
@@ -137,7 +147,7 @@ impl Action {
             Self::MovePages { .. } | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => {
                 ResourceClass::MemoryPlacement
             }
-            Self::ReplaceFile { .. } => ResourceClass::Configuration,
+            Self::ReplaceFile { .. } | Self::DefineDomain { .. } => ResourceClass::Configuration,
             Self::ReloadModule { .. } => ResourceClass::Settings,
         }
     }
@@ -151,9 +161,11 @@ impl Action {
             | Self::Collapse { process, .. }
             | Self::MovePages { process, .. } => Some(*process),
             Self::SetAffinity { thread, .. } => Some(thread.process),
-            Self::Write { .. } | Self::WriteCpuset { .. } | Self::ReplaceFile { .. } | Self::ReloadModule { .. } => {
-                None
-            }
+            Self::Write { .. }
+            | Self::WriteCpuset { .. }
+            | Self::ReplaceFile { .. }
+            | Self::DefineDomain { .. }
+            | Self::ReloadModule { .. } => None,
         }
     }
 
@@ -176,6 +188,7 @@ impl Action {
             | Self::SetAffinity { .. }
             | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
+            | Self::DefineDomain { .. }
             | Self::ReloadModule { .. } => self.clone(),
         }
     }
@@ -190,6 +203,7 @@ impl Action {
             | Self::SetAffinity { .. }
             | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
+            | Self::DefineDomain { .. }
             | Self::ReloadModule { .. } => &[],
         }
     }
@@ -206,6 +220,7 @@ impl Action {
             | Self::WriteCpuset { .. }
             | Self::MovePages { .. }
             | Self::ReplaceFile { .. }
+            | Self::DefineDomain { .. }
             | Self::ReloadModule { .. } => false,
         }
     }
@@ -220,6 +235,23 @@ pub struct Exchange<T> {
     pub from: T,
     /// The new value.
     pub to: T,
+}
+
+/// The path below the root of the file in which libvirt keeps the persistent definition of a domain.
+pub fn domain_definition_path(name: &str) -> String {
+    format!("etc/libvirt/qemu/{name}.xml")
+}
+
+impl Exchange<String> {
+    /// Whether the definition of a domain must be replaced. Messages do not contain the texts.
+    ///
+    /// # Errors
+    /// `ChangedByOthers` if the current text is neither of the two.
+    pub fn must_define(&self, current: String, name: &str) -> Result<bool, ActionError> {
+        let content = |text: &String| ConfigContent(Some(text.clone()));
+        let contents = Exchange { from: content(&self.from), to: content(&self.to) };
+        contents.must_write(&ConfigContent(Some(current)), format!("/{}", domain_definition_path(name)))
+    }
 }
 
 impl<T: Clone + PartialEq + fmt::Display> Exchange<T> {
@@ -459,6 +491,9 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
         }
         Action::ReplaceFile { file, content } => {
             vec![Action::ReplaceFile { file: file.clone(), content: content.inverse() }]
+        }
+        Action::DefineDomain { uuid, name, definition } => {
+            vec![Action::DefineDomain { uuid: uuid.clone(), name: name.clone(), definition: definition.inverse() }]
         }
         Action::ReloadModule { module, parameters } => {
             vec![Action::ReloadModule { module: *module, parameters: parameters.inverse() }]

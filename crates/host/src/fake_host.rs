@@ -459,6 +459,16 @@ impl Host for FakeHost {
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
+            Action::DefineDomain { name, definition, .. } => {
+                let path = crate::action::domain_definition_path(name);
+                let current = self.files.lock().unwrap().get(&path).cloned().ok_or(ActionError::Vanished)?;
+                let must_write = definition.must_define(current, name)?;
+                if must_write {
+                    // As libvirt, it stores a definition in its own form.
+                    self.put_file(&path, &definition.to.replace('"', "'"));
+                }
+                Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
+            }
             Action::ReloadModule { module, parameters } => {
                 if module.references(self).is_ok_and(|references| references > 0) {
                     return Err(ActionError::Busy(format!("module {module} is in use")));

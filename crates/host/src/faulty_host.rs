@@ -128,6 +128,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
             Action::ReplaceFile { file, .. } => format!("{}#replace", file.path()),
+            Action::DefineDomain { name, .. } => format!("{}#define", crate::action::domain_definition_path(name)),
             Action::ReloadModule { module, .. } => format!("sys/module/{module}#reload"),
         };
         match (self.faults)(&path) {

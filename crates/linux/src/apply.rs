@@ -42,6 +42,7 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
             with_process(host, *process, |process| placement::move_pages(process, ranges, *node))
         }
         Action::ReplaceFile { file, content } => config_file::replace_file(file, content),
+        Action::DefineDomain { uuid, name, definition } => crate::libvirt::define(host, uuid, name, definition),
         Action::ReloadModule { module, parameters } => kernel_module::reload(host, *module, parameters),
     }
 }

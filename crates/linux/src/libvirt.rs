@@ -1,8 +1,8 @@
 //! libvirt's remote protocol over its local socket: pins threads of a domain, so that libvirt's definition of the running
-//! domain agrees with the CPUs that the kernel gives them.
+//! domain agrees with the CPUs that the kernel gives them, and replaces the definition with which a domain starts.
 //!
 //! Messages are XDR (RFC 4506) behind a length (src/rpc/virnetprotocol.x). Numbers of calls and their arguments are
-//! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them.
+//! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them (to define domains: from 1.2.12 on).
 //! Which domain a process belongs to comes from libvirt's own state files
 //! ([`observe::libvirt_domains`]). The socket's peer must be root. Its answers are not trusted: their length, their
 //! number and the time for them are bounded.
@@ -10,8 +10,11 @@
 use crate::LiveHost;
 use crate::unix_socket::{ConnectError, connect_with_timeout};
 use pagefold_base::{IdSet, ProcessId};
-use pagefold_host::action::{ActionError, LibvirtPin, LibvirtPinTarget};
-use pagefold_host::{hold, observe};
+use pagefold_host::action::{
+    ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, domain_definition_path,
+};
+use pagefold_host::{Host, hold, observe};
+use pagefold_sys::fault;
 use rustix::net::sockopt;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -45,9 +48,13 @@ const PROC_DOMAIN_LOOKUP_BY_UUID: u32 = 24;
 const PROC_AUTH_LIST: u32 = 66;
 const PROC_DOMAIN_PIN_VCPU_FLAGS: u32 = 225;
 const PROC_DOMAIN_PIN_EMULATOR: u32 = 279;
+const PROC_DOMAIN_DEFINE_XML_FLAGS: u32 = 350;
 
 /// `VIR_DOMAIN_AFFECT_LIVE`: the running domain, not the definition with which it starts next time.
 const AFFECT_LIVE: u32 = 1;
+
+/// `VIR_DOMAIN_DEFINE_VALIDATE`: check the definition against libvirt's schema.
+const DEFINE_VALIDATE: u32 = 1;
 
 /// Why libvirt did not do something.
 #[derive(Debug, thiserror::Error)]
@@ -113,6 +120,36 @@ pub fn pin(host: &LiveHost, process: ProcessId, pin: &LibvirtPin, cpus: &IdSet) 
     connection.pin(&domain, pin.target, cpus)?;
     connection.close();
     Ok(())
+}
+
+/// Replace the persistent definition of a domain.
+///
+/// # Errors
+/// `ChangedByOthers` if its file has another text than the expected one; `Busy` if libvirt does not answer in time.
+pub fn define(
+    host: &LiveHost,
+    uuid: &str,
+    name: &str,
+    definition: &Exchange<String>,
+) -> Result<ActionOutcome, ActionError> {
+    let bytes = parse_uuid(uuid).ok_or_else(|| ActionError::Failed(format!("{uuid:?} is no UUID")))?;
+    if name.contains('/') {
+        return Err(ActionError::Failed(format!("{name:?} is no name of a domain")));
+    }
+    let current = host.read(&domain_definition_path(name))?;
+    if !definition.must_define(String::from_utf8_lossy(&current).into_owned(), name)? {
+        return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
+    }
+    let mut connection = Connection::open_any()?;
+    if connection.look_up(bytes)?.name != name.as_bytes() {
+        return Err(ActionError::ChangedByOthers(format!("domain {uuid} is not named {name:?} any more")));
+    }
+    fault::point("before defining a domain");
+    let defined = connection.define(bytes, &definition.to);
+    fault::point("after defining a domain");
+    defined?;
+    connection.close();
+    Ok(ActionOutcome::default())
 }
 
 /// The bytes of a UUID such as `c7a5fdbd-cdaf-9455-926a-d65c16db1809`.
@@ -195,6 +232,19 @@ impl Connection {
         arguments.put_bytes(&cpu_map(cpus));
         arguments.put_number(AFFECT_LIVE);
         self.call(procedure, &arguments.0).map(drop)
+    }
+
+    fn define(&mut self, uuid: [u8; 16], definition: &str) -> Result<(), LibvirtError> {
+        let mut arguments = XdrWriter::default();
+        arguments.put_bytes(definition.as_bytes());
+        arguments.put_number(DEFINE_VALIDATE);
+        let answer = self.call(PROC_DOMAIN_DEFINE_XML_FLAGS, &arguments.0)?;
+        let mut answer = XdrReader(&answer);
+        answer.take_bytes()?;
+        if answer.take(16)? != uuid {
+            return Err(LibvirtError::Malformed("another domain than the defined one"));
+        }
+        Ok(())
     }
 
     /// Says goodbye. An error does not matter any more.

@@ -5,6 +5,7 @@
 //! kill before that leaves the journals to `pagefold recover`.
 
 use crate::decide::modprobe::{MODULE_FILE, set_parameters};
+use crate::decide::vm::{Patch, xml};
 use crate::decide::{Effect, ModuleChange, Step, TunePlan};
 use crate::facts;
 use crate::kept::PURPOSE;
@@ -32,22 +33,36 @@ pub struct Applied {
     pub failed_undos: Vec<FailedUndo>,
 }
 
-/// Whether a step is made by [`apply`]; all others are for the operator.
-pub fn is_automatic(step: &Step, only_live: bool) -> bool {
-    match step.effect {
-        Effect::Write { .. } => true,
-        Effect::Module(_) => !only_live,
-        Effect::Boot { .. } | Effect::Machine { .. } => false,
+/// The steps that [`apply`] makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ApplyScope {
+    /// Settings of the running kernel.
+    Live,
+    /// Also parameters of modules.
+    Host,
+    /// Also definitions of libvirt's machines, for their next start.
+    HostAndDefinitions,
+}
+
+impl ApplyScope {
+    /// Whether a step is made; all others are for the operator.
+    pub fn contains(self, step: &Step) -> bool {
+        match &step.effect {
+            Effect::Write { .. } => true,
+            Effect::Module(_) => self != Self::Live,
+            Effect::Machine { patch: Patch::Libvirt { .. }, .. } => self == Self::HostAndDefinitions,
+            Effect::Boot { .. } | Effect::Machine { patch: Patch::Arguments { .. }, .. } => false,
+        }
     }
 }
 
-/// Makes the automatic steps of a plan.
+/// Makes the steps of a plan that are in the scope.
 ///
 /// # Errors
 /// If a lock or a journal cannot be used. All changes are then undone.
-pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, only_live: bool) -> Result<Applied, Error> {
+pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, scope: ApplyScope) -> Result<Applied, Error> {
     let mut steps: Vec<(usize, &Step)> =
-        plan.steps.iter().enumerate().filter(|(_, step)| is_automatic(step, only_live)).collect();
+        plan.steps.iter().enumerate().filter(|(_, step)| scope.contains(step)).collect();
     // The order in which the kernel accepts settings; modules come last.
     steps.sort_by_key(|(_, step)| match &step.effect {
         Effect::Write { path, .. } => (0, Knob::from_path(path)),
@@ -66,7 +81,8 @@ pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, only_live
         let result = match &step.effect {
             Effect::Write { path, to, .. } => write_setting(&mut sessions, path, to),
             Effect::Module(change) => change_module(&mut sessions, change),
-            Effect::Boot { .. } | Effect::Machine { .. } => Ok(()),
+            Effect::Machine { name, patch, .. } => define_machine(&mut sessions, name, patch),
+            Effect::Boot { .. } => Ok(()),
         };
         match result {
             Ok(()) => applied.done.push(position),
@@ -97,7 +113,8 @@ fn classes_of(step: &Step) -> Vec<ResourceClass> {
     match &step.effect {
         Effect::Write { path, .. } => Knob::from_path(path).map(|knob| knob.class()).into_iter().collect(),
         Effect::Module(_) => vec![ResourceClass::Settings, ResourceClass::Configuration],
-        Effect::Boot { .. } | Effect::Machine { .. } => Vec::new(),
+        Effect::Machine { .. } => vec![ResourceClass::Configuration],
+        Effect::Boot { .. } => Vec::new(),
     }
 }
 
@@ -145,6 +162,15 @@ fn change_module(sessions: &mut Sessions<'_>, change: &ModuleChange) -> Result<(
     stored
 }
 
+/// Lets libvirt define a machine anew, for its next start.
+fn define_machine(sessions: &mut Sessions<'_>, name: &str, patch: &Patch) -> Result<(), Error> {
+    let Patch::Libvirt { before, after } = patch else { return Ok(()) };
+    let uuid = xml::domain_uuid(before)
+        .ok_or_else(|| ActionError::Unsupported(format!("the definition of {name} has no UUID")))?;
+    let definition = Exchange { from: before.clone(), to: after.clone() };
+    run(sessions, &Action::DefineDomain { uuid, name: name.to_owned(), definition })
+}
+
 fn reload_action(change: &ModuleChange) -> Result<Action, ActionError> {
     let module = KernelModule::from_name(&change.module)
         .ok_or_else(|| ActionError::Unsupported(format!("Pagefold does not load {} again", change.module)))?;
@@ -158,7 +184,7 @@ mod tests {
     use crate::decide::{Proposal, plan, profile::Profile};
     use crate::facts::read_state;
     use crate::kept::{self, KeptState};
-    use pagefold_base::Absent;
+    use pagefold_base::{Absent, Pid, ProcessId};
     use pagefold_doctor::decide::change::SettingChange;
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
@@ -195,6 +221,34 @@ mod tests {
     }
 
     #[test]
+    fn machine_is_defined_on_request_and_undone() {
+        const FILE: &str = "etc/libvirt/qemu/web.xml";
+        const UUID: &str = "c7a5fdbd-cdaf-9455-926a-d65c16db1809";
+        let before = format!("<domain type='kvm'>\n  <name>web</name>\n  <uuid>{UUID}</uuid>\n</domain>\n");
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        host.put_file(FILE, &before);
+        let after = before.replace("</uuid>", "</uuid>\n  <memoryBacking><nosharepages/></memoryBacking>");
+        let effect = Effect::Machine {
+            process: ProcessId { pid: Pid(7), start_time: 1 },
+            name: "web".to_owned(),
+            patch: Patch::Libvirt { before: before.clone(), after: after.clone() },
+        };
+        let step = Step { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, effect };
+        let plan = TunePlan { steps: vec![step], ..TunePlan::default() };
+        let read = || String::from_utf8(host.read(FILE).unwrap()).unwrap();
+        assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap().done, Vec::<usize>::new());
+        assert_eq!(read(), before);
+        assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::HostAndDefinitions).unwrap().done, [0]);
+        assert_eq!(read(), after);
+        host.put_file(FILE, "<other/>");
+        let refused = apply(&host, directory.path(), &plan, ApplyScope::HostAndDefinitions).unwrap();
+        assert_eq!((refused.done.len(), refused.failed.len()), (0, 1), "another program's definition stays");
+        host.put_file(FILE, &after);
+        assert!(kept::undo(&host, directory.path()).unwrap().failed.is_empty());
+        assert_eq!(read(), before);
+    }
+
+    #[test]
     fn file_holds_no_parameters_of_a_module_that_was_not_loaded_again() {
         let (fake, directory) = (host(), tempfile::tempdir().unwrap());
         fake.put_file("sys/module/kvm_intel/parameters/ept", "N");
@@ -217,7 +271,7 @@ mod tests {
                 .then_some(InjectedFault::Absent(Absent::Denied))
         };
         let faulty = FaultyHost::new(&fake, refuse_first);
-        let applied = apply(&faulty, directory.path(), &plan, false).unwrap();
+        let applied = apply(&faulty, directory.path(), &plan, ApplyScope::Host).unwrap();
         assert_eq!((applied.done, applied.failed.len()), (vec![1], 1));
         let file = String::from_utf8(fake.read(MODULE_FILE).unwrap()).unwrap();
         assert!(file.contains("kvm_intel ept=1") && !file.contains("kvm_amd"), "{file}");
@@ -229,7 +283,7 @@ mod tests {
         let before = read(&host);
         let plan = make_plan(&host);
         assert_eq!((plan.steps.len(), plan.refusals.len()), (3, 0));
-        let applied = apply(&host, directory.path(), &plan, false).unwrap();
+        let applied = apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap();
         assert_eq!((applied.done.len(), applied.failed.len()), (3, 0));
         let after = read(&host);
         assert_eq!(after[..3], ["200000", "10", "1"].map(str::to_owned));
@@ -261,7 +315,7 @@ mod tests {
             let before = read(&fake);
             let faulty =
                 FaultyHost::new(&fake, |path| (path == fault).then_some(InjectedFault::Absent(Absent::Denied)));
-            let applied = apply(&faulty, directory.path(), &plan, false).unwrap();
+            let applied = apply(&faulty, directory.path(), &plan, ApplyScope::Host).unwrap();
             assert_eq!((applied.done.len(), applied.failed.len()), (2, 1), "{fault}");
             assert_eq!(read(&fake)[..3], changed.map(str::to_owned), "{fault}");
             assert_eq!(read(&fake)[3].is_empty(), fault != "#write halt_poll_ns", "{fault}");
@@ -273,7 +327,7 @@ mod tests {
     #[test]
     fn only_live_settings_are_made_on_request() {
         let (host, directory) = (host(), tempfile::tempdir().unwrap());
-        apply(&host, directory.path(), &make_plan(&host), true).unwrap();
+        apply(&host, directory.path(), &make_plan(&host), ApplyScope::Live).unwrap();
         assert_eq!(read(&host), ["200000", "10", "0", ""].map(str::to_owned));
     }
 
@@ -284,7 +338,7 @@ mod tests {
         let plan = make_plan(&fake);
         let faulty =
             FaultyHost::new(&fake, |path| (path == "#write swappiness").then_some(InjectedFault::Replaced(Vec::new())));
-        let applied = apply(&faulty, directory.path(), &plan, true).unwrap();
+        let applied = apply(&faulty, directory.path(), &plan, ApplyScope::Live).unwrap();
         assert!(matches!(&applied.failed[..], [(_, why)] if why.contains("kept 60")), "{:?}", applied.failed);
     }
 }

@@ -11,6 +11,7 @@ use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
 use pagefold_doctor::decide::Finding;
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
+use pagefold_host::action::domain_definition_path;
 use pagefold_host::kernel_module::normal_parameter_value;
 use pagefold_host::knob::Knob;
 use pagefold_host::{Host, memory_headroom, observe};
@@ -156,13 +157,16 @@ fn read_machines(
     machines: &BTreeSet<ProcessId>,
 ) -> BTreeMap<ProcessId, MachineState> {
     let wanted = processes.iter().filter(|process| machines.contains(&process.id));
+    // Which process runs a domain is what libvirt says, and not the name that a process gives itself.
+    let domains = observe::libvirt_domains(host).unwrap_or_default();
     let read = |process: &Process| {
         let arguments = process.arguments.clone().ok()?;
-        let name = machine_name(process);
+        let domain = domains.iter().find(|domain| domain.pid == process.id.pid);
+        let name = domain.map_or_else(|| machine_name(process), |domain| domain.name.clone());
         // libvirt refuses a slash in the name of a domain (`src/conf/domain_conf.c`, `virDomainDefPostParseCommon`).
-        let is_file_name = !name.contains('/') && !name.starts_with('.');
-        let libvirt_xml = is_file_name.then(|| read_text(host, &format!("etc/libvirt/qemu/{name}.xml")).ok()).flatten();
-        Some((process.id, MachineState { name, libvirt_xml, arguments }))
+        let domain = domain.filter(|domain| !domain.name.contains('/') && !domain.name.starts_with('.'));
+        let definition = domain.and_then(|domain| read_text(host, &domain_definition_path(&domain.name)).ok());
+        Some((process.id, MachineState { name, libvirt_xml: definition, arguments }))
     };
     wanted.filter_map(read).collect()
 }

@@ -86,6 +86,11 @@ fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
             let setting = format!("sys/module/{module}");
             (format!("module {module}"), Some(setting), parameters.to.to_string(), parameters.from.to_string(), current)
         }
+        Action::DefineDomain { name, definition, .. } => {
+            let path = pagefold_host::action::domain_definition_path(name);
+            let current = host.read(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+            (format!("/{path}"), None, definition.to.clone(), definition.from.clone(), current)
+        }
         Action::ReplaceFile { file, content } => {
             let text = |content: &Option<String>| content.clone().unwrap_or_else(|| "absent".to_owned());
             let current: Reading<String> = match host.read(&file.path()) {

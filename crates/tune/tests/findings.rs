@@ -7,7 +7,7 @@ use pagefold_doctor::decide::{Finding, Verdict, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_host::fake_host::FakeHost;
-use pagefold_tune::apply::apply;
+use pagefold_tune::apply::{ApplyScope, apply};
 use pagefold_tune::decide::{Proposal, TunePlan, plan};
 use pagefold_tune::facts::read_state;
 
@@ -74,7 +74,7 @@ fn findings_with_changes_become_steps_that_resolve_them() {
     for rule in &rules {
         assert!(planned.contains(rule), "{rule} has no step: {planned:?}");
     }
-    let applied = apply(&host, directory.path(), &plan, false).unwrap();
+    let applied = apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap();
     assert!(applied.failed.is_empty(), "{applied:?}");
 
     let after = findings(&host);

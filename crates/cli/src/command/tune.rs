@@ -11,7 +11,7 @@ use pagefold_doctor::decide::{Finding, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_output::wire;
-use pagefold_tune::apply::{Applied, apply, is_automatic};
+use pagefold_tune::apply::{Applied, ApplyScope, apply};
 use pagefold_tune::decide::export::{self, ExportFormat};
 use pagefold_tune::decide::import::{self, IgnoredLine, ImportFormat, Imported};
 use pagefold_tune::decide::profile::{self, Profile};
@@ -37,10 +37,11 @@ Examples:
   sudo pagefold tune apply --dry-run            show the plan, and change nothing
   sudo pagefold tune apply --only live          settings of the running kernel, no module
   sudo pagefold tune apply --profile latency
+  sudo pagefold tune apply --define             also define libvirt's machines anew, for their next start
   sudo pagefold tune apply --import my.conf     what a file of tuned, sysctl.d or modprobe.d sets
 
 A module is loaded again only if no virtual machine uses it. Boot parameters are printed as commands, and \
-definitions of virtual machines as diffs: both take effect later, and stay with you.
+definitions of virtual machines as diffs, unless libvirt defines them (--define): both take effect later.
 
 Exit status: 0 done, 2 refused with nothing changed, 3 a step failed; the others are made.";
 
@@ -162,6 +163,9 @@ struct ApplyArguments {
     /// Only changes of this kind
     #[arg(long, value_enum, value_name = "KIND")]
     only: Option<OnlyKind>,
+    /// Also let libvirt define changed machines anew (as `virsh define --validate`), for their next start
+    #[arg(long, conflicts_with = "only")]
+    define: bool,
     /// Print JSON (see `pagefold schema tune-apply`)
     #[arg(long)]
     json: bool,
@@ -360,15 +364,19 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
         Some(path) => plan_file(&*host, path, None)?,
         None => plan_findings(&*host, &options.source, global)?,
     };
-    let only_live = options.only == Some(OnlyKind::Live);
-    if only_live {
-        prepared.plan.steps.retain(|step| is_automatic(step, true));
+    let scope = match (options.only, options.define) {
+        (Some(OnlyKind::Live), _) => ApplyScope::Live,
+        (None, true) => ApplyScope::HostAndDefinitions,
+        (None, false) => ApplyScope::Host,
+    };
+    if scope == ApplyScope::Live {
+        prepared.plan.steps.retain(|step| scope.contains(step));
     }
     let report = TunePlanReport::new(host.describe(), prepared.profile, &prepared.plan, &prepared.ignored);
     let applied = if options.dry_run {
         Applied::default()
     } else {
-        apply(&*host, &global.state, &prepared.plan, only_live).map_err(with_remedy)?
+        apply(&*host, &global.state, &prepared.plan, scope).map_err(with_remedy)?
     };
     for text in TuneApplyReport::recovered_texts(&applied) {
         eprintln!("An earlier pagefold was killed. Restored: {text}");

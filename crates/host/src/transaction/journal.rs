@@ -332,6 +332,12 @@ enum WireAction {
         from: ConfigContent,
         to: ConfigContent,
     },
+    DefineDomain {
+        uuid: String,
+        name: String,
+        from: String,
+        to: String,
+    },
     ReloadModule {
         module: KernelModule,
         from: ModuleParameters,
@@ -441,6 +447,12 @@ impl WireAction {
             Action::ReplaceFile { file, content } => {
                 Self::ReplaceFile { file: file.clone(), from: content.from.clone(), to: content.to.clone() }
             }
+            Action::DefineDomain { uuid, name, definition } => Self::DefineDomain {
+                uuid: uuid.clone(),
+                name: name.clone(),
+                from: definition.from.clone(),
+                to: definition.to.clone(),
+            },
             Action::ReloadModule { module, parameters } => {
                 Self::ReloadModule { module: *module, from: parameters.from.clone(), to: parameters.to.clone() }
             }
@@ -486,6 +498,9 @@ impl From<WireAction> for Action {
                 Self::MovePages { process: process(pid, start_time), ranges: address_ranges(pairs), node }
             }
             WireAction::ReplaceFile { file, from, to } => Self::ReplaceFile { file, content: Exchange { from, to } },
+            WireAction::DefineDomain { uuid, name, from, to } => {
+                Self::DefineDomain { uuid, name, definition: Exchange { from, to } }
+            }
             WireAction::ReloadModule { module, from, to } => {
                 Self::ReloadModule { module, parameters: Exchange { from, to } }
             }
@@ -601,6 +616,11 @@ mod tests {
             Action::ReplaceFile {
                 file: ConfigFile::from_path("etc/modprobe.d/pagefold.conf").unwrap(),
                 content: Exchange { from: ConfigContent(Some("# \"a\"\n".to_owned())), to: ConfigContent(None) },
+            },
+            Action::DefineDomain {
+                uuid: "uuid".to_owned(),
+                name: "db".to_owned(),
+                definition: Exchange { from: "<domain/>\n".to_owned(), to: "<domain>\n".to_owned() },
             },
             Action::ReloadModule {
                 module: KernelModule::KvmAmd,

@@ -88,6 +88,7 @@ impl fmt::Display for UndoDescription<'_> {
         match self.0 {
             Action::Write { knob, value } => write!(f, "{knob} was {value}"),
             Action::ReplaceFile { file, content } => write!(f, "{file} was {}", content.to),
+            Action::DefineDomain { name, .. } => write!(f, "domain {name} had another definition"),
             Action::ReloadModule { module, parameters } => {
                 write!(f, "module {module} was loaded with {}", parameters.to)
             }
@@ -243,8 +244,24 @@ impl<'a> Session<'a> {
         };
         if is_untouched {
             self.revert_journal(mark)?;
+        } else if let (Ok(_), Action::DefineDomain { name, .. }) = (&result, action) {
+            self.note_stored_definition(name)?;
         }
         Ok(result?)
+    }
+
+    /// Notes the definition as libvirt has stored it, in its own form, so that the undo finds what it expects.
+    fn note_stored_definition(&mut self, name: &str) -> Result<(), Error> {
+        let stored = self.host.read(&action::domain_definition_path(name)).map_err(Error::HostStateUnreadable)?;
+        let stored = String::from_utf8_lossy(&stored).into_owned();
+        let undo = self.journal.entries.last_mut().map(|entry| &mut entry.undo);
+        if let Some(Action::DefineDomain { definition, .. }) = undo
+            && definition.from != stored
+        {
+            definition.from = stored;
+            self.rewrite_journal()?;
+        }
+        Ok(())
     }
 
     /// Performs an action on the host.

@@ -78,6 +78,20 @@ fn domain_is_looked_up_and_pinned() {
 }
 
 #[test]
+fn definition_is_sent_and_answer_names_the_domain() {
+    let answer = |procedure, serial| {
+        let content = if procedure == PROC_DOMAIN_DEFINE_XML_FLAGS { domain(UUID) } else { Vec::new() };
+        Some(reply(procedure, serial, STATUS_OK, &content))
+    };
+    with_daemon(answer, |connection| {
+        let mut connection = connection.unwrap();
+        connection.define(parse_uuid(UUID).unwrap(), "<domain/>").unwrap();
+        let error = connection.define([0; 16], "<domain/>").unwrap_err();
+        assert!(error.to_string().contains("another domain"), "{error}");
+    });
+}
+
+#[test]
 fn refusal_has_the_text_of_libvirt() {
     let answer = |procedure, serial| {
         if procedure != PROC_DOMAIN_LOOKUP_BY_UUID {

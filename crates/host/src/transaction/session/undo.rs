@@ -33,7 +33,7 @@ impl SocketOwner {
     fn of(action: &Action) -> Option<Self> {
         match action {
             Action::SetQomProperty { process, .. } => Some(Self::Guest(*process)),
-            Action::SetAffinity { pin: Some(_), .. } => Some(Self::Libvirt),
+            Action::SetAffinity { pin: Some(_), .. } | Action::DefineDomain { .. } => Some(Self::Libvirt),
             _ => None,
         }
     }

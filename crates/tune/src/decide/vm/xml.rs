@@ -30,6 +30,12 @@ pub fn set_option(xml: &str, option: &VmOption) -> Result<String, String> {
     }
 }
 
+/// The UUID of a domain's definition.
+pub fn domain_uuid(xml: &str) -> Option<String> {
+    let document = parse(xml).ok()?;
+    Some(child(document.root_element(), "uuid")?.text()?.trim().to_owned())
+}
+
 fn parse(xml: &str) -> Result<Document<'_>, String> {
     let document = Document::parse(xml).map_err(|error| format!("libvirt's definition is not valid XML: {error}"))?;
     if document.root_element().has_tag_name("domain") {

@@ -265,3 +265,39 @@ fn kept_changes_outlive_their_sessions_and_are_undone_newest_first() {
     }
     assert_eq!(state(&host), before);
 }
+
+#[test]
+fn definition_is_replaced_only_if_it_is_the_expected_one() {
+    let host = crate::fake_host::FakeHost::booted();
+    let path = crate::action::domain_definition_path("db");
+    host.put_file(&path, "<a/>");
+    let definition = Exchange { from: "<a/>".to_owned(), to: "<b/>".to_owned() };
+    let define = Action::DefineDomain { uuid: "uuid".to_owned(), name: "db".to_owned(), definition };
+    let undo = crate::action::undo_actions(&host, &define).unwrap();
+    assert!(!host.apply(&define).unwrap().unchanged);
+    assert!(host.apply(&define).unwrap().unchanged);
+    assert_eq!(host.read(&path).unwrap(), b"<b/>");
+    host.apply(&undo[0]).unwrap();
+    assert_eq!(host.read(&path).unwrap(), b"<a/>");
+    host.put_file(&path, "<other/>");
+    let error = host.apply(&define).unwrap_err().to_string();
+    assert!(error.contains("db.xml") && !error.contains("<other/>"), "{error}");
+    assert_eq!(host.read(&path).unwrap(), b"<other/>");
+}
+
+#[test]
+fn definition_that_libvirt_stored_in_its_own_form_is_undone() {
+    let (host, directory) = (crate::fake_host::FakeHost::booted(), tempfile::tempdir().unwrap());
+    let path = crate::action::domain_definition_path("db");
+    host.put_file(&path, "<a b='1'/>");
+    let definition = Exchange { from: "<a b='1'/>".to_owned(), to: "<a b=\"2\"/>".to_owned() };
+    let define = Action::DefineDomain { uuid: "uuid".to_owned(), name: "db".to_owned(), definition };
+    let begin = || Session::begin(&host, directory.path(), ResourceClass::Configuration).unwrap();
+    let mut session = begin().0;
+    session.apply(&define, ChangeLifetime::Temporary).unwrap();
+    assert_eq!(host.read(&path).unwrap(), b"<a b='2'/>");
+    session.keep_changes("tune").unwrap();
+    drop(session);
+    assert_eq!(begin().0.undo_kept_changes().unwrap().1, Vec::new());
+    assert_eq!(host.read(&path).unwrap(), b"<a b='1'/>");
+}
