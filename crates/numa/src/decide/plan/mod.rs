@@ -1,7 +1,7 @@
 //! Plans the placement of virtual machines on NUMA nodes.
 //!
 //! Each virtual machine consists of parts: one for each virtual node, or a single one. For each machine the planner lists
-//! patterns ([`columns`]): leave it as it is, or put each part on one node. An integer program chooses one pattern for
+//! patterns (`columns`): leave it as it is, or put each part on one node. An integer program chooses one pattern for
 //! each machine, so that CPUs and memory of each node suffice and the cost is minimal. The cost of a pattern is constant:
 //!
 //! ```text
@@ -10,7 +10,7 @@
 //! ```
 //!
 //! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. A greedy
-//! search with exchanges ([`search`]) finds a first plan, which the solver then improves or proves. The gap to the
+//! search with exchanges (`search`) finds a first plan, which the solver then improves or proves. The gap to the
 //! solver's lower bound is part of the result.
 
 pub mod baselines;
