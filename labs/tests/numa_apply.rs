@@ -72,7 +72,9 @@ fn check_daemon(scenes: &Scenes) {
     assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.0);
     assert!(scenes.state("arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
     assert_eq!(scenes.exit("arrived-undo"), 0);
-    assert!(scenes.state("arrived-undone").is_as(&before));
+    // A machine that has just started still allocates, so only its guest's memory is compared.
+    let undone = scenes.state("arrived-undone");
+    assert!(undone.node_pages[0] >= 12_288 && undone.cpus == before.cpus, "{before:?} {undone:?}");
 }
 
 fn run_guest() -> Option<Scenes> {
