@@ -15,7 +15,7 @@ use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, Proc
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
-use std::thread;
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant, SystemTime};
 
 const PAGE_BYTES: u64 = 4096;
@@ -29,6 +29,7 @@ pub struct FakeHost {
     memory: Mutex<FakeMemory>,
     /// The NUMA nodes of pages that were moved, by process and address; all others are on node 0.
     page_nodes: Mutex<BTreeMap<(Pid, u64), u32>>,
+    pinned_pages: Mutex<BTreeSet<(Pid, u64)>>,
     advice_fault: Mutex<Option<AdviceFault>>,
     written_settings: Mutex<Vec<String>>,
     /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
@@ -46,9 +47,21 @@ struct VirtualClock {
     cpu_time: Duration,
     /// The deadlines of waiting threads. Time advances to the earliest.
     waits: Vec<Duration>,
+    /// The thread that read the host or its clock last, and when, in real time. While it works, no time passes for others.
+    last_user: (ThreadId, Instant),
 }
 
 impl VirtualClock {
+    fn note_user(&mut self) {
+        self.last_user = (thread::current().id(), Instant::now());
+    }
+
+    /// Whether another thread works: it has used the host a moment ago.
+    fn is_other_thread_working(&self) -> bool {
+        let (user, at) = self.last_user;
+        user != thread::current().id() && at.elapsed() < ANSWER_REAL_TIME
+    }
+
     fn remove_wait(&mut self, deadline: Duration) {
         let position = self.waits.iter().position(|other| *other == deadline).unwrap();
         self.waits.swap_remove(position);
@@ -84,6 +97,7 @@ impl FakeHost {
             files: Mutex::default(),
             memory: Mutex::default(),
             page_nodes: Mutex::default(),
+            pinned_pages: Mutex::default(),
             advice_fault: Mutex::default(),
             written_settings: Mutex::default(),
             pending_execs: Arc::default(),
@@ -166,6 +180,7 @@ impl FakeHost {
             elapsed: Duration::ZERO,
             cpu_time: Duration::ZERO,
             waits: Vec::new(),
+            last_user: (thread::current().id(), Instant::now()),
         });
     }
 
@@ -298,6 +313,57 @@ impl FakeHost {
         Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
     }
 
+    fn define_domain(&self, name: &str, definition: &Exchange<String>) -> Result<ActionOutcome, ActionError> {
+        let path = crate::action::domain_definition_path(name);
+        let current = self.files.lock().unwrap().get(&path).cloned().ok_or(ActionError::Vanished)?;
+        let must_write = definition.must_define(current, name)?;
+        if must_write {
+            // As libvirt, it stores a definition in its own form.
+            self.put_file(&path, &definition.to.replace('"', "'"));
+        }
+        Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
+    }
+
+    /// Moves pages that are not pinned, and counts the free memory of the nodes.
+    fn move_pages(&self, pid: Pid, ranges: &[AddressRange], node: u32) -> ActionOutcome {
+        let mut outcome = ActionOutcome::default();
+        for page in ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize)) {
+            if self.pinned_pages.lock().unwrap().contains(&(pid, page)) {
+                let why = MissedReason::Refused("it is pinned".to_owned());
+                outcome.missed_ranges.push((AddressRange { start: page, end: page + PAGE_BYTES }, why));
+                continue;
+            }
+            let former = self.page_nodes.lock().unwrap().insert((pid, page), node);
+            if former != Some(node) {
+                outcome.moved_pages += Pages(1);
+                self.take_free_memory(node, PAGE_BYTES as i64 >> 10);
+                former.into_iter().for_each(|former| self.take_free_memory(former, -(PAGE_BYTES as i64 >> 10)));
+            }
+        }
+        outcome
+    }
+
+    fn take_free_memory(&self, node: u32, kib: i64) {
+        let mut files = self.files.lock().unwrap();
+        let Some(text) = files.get_mut(&format!("sys/devices/system/node/node{node}/meminfo")) else { return };
+        let line = |text: &str| text.lines().find(|line| line.contains("MemFree:")).map(str::to_owned);
+        let Some(before) = line(text) else { return };
+        let free: i64 = before.split_whitespace().nth(3).unwrap().parse().unwrap();
+        *text = text.replace(&before, &format!("Node {node} MemFree: {} kB", free - kib));
+    }
+
+    /// Pins pages of a process, so that they cannot be moved.
+    pub fn pin_pages(&self, pid: u32, range: AddressRange) {
+        let pages = (range.start..range.end).step_by(PAGE_BYTES as usize);
+        self.pinned_pages.lock().unwrap().extend(pages.map(|page| (Pid(pid), page)));
+    }
+
+    /// Puts pages of a process on a node.
+    pub fn put_pages_on_node(&self, pid: u32, range: AddressRange, node: u32) {
+        let pages = (range.start..range.end).step_by(PAGE_BYTES as usize);
+        self.page_nodes.lock().unwrap().extend(pages.map(|page| ((Pid(pid), page), node)));
+    }
+
     /// Registers a wait of this thread in virtual time. Returns its deadline, as virtual time; `None` on the real
     /// clock.
     fn begin_virtual_wait(&self, duration: Duration) -> Option<Duration> {
@@ -308,16 +374,23 @@ impl FakeHost {
         Some(deadline)
     }
 
-    /// Ends a wait, at its deadline, unless that of another thread is earlier.
+    /// Ends a wait, at its deadline, unless that of another thread is earlier, or another thread works.
     fn end_virtual_wait(&self, deadline: Duration) -> bool {
         let mut clock = self.virtual_clock.lock().unwrap();
         let clock = clock.as_mut().unwrap();
         let is_earliest = clock.waits.iter().all(|other| *other >= deadline);
-        if is_earliest {
+        let ends = is_earliest && !clock.is_other_thread_working();
+        if ends {
             clock.elapsed = clock.elapsed.max(deadline);
             clock.remove_wait(deadline);
         }
-        is_earliest
+        ends
+    }
+
+    fn note_user(&self) {
+        if let Some(clock) = self.virtual_clock.lock().unwrap().as_mut() {
+            clock.note_user();
+        }
     }
 
     fn cancel_virtual_wait(&self, deadline: Duration) {
@@ -361,6 +434,7 @@ impl Host for FakeHost {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.note_user();
         self.files.lock().unwrap().get(path).map(|text| text.clone().into_bytes()).ok_or(Absent::NotOnThisKernel)
     }
 
@@ -459,16 +533,7 @@ impl Host for FakeHost {
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
-            Action::DefineDomain { name, definition, .. } => {
-                let path = crate::action::domain_definition_path(name);
-                let current = self.files.lock().unwrap().get(&path).cloned().ok_or(ActionError::Vanished)?;
-                let must_write = definition.must_define(current, name)?;
-                if must_write {
-                    // As libvirt, it stores a definition in its own form.
-                    self.put_file(&path, &definition.to.replace('"', "'"));
-                }
-                Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
-            }
+            Action::DefineDomain { name, definition, .. } => self.define_domain(name, definition),
             Action::ReloadModule { module, parameters } => {
                 if module.references(self).is_ok_and(|references| references > 0) {
                     return Err(ActionError::Busy(format!("module {module} is in use")));
@@ -480,19 +545,17 @@ impl Host for FakeHost {
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
-            Action::MovePages { process, ranges, node } => {
-                let pages = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
-                let mut nodes = self.page_nodes.lock().unwrap();
-                let moved = pages.filter(|&page| nodes.insert((process.pid, page), *node) != Some(*node)).count();
-                Ok(ActionOutcome { moved_pages: Pages(moved as u64), ..ActionOutcome::default() })
-            }
+            Action::MovePages { process, ranges, node } => Ok(self.move_pages(process.pid, ranges, *node)),
             _ => Err(ActionError::Vanished),
         }
     }
 
     fn now(&self) -> Instant {
-        let clock = self.virtual_clock.lock().unwrap();
-        clock.as_ref().map_or_else(Instant::now, |clock| clock.start + clock.elapsed)
+        let mut clock = self.virtual_clock.lock().unwrap();
+        clock.as_mut().map_or_else(Instant::now, |clock| {
+            clock.note_user();
+            clock.start + clock.elapsed
+        })
     }
 
     fn sleep(&self, duration: Duration) {
