@@ -72,9 +72,10 @@ fn check_daemon(scenes: &Scenes) {
     assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.0);
     assert!(scenes.state("arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
     assert_eq!(scenes.exit("arrived-undo"), 0);
-    // A machine that has just started still allocates, so only its guest's memory is compared.
     let undone = scenes.state("arrived-undone");
-    assert!(undone.node_pages[0] >= 12_288 && undone.cpus == before.cpus, "{before:?} {undone:?}");
+    // Nothing stays on node 1. On node 0 the kernel may have added pages: khugepaged fills up new huge pages.
+    assert!(undone.cpus == before.cpus && undone.node_pages[1].abs_diff(before.node_pages[1]) <= 64, "{undone:?}");
+    assert!(undone.node_pages[0] + 64 >= before.node_pages[0], "{before:?} {undone:?}");
 }
 
 fn run_guest() -> Option<Scenes> {

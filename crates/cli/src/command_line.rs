@@ -85,7 +85,7 @@ pub enum PagefoldCommand {
     Top(command::top::TopArguments),
     /// Show the histories that daemons recorded: an HTML page, charts, tables
     Report(command::report::ReportArguments),
-    /// Pause the daemon and restore KSM's settings
+    /// Pause the daemon and restore KSM's settings; a placement on NUMA nodes that is under way is undone
     Pause,
     /// Resume the daemon
     Resume,

@@ -2,8 +2,9 @@
 //!
 //! Every change is journaled with its undo before it is made, in the sessions of [`PlacementSessions`]. A change that the
 //! kernel refuses is reported with its reason, and all others are made. Memory moves only to nodes with room, within a
-//! bandwidth, and never while tasks of the host wait for memory. Threads follow their memory: they get new CPUs right
-//! before the first batch of their machine moves, and get the previous ones back if most of its memory stays.
+//! bandwidth, and never while tasks of the host wait for memory. Threads are where most of the memory of their machine
+//! is: they get new CPUs at once if it is in place already, else right before the first batch moves, and get the previous
+//! ones back if most of it stays elsewhere.
 //!
 //! Pages of files stay, because other programs use them, too. Pages that several processes map, such as those merged by
 //! KSM, also stay (`MPOL_MF_MOVE`, mm/migrate.c): moving them would move memory of the other processes.
@@ -39,8 +40,8 @@ const MAX_PRESSURE_PAUSE: Duration = Duration::from_secs(8);
 /// After this time of pauses, no more memory is moved.
 const MAX_PRESSURE_WAIT: Duration = Duration::from_secs(60);
 
-/// How often the stop flag is looked at during a pause.
-const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
+/// How often a stop flag is looked at during a pause.
+pub(crate) const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The purpose under which the changes are kept.
 pub const PURPOSE: &str = "numa apply";
@@ -161,6 +162,12 @@ pub struct MachineOutcome {
 }
 
 impl MachineOutcome {
+    /// Pages that stay, without those that several processes map.
+    fn staying_pages(&self) -> Pages {
+        let is_own = |why: &MissedReason| *why != MissedReason::MappedBySeveral;
+        self.kept_pages.iter().filter(|(why, _)| is_own(why)).map(|(_, pages)| *pages).sum()
+    }
+
     /// Whether threads or memory were placed.
     pub fn has_changes(&self) -> bool {
         !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO
@@ -168,8 +175,7 @@ impl MachineOutcome {
 
     /// Whether all was done, except that memory of other processes stays.
     pub fn is_complete(&self) -> bool {
-        let is_movable = |why: &MissedReason| *why != MissedReason::MappedBySeveral;
-        self.failure.is_none() && self.kept_threads.is_empty() && !self.kept_pages.keys().any(is_movable)
+        self.failure.is_none() && self.kept_threads.is_empty() && self.staying_pages() == Pages::ZERO
     }
 }
 
@@ -211,6 +217,8 @@ impl ApplyOutcome {
 pub struct PreparedMachine {
     process: ProcessId,
     steps: MachineSteps,
+    /// The memory in the ranges of all steps that is on its node already.
+    in_place: Bytes,
     libvirt: Option<LibvirtDomain>,
 }
 
@@ -219,14 +227,31 @@ impl PreparedMachine {
     pub fn steps(&self) -> &MachineSteps {
         &self.steps
     }
+
+    fn planned_bytes(&self) -> Bytes {
+        self.steps.moves.iter().map(|step| step.bytes).sum()
+    }
+
+    /// Whether most of its memory is on another node if so much of it stays.
+    fn is_mostly_elsewhere(&self, staying: Bytes) -> bool {
+        schedule::is_majority(staying, self.in_place + self.planned_bytes())
+    }
 }
 
 /// Read the present regions and threads of the machines, and compute their steps. A machine that has ended has no steps.
+/// Once `stop` is set, the nodes of pages are not read any more, and all memory counts as elsewhere.
 ///
 /// # Errors
 /// If a machine cannot be read for another reason than that it has ended.
-pub fn prepare(host: &dyn Host, map: &NumaMap, targets: &[MachineTarget]) -> Reading<Vec<PreparedMachine>> {
-    targets.iter().map(|target| prepare_machine(host, &map.topology, &map.processes[target.position], target)).collect()
+pub fn prepare(
+    host: &dyn Host,
+    map: &NumaMap,
+    targets: &[MachineTarget],
+    stop: &AtomicBool,
+) -> Reading<Vec<PreparedMachine>> {
+    let machine =
+        |target: &MachineTarget| prepare_machine(host, &map.topology, &map.processes[target.position], target, stop);
+    targets.iter().map(machine).collect()
 }
 
 fn prepare_machine(
@@ -234,10 +259,11 @@ fn prepare_machine(
     topology: &Topology,
     placement: &ProcessPlacement,
     target: &MachineTarget,
+    stop: &AtomicBool,
 ) -> Reading<PreparedMachine> {
     let process = placement.process.id;
     let libvirt = placement.libvirt.clone();
-    let ended = PreparedMachine { process, steps: MachineSteps::default(), libvirt: None };
+    let ended = PreparedMachine { process, steps: MachineSteps::default(), in_place: Bytes::ZERO, libvirt: None };
     let handle = match pagefold_host::hold(host, process) {
         Err(Absent::Vanished) => return Ok(ended),
         handle => handle?,
@@ -265,24 +291,31 @@ fn prepare_machine(
         .collect();
     let cpus_of_node: BTreeMap<u32, IdSet> = topology.nodes.iter().map(|(&id, node)| (id, node.cpus.clone())).collect();
     let mut steps = steps::machine_steps(&parts, &threads, &cpus_of_node);
-    for step in &mut steps.moves {
-        step.bytes = match bytes_elsewhere(host, &*handle, step) {
+    let mut in_place = Bytes::ZERO;
+    for step in steps.moves.iter_mut().take_while(|_| !stop.load(Ordering::Relaxed)) {
+        let (there, elsewhere) = match locate_bytes(host, &*handle, step) {
             Err(Absent::Vanished) => return Ok(ended),
             bytes => bytes?,
         };
+        in_place += there;
+        step.bytes = elsewhere;
     }
     steps.moves.retain(|step| step.bytes > Bytes::ZERO);
-    Ok(PreparedMachine { process, steps, libvirt })
+    Ok(PreparedMachine { process, steps, in_place, libvirt })
 }
 
-/// The memory in the ranges of a step that is not on its node yet.
-fn bytes_elsewhere(host: &dyn Host, handle: &dyn ProcessHandle, step: &MoveStep) -> Reading<Bytes> {
-    let mut pages = 0;
+/// The memory in the ranges of a step that is on its node already, and that is on other nodes.
+fn locate_bytes(host: &dyn Host, handle: &dyn ProcessHandle, step: &MoveStep) -> Reading<(Bytes, Bytes)> {
+    let (mut there, mut elsewhere) = (0, 0);
     for &range in &step.ranges {
         let nodes = handle.page_nodes(range)?;
-        pages += nodes.into_iter().flatten().filter(|node| *node != step.node).count();
+        let present = nodes.iter().flatten().count();
+        let on_node = nodes.iter().filter(|node| **node == Some(step.node)).count();
+        there += on_node;
+        elsewhere += present - on_node;
     }
-    Ok(host.page_size().bytes_of(Pages(pages as u64)))
+    let bytes = |pages: usize| host.page_size().bytes_of(Pages(pages as u64));
+    Ok((bytes(there), bytes(elsewhere)))
 }
 
 /// The ranges of a region that are moved: all of it, or the pages that the process has written in a mapping of a file.
@@ -333,12 +366,20 @@ pub fn carry_out(
         machines: machines.iter().map(|_| MachineOutcome::default()).collect(),
         ..ApplyOutcome::default()
     };
-    let silent_libvirt = None;
-    let mut placer = Placer { sessions, machines, limits, progress, stop, moved: Bytes::ZERO, silent_libvirt, outcome };
+    let mut placer = Placer {
+        sessions,
+        machines,
+        limits,
+        progress,
+        stop,
+        moved: Bytes::ZERO,
+        has_placed_threads: vec![false; machines.len()],
+        silent_libvirt: None,
+        outcome,
+    };
     placer.place_all()?;
-    let mut outcome = placer.outcome;
-    outcome.interrupted = stop.load(Ordering::Relaxed);
-    Ok(outcome)
+    placer.is_stopped();
+    Ok(placer.outcome)
 }
 
 /// What libvirt calls a thread of a domain, if it pins it.
@@ -369,6 +410,8 @@ struct Placer<'s, 'h> {
     progress: &'s ApplyProgress,
     stop: &'s AtomicBool,
     moved: Bytes,
+    /// For each machine.
+    has_placed_threads: Vec<bool>,
     /// Why libvirt was given up: it did not answer in time.
     silent_libvirt: Option<String>,
     outcome: ApplyOutcome,
@@ -399,7 +442,7 @@ impl Placer<'_, '_> {
             let mut steps_by_node: BTreeMap<u32, VecDeque<&MoveStep>> = BTreeMap::new();
             prepared.steps.moves.iter().for_each(|step| steps_by_node.entry(step.node).or_default().push_back(step));
             queues.extend(steps_by_node.into_values().map(|steps| MoveQueue { machine, steps }));
-            if prepared.steps.moves.is_empty() {
+            if !prepared.is_mostly_elsewhere(prepared.planned_bytes()) {
                 self.place_threads(machine)?;
             }
         }
@@ -407,18 +450,17 @@ impl Placer<'_, '_> {
         if self.is_stopped() {
             return Ok(());
         }
+        let page = self.sessions.memory.host().page_size();
         for queue in &queues {
             let result = &mut self.outcome.machines[queue.machine];
             let why = MissedReason::Refused(result.failure.clone().unwrap_or_default());
-            let staying = self.sessions.memory.host().page_size().pages_in(queue.bytes());
+            let staying = page.pages_in(queue.bytes());
             if staying > Pages::ZERO {
                 *result.kept_pages.entry(why).or_default() += staying;
             }
         }
         for (machine, prepared) in machines.iter().enumerate() {
-            let staying = queues.iter().filter(|queue| queue.machine == machine).map(MoveQueue::bytes).sum();
-            let planned = prepared.steps.moves.iter().map(|step| step.bytes).sum();
-            if schedule::stays_mostly(staying, planned) {
+            if prepared.is_mostly_elsewhere(page.bytes_of(self.outcome.machines[machine].staying_pages())) {
                 self.restore_threads(machine)?;
             }
         }
@@ -430,11 +472,9 @@ impl Placer<'_, '_> {
         const PRESSURE: &str = "tasks of the host wait for memory";
         let host = self.sessions.memory.host();
         let started = host.now();
-        let mut has_begun = vec![false; self.machines.len()];
         while !self.is_stopped() {
-            let given_up = |queue: &MoveQueue<'_>| self.outcome.machines[queue.machine].failure.is_some();
-            let open: Vec<usize> = (0..queues.len()).filter(|&queue| !given_up(&queues[queue])).collect();
-            let waiting: Vec<WaitingBatch> = open.iter().filter_map(|&queue| queues[queue].next_batch()).collect();
+            let is_open = |queue: &&MoveQueue<'_>| self.outcome.machines[queue.machine].failure.is_none();
+            let waiting: Vec<WaitingBatch> = queues.iter().filter(is_open).filter_map(MoveQueue::next_batch).collect();
             if waiting.is_empty() {
                 break;
             }
@@ -448,10 +488,7 @@ impl Placer<'_, '_> {
                 self.give_up(&waiting, |batch| format!("node {} has no room for it", batch.node));
                 break;
             };
-            if !has_begun[batch.machine] {
-                has_begun[batch.machine] = true;
-                self.place_threads(batch.machine)?;
-            }
+            self.place_threads(batch.machine)?;
             let is_its_queue = |queue: &&mut MoveQueue<'_>| queue.next_batch() == Some(batch);
             let Some(queue) = queues.iter_mut().find(is_its_queue) else { break };
             let Some(step) = queue.steps.front() else { break };
@@ -470,8 +507,10 @@ impl Placer<'_, '_> {
         Ok(())
     }
 
-    fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
+    /// Whether the placement was interrupted. It stays so, even if `stop` is reset.
+    fn is_stopped(&mut self) -> bool {
+        self.outcome.interrupted |= self.stop.load(Ordering::Relaxed);
+        self.outcome.interrupted
     }
 
     fn give_up(&mut self, waiting: &[WaitingBatch], why: impl Fn(&WaitingBatch) -> String) {
@@ -480,8 +519,12 @@ impl Placer<'_, '_> {
         }
     }
 
+    /// Gives the threads of a machine their new CPUs, once.
     fn place_threads(&mut self, machine: usize) -> Result<(), Error> {
         const RESTRICTED: &str = "its owner restricts it to CPUs of other nodes";
+        if std::mem::replace(&mut self.has_placed_threads[machine], true) {
+            return Ok(());
+        }
         let prepared = &self.machines[machine];
         let restricted = prepared.steps.restricted_threads.iter();
         self.outcome.machines[machine].kept_threads.extend(restricted.map(|&tid| (tid, RESTRICTED.to_owned())));

@@ -6,7 +6,10 @@
 //! reason, and the next one comes after the interval. A placement that is interrupted, by a pause or the end of the
 //! daemon, is undone.
 
-use crate::apply::{self, ApplyLimits, ApplyOutcome, ApplyProgress, MachineOutcome, MachineTarget, PlacementSessions};
+use crate::apply::{
+    self, ApplyLimits, ApplyOutcome, ApplyProgress, MachineOutcome, MachineTarget, PlacementSessions,
+    STOP_POLL_INTERVAL,
+};
 use crate::decide::keeper::{self, KeeperState, KeeperStep, RunningMachine};
 use crate::decide::plan::{self, Pattern, PlacementPlan};
 use crate::map::{self, NumaMap};
@@ -24,11 +27,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the stop flag is looked at between two checks.
-const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
-
 /// Time limit of the planner.
 const PLAN_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Time limit of all plans of a check.
+const ALL_PLANS_DEADLINE: Duration = Duration::from_secs(20);
 
 /// What the keeper may do.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -144,7 +147,7 @@ impl<'h> PlacementKeeper<'h> {
             Ok(outcome) => outcome,
             Err(error) => {
                 self.state.retry_plan();
-                format!("nothing was placed: {error}")
+                format!("not finished: {error}")
             }
         };
         true
@@ -161,14 +164,14 @@ impl<'h> PlacementKeeper<'h> {
         // The locks are taken before the map is read, so that no other pagefold moves memory in between.
         let sessions = match self.settings.acts {
             true => {
-                let (sessions, (_, failed)) = PlacementSessions::begin(self.host, &self.directory)?;
-                self.count_failed_undos(&failed);
+                // What an earlier session could not undo is tried again and reported by each command.
+                let (sessions, _) = PlacementSessions::begin(self.host, &self.directory)?;
                 Some(sessions)
             }
             false => None,
         };
         let pids = machines.iter().map(|machine| machine.process.pid).collect();
-        let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, &resting)?;
+        let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, &resting, interrupts)?;
         if planned.targets.is_empty() {
             return Ok(format!("all {} virtual machines are well placed", machines.len()));
         }
@@ -186,6 +189,7 @@ impl<'h> PlacementKeeper<'h> {
         &self,
         selection: ProcessSelection,
         resting: &BTreeSet<ProcessId>,
+        interrupts: &AtomicBool,
     ) -> Result<PlannedMoves, Box<dyn std::error::Error>> {
         let mut map = map::read_map(self.host, &selection)?;
         let kept = apply::read_kept_cpus(self.host, &self.directory)?;
@@ -195,7 +199,11 @@ impl<'h> PlacementKeeper<'h> {
             vm.fixed |= resting.contains(&placement.process.id);
         }
         // A machine that is not worth moving stays, and the others are planned again around it.
-        loop {
+        let started = self.host.now();
+        while elapsed_since(self.host, started) < ALL_PLANS_DEADLINE {
+            if interrupts.load(Ordering::Relaxed) {
+                return Err("interrupted".into());
+            }
             let plan: PlacementPlan = plan::plan(&problem, PLAN_DEADLINE);
             let mut targets = Vec::new();
             let mut stays = Vec::new();
@@ -215,6 +223,7 @@ impl<'h> PlacementKeeper<'h> {
             }
             stays.into_iter().for_each(|position| problem.vms[position].fixed = true);
         }
+        Err(format!("in {} s there was no plan whose moves are all worth it", ALL_PLANS_DEADLINE.as_secs()).into())
     }
 
     fn place(
@@ -223,7 +232,7 @@ impl<'h> PlacementKeeper<'h> {
         planned: &PlannedMoves,
         interrupts: &AtomicBool,
     ) -> Result<String, Box<dyn std::error::Error>> {
-        let prepared = apply::prepare(self.host, &planned.map, &planned.targets)?;
+        let prepared = apply::prepare(self.host, &planned.map, &planned.targets, interrupts)?;
         let placed: Vec<PlacedMachine> = planned
             .targets
             .iter()
@@ -254,11 +263,14 @@ impl<'h> PlacementKeeper<'h> {
         if outcome.stopped_by_pressure {
             self.state.retry_plan();
         }
-        self.record(placed, &outcome, counters)?;
         let bytes = self.host.page_size().bytes_of(outcome.machines.iter().map(|machine| machine.moved_pages).sum());
         self.report.placed_machines += outcome.machines.iter().filter(|machine| machine.has_changes()).count() as u64;
         self.report.moved_bytes += bytes.0;
-        Ok(describe_placement(&outcome, bytes))
+        let text = describe_placement(&outcome, bytes);
+        Ok(match self.record(placed, &outcome, counters) {
+            Ok(()) => text,
+            Err(error) => format!("{text}; `pagefold numa verify` does not know it: {error}"),
+        })
     }
 
     fn record(

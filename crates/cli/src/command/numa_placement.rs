@@ -31,8 +31,8 @@ Examples:
   sudo pagefold numa apply --bandwidth 500MiB   at most 500 MiB a second
 
 First each thread gets the CPUs of its node, then memory moves in batches of 32 MiB, as long as its new node has room \
-and no task of the host waits for memory. If most of the memory of a machine cannot be moved, its threads get their \
-CPUs back. Memory that several processes map, such as pages merged by KSM, stays. Ctrl-C undoes everything; after \
+and no task of the host waits for memory. If most of the memory of a machine stays elsewhere, its threads keep their \
+previous CPUs. Memory that several processes map, such as pages merged by KSM, stays. Ctrl-C undoes everything; after \
 kill -9, `pagefold recover` does. After success the placement stays until `pagefold numa undo`.
 
 Exit status: 0 done, 2 usage error or failure; the message says which changes remain, 3 some threads or memory stay, \
@@ -118,7 +118,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         }
         None => planned_targets(&problem, &plan::plan(&problem, options.plan.deadline)),
     };
-    let prepared = apply::prepare(&*host, &map, &targets).map_err(cannot_read)?;
+    let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(cannot_read)?;
     let placed: Vec<PlacedMachine> =
         targets.iter().zip(&prepared).map(|(target, prepared)| PlacedMachine::new(&map, target, prepared)).collect();
     let machines: Vec<(PlacedMachine, PreparedMachine, u64)> = placed

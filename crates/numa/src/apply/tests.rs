@@ -47,7 +47,12 @@ fn machines() -> Vec<PreparedMachine> {
                 .map(|first| MoveStep { ranges: vec![range(first)], node: 1, bytes: Bytes(4 * PAGE) })
                 .to_vec(),
         };
-        PreparedMachine { process: ProcessId { pid: Pid(pid), start_time: 1 }, steps, libvirt: None }
+        PreparedMachine {
+            process: ProcessId { pid: Pid(pid), start_time: 1 },
+            steps,
+            in_place: Bytes::ZERO,
+            libvirt: None,
+        }
     };
     vec![machine(7), machine(17)]
 }
@@ -82,6 +87,14 @@ fn place_until(
         assert_eq!(sessions.keep().unwrap(), Vec::new());
     }
     Ok(outcome)
+}
+
+fn place_machines(host: &dyn Host, directory: &Path, machines: &[PreparedMachine]) -> ApplyOutcome {
+    let (mut sessions, _) = PlacementSessions::begin(host, directory).unwrap();
+    let progress = ApplyProgress::default();
+    let outcome = carry_out(&mut sessions, machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+    assert_eq!(sessions.keep().unwrap(), Vec::new());
+    outcome
 }
 
 #[test]
@@ -206,10 +219,7 @@ fn threads_get_their_cpus_back_if_most_memory_stays() {
         let steps = &mut machines[0].steps.moves;
         let last = steps[1].clone();
         steps.resize(batches, last);
-        let (mut sessions, _) = PlacementSessions::begin(&faulty, directory.path()).unwrap();
-        let progress = ApplyProgress::default();
-        let outcome = carry_out(&mut sessions, &machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
-        assert_eq!(sessions.keep().unwrap(), Vec::new());
+        let outcome = place_machines(&faulty, directory.path(), &machines);
         let (cpus, nodes) = state(&fake);
         assert_eq!(cpus, [cpus_after, cpus_after, "2-3", "2-3"], "{batches} batches");
         assert_eq!(nodes[0].iter().filter(|node| **node == Some(1)).count(), 4);
@@ -222,18 +232,67 @@ fn threads_get_their_cpus_back_if_most_memory_stays() {
 #[test]
 fn virtual_nodes_that_change_places_on_full_nodes_take_turns() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
-    // The headroom is 50,000 KiB: there is room for two batches of 16 KiB on node 0, and for none on node 1.
-    put_free(&host, 0, 50_040);
+    // The headroom is 50,000 KiB. Node 0 has room for one batch of 16 KiB, and node 1 for none.
+    put_free(&host, 0, 50_020);
     put_free(&host, 1, 50_010);
+    let range =
+        |first: u64, pages: u64| AddressRange { start: START + first * PAGE, end: START + (first + pages) * PAGE };
+    host.put_pages_on_node(7, range(0, 8), 0);
+    host.put_pages_on_node(7, range(8, 8), 1);
     let mut machines = machines();
     machines.truncate(1);
-    machines[0].steps.moves[1].node = 0;
-    let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
-    let progress = ApplyProgress::default();
-    let outcome = carry_out(&mut sessions, &machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
-    // The host in memory does not count free memory, so only the batch for node 0 finds room.
-    assert_eq!(outcome.machines[0].failure.as_deref(), Some("node 1 has no room for it"));
-    assert_eq!(outcome.machines[0].kept_pages.values().copied().sum::<Pages>(), Pages(4));
+    let step = |first, node| MoveStep { ranges: vec![range(first, 4)], node, bytes: Bytes(4 * PAGE) };
+    machines[0].steps.moves = vec![step(0, 1), step(4, 1), step(8, 0), step(12, 0)];
+    let outcome = place_machines(&host, directory.path(), &machines);
+    assert!(outcome.is_complete() && outcome.machines[0].moved_pages == Pages(16), "{outcome:?}");
+}
+
+#[test]
+fn threads_are_where_most_memory_is() {
+    let pinned = |pages: u64| AddressRange { start: START, end: START + pages * PAGE };
+    // Of 8 pages so many are pinned elsewhere, beside memory that is in place; without room none moves.
+    for (pinned_pages, in_place, has_room, cpus_after) in
+        [(4, 0, true, "2-3"), (5, 0, true, "0-3"), (8, 9, true, "2-3"), (0, 9, false, "2-3"), (0, 7, false, "0-3")]
+    {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        host.pin_pages(7, pinned(pinned_pages));
+        if !has_room {
+            put_free(&host, 1, 50_010);
+        }
+        let mut machines = machines();
+        machines.truncate(1);
+        machines[0].in_place = Bytes(in_place * PAGE);
+        let outcome = place_machines(&host, directory.path(), &machines);
+        let staying = if has_room { pinned_pages } else { 8 };
+        assert_eq!(outcome.machines[0].staying_pages(), Pages(staying));
+        assert_eq!(state(&host).0[..2], [cpus_after, cpus_after], "{pinned_pages} {in_place} {has_room}");
+        assert_eq!(outcome.machines[0].placed_threads.is_empty(), cpus_after == "0-3");
+    }
+}
+
+#[test]
+fn short_interruption_is_not_forgotten() {
+    let before = state(&host());
+    // The flag is set during one action and reset during the next one. If it was seen, all is undone, else all is done.
+    let mut seen = 0;
+    for interrupted in 0..8 {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        let (stop, actions) = (AtomicBool::new(false), AtomicU64::new(0));
+        let faulty = FaultyHost::new(&fake, |path| {
+            if path.ends_with("#set_affinity") || path.ends_with("#move_pages") {
+                stop.store(actions.fetch_add(1, Ordering::Relaxed) == interrupted, Ordering::Relaxed);
+            }
+            None
+        });
+        let outcome = place_until(&faulty, directory.path(), LIMITS, &stop).unwrap();
+        if outcome.interrupted {
+            seen += 1;
+            assert_eq!(state(&fake), before, "{interrupted}");
+        } else {
+            assert_eq!(state(&fake), (vec!["2-3".to_owned(); 4], vec![vec![Some(1); 8]; 2]), "{interrupted}");
+        }
+    }
+    assert!(seen >= 4, "{seen}");
 }
 
 #[test]

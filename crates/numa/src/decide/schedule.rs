@@ -21,9 +21,9 @@ pub fn next_batch(waiting: &[WaitingBatch], room: &BTreeMap<u32, Bytes>) -> Opti
     waiting.iter().copied().find(|batch| room.get(&batch.node).is_some_and(|room| *room >= batch.bytes))
 }
 
-/// Whether more than half of the memory that was to be moved stays.
-pub fn stays_mostly(staying: Bytes, planned: Bytes) -> bool {
-    staying.0 > planned.0 / 2
+/// Whether a part is more than half of the whole.
+pub fn is_majority(part: Bytes, whole: Bytes) -> bool {
+    part.0 > whole.0 / 2
 }
 
 /// How long to pause, so that moving so many bytes within `elapsed` stays within a bandwidth in bytes per second.

@@ -58,6 +58,6 @@ fn host_without_machines_is_checked_again_and_again() {
 fn unreadable_host_is_reported_and_checked_again() {
     let fake = host(2);
     let hidden = FaultyHost::new(&fake, |path| (path == "proc").then_some(InjectedFault::Absent(Absent::Denied)));
-    let expected = "nothing was placed: the processes cannot be listed: permission denied";
+    let expected = "not finished: the processes cannot be listed: permission denied";
     assert_eq!(outcomes(&hidden, 2), [expected; 2]);
 }

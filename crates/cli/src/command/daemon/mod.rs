@@ -333,7 +333,14 @@ impl StatusSource {
         match request {
             ControlRequest::Status => ControlReply::Status(Box::new(self.build_status(&snapshot))),
             ControlRequest::Pause => {
-                send_event(Event::Pause, "paused: KSM's settings are restored, and merged pages stay merged")
+                let message = match self.placement {
+                    None => "paused: KSM's settings are restored, and merged pages stay merged",
+                    Some(_) => {
+                        "paused: KSM's settings are restored, merged pages stay merged, and a placement on NUMA nodes \
+                         that is under way is undone"
+                    }
+                };
+                send_event(Event::Pause, message)
             }
             ControlRequest::Resume => send_event(Event::Resume, "resumed"),
             ControlRequest::Enroll(pid) | ControlRequest::Unenroll(pid) => {

@@ -61,15 +61,18 @@ impl Drop for PlacementThread {
 pub fn start(host: &'static dyn Host, global: &GlobalOptions) -> anyhow::Result<Option<PlacementThread>> {
     let Some(mut settings) = Config::load(global)?.placement else { return Ok(None) };
     settings.acts &= global.host == "live";
-    let shared = Arc::new(SharedPlacement::default());
+    let first = KeeperReport { outcome: "not checked yet".to_owned(), ..KeeperReport::default() };
+    let shared = Arc::new(SharedPlacement { report: Mutex::new(first), ..SharedPlacement::default() });
     let (directory, own) = (global.state.clone(), Arc::clone(&shared));
     let keep = move || {
         PlacementKeeper::new(host, directory, settings).run(&own.control, &mut |report| {
-            let mut last = own.report.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = {
+                let mut shared = own.report.lock().unwrap_or_else(PoisonError::into_inner);
+                std::mem::replace(&mut *shared, report.clone())
+            };
             if report.outcome != last.outcome {
                 log_line(&format!("placement on NUMA nodes: {}", report.outcome));
             }
-            last.clone_from(report);
         });
     };
     let thread = thread::Builder::new().name("placement".to_owned()).spawn(keep).context("cannot start a thread")?;
