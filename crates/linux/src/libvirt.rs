@@ -9,7 +9,7 @@
 
 use crate::LiveHost;
 use crate::unix_socket::{ConnectError, connect_with_timeout};
-use pagefold_base::{IdSet, ProcessId};
+use pagefold_base::{Absent, IdSet, ProcessId};
 use pagefold_host::action::{
     ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, domain_definition_path,
 };
@@ -19,6 +19,7 @@ use rustix::net::sockopt;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// The socket of libvirtd, or of virtqemud where the daemons are separate.
@@ -26,6 +27,10 @@ const SOCKETS: [&str; 2] = ["/run/libvirt/virtqemud-sock", "/run/libvirt/libvirt
 
 /// How long a connection may take, with all its calls.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long to wait for a new definition that libvirt did not confirm.
+const CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
+const CONFIRMATION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The largest answer that is read. Those of the calls here are smaller than a KiB.
 const MAX_ANSWER_BYTES: usize = 64 << 10;
@@ -125,7 +130,8 @@ pub fn pin(host: &LiveHost, process: ProcessId, pin: &LibvirtPin, cpus: &IdSet) 
 /// Replace the persistent definition of a domain.
 ///
 /// # Errors
-/// `ChangedByOthers` if its file has another text than the expected one; `Busy` if libvirt does not answer in time.
+/// `ChangedByOthers` if its file has another text than the expected one; `Vanished` if it has none; `Busy` if libvirt
+/// got the request and did not confirm it, so that it may still carry it out; `Failed` if nothing changes.
 pub fn define(
     host: &LiveHost,
     uuid: &str,
@@ -136,20 +142,43 @@ pub fn define(
     if name.contains('/') {
         return Err(ActionError::Failed(format!("{name:?} is no name of a domain")));
     }
-    let current = host.read(&domain_definition_path(name))?;
+    let path = domain_definition_path(name);
+    let current = match host.read(&path) {
+        Err(Absent::NotOnThisKernel) => return Err(ActionError::Vanished),
+        current => current?,
+    };
     if !definition.must_define(String::from_utf8_lossy(&current).into_owned(), name)? {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
-    let mut connection = Connection::open_any()?;
-    if connection.look_up(bytes)?.name != name.as_bytes() {
+    let unsent = |error: LibvirtError| ActionError::Failed(error.to_string());
+    let mut connection = Connection::open_any().map_err(unsent)?;
+    if connection.look_up(bytes).map_err(unsent)?.name != name.as_bytes() {
         return Err(ActionError::ChangedByOthers(format!("domain {uuid} is not named {name:?} any more")));
     }
     fault::point("before defining a domain");
     let defined = connection.define(bytes, &definition.to);
     fault::point("after defining a domain");
-    defined?;
-    connection.close();
+    match defined {
+        Ok(()) => connection.close(),
+        Err(error @ LibvirtError::Refused(_)) => return Err(unsent(error)),
+        Err(error) if !is_replaced(host, &path, &definition.from) => return Err(ActionError::Busy(error.to_string())),
+        Err(_) => {}
+    }
     Ok(ActionOutcome::default())
+}
+
+/// Whether libvirt replaces a definition within [`CONFIRMATION_TIMEOUT`].
+fn is_replaced(host: &LiveHost, path: &str, former: &str) -> bool {
+    let deadline = Instant::now() + CONFIRMATION_TIMEOUT;
+    loop {
+        if host.read(path).is_ok_and(|text| text != former.as_bytes()) {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        thread::sleep(CONFIRMATION_POLL_INTERVAL);
+    }
 }
 
 /// The bytes of a UUID such as `c7a5fdbd-cdaf-9455-926a-d65c16db1809`.

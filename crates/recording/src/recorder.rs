@@ -138,7 +138,11 @@ impl<'a> HostRecorder<'a> {
         self.label_files.get_mut().expect("no thread panicked").retain(|path, _| !is_other_label_file(path));
         self.remove_other_domains(visible_pids)?;
         let absent = self.absence_reasons.get_mut().expect("no thread panicked");
-        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_other_label_file(path));
+        // Whose domain an unreadable state belongs to is not known.
+        let is_domain_state = |path: &str| path.starts_with(LIBVIRT_STATE_DIRECTORY) && path.ends_with(".xml");
+        absent.retain(|path, _| {
+            !path.split('/').nth(1).is_some_and(is_other) && !is_other_label_file(path) && !is_domain_state(path)
+        });
         Ok(())
     }
 
@@ -351,11 +355,17 @@ impl ProcessHandle for ProcessRecorder<'_> {
         let answer = self.process.links(directory);
         let path = format!("{}/{directory}", self.directory);
         // Paths of open files may be private.
-        let is_kept = |link: &String| directory != "fd" || link.starts_with("/dev/") || link.starts_with("anon_inode:");
+        let is_kept = |link: &String| directory != "fd" || is_device(link) || link.starts_with("anon_inode:");
         let kept = answer.clone().map(|links| links.into_iter().filter(is_kept).collect());
         self.recorder.save_lines(&format!("{path}.links"), &path, &kept);
         answer
     }
+}
+
+/// Whether a path is that of a device, and not of a file of a program in a file system below `/dev`.
+fn is_device(path: &str) -> bool {
+    const FILE_SYSTEMS: [&str; 3] = ["shm/", "mqueue/", "hugepages/"];
+    path.strip_prefix("/dev/").is_some_and(|name| !FILE_SYSTEMS.iter().any(|folder| name.starts_with(folder)))
 }
 
 #[cfg(test)]
@@ -456,7 +466,7 @@ mod tests {
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(file, text).unwrap();
         };
-        file(format!("{LIBVIRT_STATE_DIRECTORY}/.names"), "db.pid\ndb.xml\nother.xml\n");
+        file(format!("{LIBVIRT_STATE_DIRECTORY}/.names"), "db.pid\ndb.xml\nother.xml\nunreadable.xml\n");
         for (name, pid) in [("db", 7), ("other", 8)] {
             let definition = format!(
                 "<domain><name>{name}</name><uuid>u-{name}</uuid><devices><graphics passwd='hidden'/></devices></domain>"
@@ -465,7 +475,7 @@ mod tests {
             file(format!("{LIBVIRT_STATE_DIRECTORY}/{name}.xml"), &state);
             file(format!("etc/libvirt/qemu/{name}.xml"), &definition);
         }
-        file("proc/7/fd.links".to_owned(), "/dev/kvm\n/home/private\nanon_inode:kvm-vm\n");
+        file("proc/7/fd.links".to_owned(), "/dev/kvm\n/home/private\n/dev/shm/customer\nanon_inode:kvm-vm\n");
         let live = Recording::open(&root).unwrap();
         let kept = folder.path().join("kept");
         let tap = HostRecorder::new(&live, &kept, |_, _| true).unwrap();
@@ -475,7 +485,7 @@ mod tests {
         tap.open(Pid(7)).unwrap().links("fd").unwrap();
         tap.finish("").unwrap();
         let everything = folder_dump(&kept);
-        for private in ["hidden", "passwd", "other", "/home"] {
+        for private in ["hidden", "passwd", "other", "unreadable", "/home", "customer"] {
             assert!(!everything.contains(private), "{private}: {everything}");
         }
         let replayed = Recording::open(&kept).unwrap();

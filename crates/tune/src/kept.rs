@@ -5,12 +5,12 @@
 use crate::decide::export::Settings;
 use crate::decide::{Effect, TunePlan};
 use pagefold_base::{Absent, Reading};
-use pagefold_host::Host;
-use pagefold_host::action::Action;
+use pagefold_host::action::{Action, domain_definition_path};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{Journal, JournalEntry, StateDirectory};
 use pagefold_host::transaction::session::{Error, FailedUndo, read_boot_id};
+use pagefold_host::{Host, parse};
 use std::io;
 use std::path::Path;
 
@@ -75,6 +75,12 @@ fn is_ours(journal: &Journal) -> bool {
     journal.purpose.as_deref() == Some(PURPOSE)
 }
 
+/// The definition of a domain as it is shown.
+fn without_secrets(definition: &str) -> String {
+    let stripped = parse::strip_libvirt_secrets(definition.as_bytes());
+    stripped.map_or_else(|_| "no definition of a domain".to_owned(), |text| String::from_utf8_lossy(&text).into_owned())
+}
+
 fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
     let (name, setting, before, written, current) = match &entry.undo {
         Action::Write { knob, value } => {
@@ -87,7 +93,7 @@ fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
             (format!("module {module}"), Some(setting), parameters.to.to_string(), parameters.from.to_string(), current)
         }
         Action::DefineDomain { name, definition, .. } => {
-            let path = pagefold_host::action::domain_definition_path(name);
+            let path = domain_definition_path(name);
             let current = host.read(&path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
             (format!("/{path}"), None, definition.to.clone(), definition.from.clone(), current)
         }
@@ -101,13 +107,22 @@ fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
         }
         _ => return None,
     };
+    let is_definition = matches!(entry.undo, Action::DefineDomain { .. });
     let state = match &current {
         Ok(current) if *current == written => KeptState::InForce,
         Ok(current) if *current == before => KeptState::ChangedBack,
         Ok(_) => KeptState::ChangedByOthers,
         Err(_) => KeptState::Unknown,
     };
-    Some(KeptChange { name, setting, before, written, current: current.map_err(|why| why.to_string()), state })
+    let shown = |text: String| if is_definition { without_secrets(&text) } else { text };
+    Some(KeptChange {
+        name,
+        setting,
+        before: shown(before),
+        written: shown(written),
+        current: current.map(shown).map_err(|why| why.to_string()),
+        state,
+    })
 }
 
 /// What was undone.

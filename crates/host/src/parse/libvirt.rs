@@ -75,8 +75,24 @@ const RECORDED_PARTS: &[&str] = &[
 ];
 
 /// Elements that have secrets or arbitrary texts, at any depth (docs/formatdomain.rst of libvirt 11).
-const SECRET_ELEMENTS: &[&str] =
-    &["auth", "cmdline", "cookies", "encryption", "initarg", "initenv", "launchSecurity", "secret", "sysinfo"];
+const SECRET_ELEMENTS: &[&str] = &[
+    "auth",
+    "cmdline",
+    "cookies",
+    "encryption",
+    "identity",
+    "initarg",
+    "initenv",
+    "launchSecurity",
+    "parameter",
+    "secret",
+    "sysinfo",
+];
+
+/// Whether an attribute may hold a secret: a password, or the query of a disk's URL, which may have a signed token.
+fn is_secret_attribute(name: &str) -> bool {
+    name.starts_with("passw") || name == "query"
+}
 
 /// libvirt's state or persistent definition of a domain without what may be secret: of a state only what
 /// [`libvirt_domain_state`] reads, of a definition the parts that describe its resources and devices. Passwords of
@@ -115,8 +131,8 @@ pub fn strip_libvirt_secrets(bytes: &[u8]) -> Reading<Vec<u8>> {
             if node.is_comment() || node.is_pi() || node.is_element() && !is_kept(node) {
                 removed.push(node.range());
             } else if node.is_element() {
-                let passwords = node.attributes().filter(|attribute| attribute.name().starts_with("passw"));
-                removed.extend(passwords.map(|attribute| attribute.range()));
+                let secrets = node.attributes().filter(|attribute| is_secret_attribute(attribute.name()));
+                removed.extend(secrets.map(|attribute| attribute.range()));
                 pending.push(node);
             }
         }
@@ -203,6 +219,9 @@ OVERWRITTEN AND LOST.
     </disk>
     <graphics type='vnc' port='-1' passwd='secret6' passwdValidTo='secret7' listen='127.0.0.1'/>
     <!-- secret8 -->
+    <disk type='network'><source protocol='https' name='image' query='signature=secret10'><host name='h'/></source></disk>
+    <disk type='network'><source protocol='ssh' name='i'><identity keyfile='/secret11'/></source></disk>
+    <interface type='bridge'><filterref filter='f'><parameter name='KEY' value='secret12'/></filterref></interface>
   </devices>
   <qemu:commandline><qemu:arg value='secret9'/></qemu:commandline>
 </domain>

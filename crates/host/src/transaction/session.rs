@@ -237,7 +237,8 @@ impl<'a> Session<'a> {
         let is_untouched = match &result {
             Ok(outcome) => outcome.unchanged,
             Err(ActionError::Busy(_)) => matches!(action, Action::Write { .. } | Action::ReloadModule { .. }),
-            Err(ActionError::Failed(_)) => matches!(action, Action::Write { .. }),
+            // After `Busy`, libvirt may still store the definition.
+            Err(ActionError::Failed(_)) => matches!(action, Action::Write { .. } | Action::DefineDomain { .. }),
             Err(ActionError::Vanished) => true,
             // Pages are moved by several calls, of which the first ones may have succeeded.
             Err(_) => !matches!(action, Action::MovePages { .. }),

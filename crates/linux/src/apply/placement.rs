@@ -56,14 +56,12 @@ pub fn set_affinity(
 /// What the kernel leaves of a set of CPUs: those that are online and that the cgroup permits (kernel/sched/syscalls.c,
 /// `__sched_setaffinity` and `sched_getaffinity`). A thread with fewer CPUs was restricted by another program.
 fn permitted_part(host: &LiveHost, thread: ThreadId, cpus: &IdSet) -> IdSet {
-    let text = host.read("sys/devices/system/cpu/online").ok();
-    let online: Option<IdSet> = text.and_then(|text| String::from_utf8_lossy(&text).parse().ok());
-    let cgroup_cpus = observe::cpuset_cpus(host, thread.process.pid, thread.tid);
-    let is_left = |cpu: &u32| {
-        online.as_ref().is_none_or(|online| online.contains(*cpu))
-            && cgroup_cpus.as_ref().is_none_or(|permitted| permitted.contains(*cpu))
-    };
-    cpus.iter().filter(is_left).collect()
+    let limits = [online_cpus(host), observe::cpuset_cpus(host, thread.process.pid, thread.tid)];
+    cpus.iter().filter(|&cpu| limits.iter().flatten().all(|limit| limit.contains(cpu))).collect()
+}
+
+fn online_cpus(host: &LiveHost) -> Option<IdSet> {
+    String::from_utf8_lossy(&host.read("sys/devices/system/cpu/online").ok()?).parse().ok()
 }
 
 /// The CPUs on which a thread may run now.
@@ -79,10 +77,8 @@ fn raw_tid(tid: Pid) -> Option<rustix::process::Pid> {
 /// The set for the kernel. All online CPUs become all CPUs, so that the thread may also use those that come online
 /// later, as a thread without restriction may.
 fn to_cpu_set(host: &LiveHost, ids: &IdSet) -> Result<CpuSet, ActionError> {
-    let online = host.read("sys/devices/system/cpu/online").ok();
-    let online: Option<IdSet> = online.and_then(|text| String::from_utf8_lossy(&text).parse().ok());
     let mut set = CpuSet::new();
-    if online.is_some_and(|online| online.is_subset(ids)) {
+    if online_cpus(host).is_some_and(|online| online.is_subset(ids)) {
         (0..CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
         return Ok(set);
     }
@@ -259,6 +255,33 @@ mod tests {
 
     /// The largest error number (include/linux/err.h).
     const MAX_ERRNO: i32 = 4095;
+
+    #[test]
+    fn cpus_that_another_program_has_restricted_stay() {
+        let host = LiveHost::new();
+        let own = read_affinity(Pid(std::process::id())).unwrap();
+        let Some(first) = own.iter().next() else { panic!("no CPU") };
+        if own.iter().count() < 2 {
+            return println!("skipped: needs two CPUs");
+        }
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let process = host.open(Pid(child.id())).unwrap().id();
+        let thread = ThreadId { process, tid: process.pid, start_time: process.start_time };
+        let ids = |ids: &[u32]| ids.iter().copied().collect::<IdSet>();
+        let set = |from: &IdSet, to: &IdSet| {
+            set_affinity(&host, thread, &Exchange { from: from.clone(), to: to.clone() }, None)
+        };
+        let absent_cpu = CpuSet::MAX_CPU as u32 - 1;
+        let results = [
+            set(&own, &ids(&[first])),
+            set(&own, &own),
+            // The kernel has left out a CPU that is not online.
+            set(&ids(&[first, absent_cpu]), &own),
+        ];
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(matches!(results, [Ok(_), Err(ActionError::ChangedByOthers(_)), Ok(_)]), "{results:?}");
+    }
 
     #[test]
     fn every_status_of_a_page_has_a_reason() {

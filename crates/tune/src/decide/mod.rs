@@ -174,9 +174,7 @@ pub struct ModuleChange {
     pub to: BTreeMap<String, String>,
     /// Whether the module is loaded again now.
     pub reload: bool,
-    /// The configuration file before; `None` if there is none.
-    pub file_before: Option<String>,
-    /// The configuration file after.
+    /// The configuration file after all steps so far.
     pub file_after: String,
 }
 

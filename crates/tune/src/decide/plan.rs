@@ -133,7 +133,6 @@ impl Planner<'_> {
             from: from.collect(),
             to: parameters,
             reload: state.is_loaded,
-            file_before: before,
             file_after: after,
         };
         self.push(proposal, Effect::Module(change));

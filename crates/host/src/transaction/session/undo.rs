@@ -30,7 +30,7 @@ enum SocketOwner {
 }
 
 impl SocketOwner {
-    fn of(action: &Action) -> Option<Self> {
+    fn find(action: &Action) -> Option<Self> {
         match action {
             Action::SetQomProperty { process, .. } => Some(Self::Guest(*process)),
             Action::SetAffinity { pin: Some(_), .. } | Action::DefineDomain { .. } => Some(Self::Libvirt),
@@ -86,7 +86,7 @@ impl Session<'_> {
         let mut hung: BTreeSet<SocketOwner> = BTreeSet::new();
         // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
         while let Some(entry) = self.journal.entries.get(kept_count..).and_then(<[_]>::last).cloned() {
-            let socket_owner = SocketOwner::of(&entry.undo);
+            let socket_owner = SocketOwner::find(&entry.undo);
             let started = self.host.now();
             let result = match socket_owner {
                 Some(owner) if hung.contains(&owner) => UndoResult::failure(&entry, HUNG_REASON, true),

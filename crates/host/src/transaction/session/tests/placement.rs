@@ -286,6 +286,22 @@ fn definition_is_replaced_only_if_it_is_the_expected_one() {
 }
 
 #[test]
+fn refused_definition_is_not_kept() {
+    let (host, directory) = (crate::fake_host::FakeHost::booted(), tempfile::tempdir().unwrap());
+    let path = crate::action::domain_definition_path("db");
+    host.put_file(&path, "<a/>");
+    let definition = Exchange { from: "<a/>".to_owned(), to: "<b/>".to_owned() };
+    let define = Action::DefineDomain { uuid: "uuid".to_owned(), name: "db".to_owned(), definition };
+    let malformed = crate::faulty_host::InjectedFault::Absent(Absent::Malformed("refused".to_owned()));
+    let refusing = FaultyHost::new(&host, |path| path.ends_with("#define").then(|| malformed.clone()));
+    let (mut session, ..) = Session::begin(&refusing, directory.path(), ResourceClass::Configuration).unwrap();
+    let refused = session.apply(&define, ChangeLifetime::Temporary);
+    assert!(matches!(refused, Err(Error::Refused(ActionError::Failed(_)))), "{refused:?}");
+    session.keep_changes("tune").unwrap();
+    assert_eq!(session.load_kept_changes().unwrap(), None);
+}
+
+#[test]
 fn definition_that_libvirt_stored_in_its_own_form_is_undone() {
     let (host, directory) = (crate::fake_host::FakeHost::booted(), tempfile::tempdir().unwrap());
     let path = crate::action::domain_definition_path("db");
