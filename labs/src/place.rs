@@ -5,7 +5,7 @@ use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use pagefold_base::{AddressRange, IdSet, Pid};
 use pagefold_host::action::{
-    Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId, domain_definition_path,
+    Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MemoryPolicy, ThreadId, domain_definition_path,
 };
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
@@ -29,7 +29,7 @@ pub struct PlaceArguments {
     /// Let its main thread run on these CPUs only
     #[arg(long, value_name = "LIST")]
     cpus: Option<IdSet>,
-    /// Move its private anonymous memory to this NUMA node
+    /// Move its private anonymous memory to this NUMA node, and let memory that it touches later come from there
     #[arg(long, value_name = "NODE")]
     node: Option<u32>,
     /// With --cpus: the UUID of the domain of libvirt whose first virtual CPU gets the CPUs instead, through libvirt
@@ -129,7 +129,9 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
         let private = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
         let ranges: Vec<AddressRange> =
             private.map(|region| region.range).filter(|range| range.bytes().0 >= MIN_REGION_BYTES).collect();
-        actions.push(Action::MovePages { process, ranges, node });
+        let policy = Exchange { from: MemoryPolicy::Default, to: MemoryPolicy::Prefer(node) };
+        actions.push(Action::MovePages { process, ranges: ranges.clone(), node });
+        actions.push(Action::SetMemoryPolicy { process, ranges, policy });
     }
     if let Some((path, value)) = &arguments.setting {
         let knob = Knob::from_path(path).with_context(|| format!("{path} is not a setting that Pagefold writes"))?;

@@ -4,7 +4,7 @@
 //! with the name [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory. Its
 //! clock is the real one until [`FakeHost::enable_virtual_time`].
 
-use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
+use crate::action::{Action, ActionError, ActionOutcome, Exchange, MemoryPolicy, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::GuestQuestion;
 use crate::{
@@ -343,6 +343,31 @@ impl FakeHost {
         outcome
     }
 
+    /// Replaces policies in `numa_maps`.
+    fn set_memory_policy(
+        &self,
+        pid: Pid,
+        ranges: &[AddressRange],
+        policy: &Exchange<MemoryPolicy>,
+    ) -> Result<ActionOutcome, ActionError> {
+        let path = format!("proc/{pid}/numa_maps");
+        let mut policies = crate::parse::memory_policies(&self.read(&path)?);
+        let mut outcome = ActionOutcome { unchanged: true, ..ActionOutcome::default() };
+        for range in ranges {
+            match policies.get_mut(&range.start) {
+                Some(current) if *current == policy.from.to_string() => {
+                    *current = policy.to.to_string();
+                    outcome.unchanged = false;
+                }
+                Some(current) => outcome.missed_ranges.push((*range, MissedReason::OtherPolicy(current.clone()))),
+                None => outcome.missed_ranges.push((*range, MissedReason::NotMapped)),
+            }
+        }
+        let lines = policies.iter().map(|(start, policy)| format!("{start:x} {policy}\n"));
+        self.put_file(&path, &lines.collect::<String>());
+        Ok(outcome)
+    }
+
     fn take_free_memory(&self, node: u32, kib: i64) {
         let mut files = self.files.lock().unwrap();
         let Some(text) = files.get_mut(&format!("sys/devices/system/node/node{node}/meminfo")) else { return };
@@ -546,6 +571,7 @@ impl Host for FakeHost {
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
             Action::MovePages { process, ranges, node } => Ok(self.move_pages(process.pid, ranges, *node)),
+            Action::SetMemoryPolicy { process, ranges, policy } => self.set_memory_policy(process.pid, ranges, policy),
             _ => Err(ActionError::Vanished),
         }
     }

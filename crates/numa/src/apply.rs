@@ -11,7 +11,7 @@
 
 use crate::decide::plan::{Pattern, PlacementProblem};
 use crate::decide::schedule::{self, WaitingBatch};
-use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, ThreadToPlace};
+use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
 use crate::threads::{ThreadPlacement, ThreadRole};
@@ -27,7 +27,7 @@ use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
 use pagefold_host::transaction::session::{self, ChangeLifetime, Error, FailedUndo};
-use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe};
+use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe, parse};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -157,6 +157,10 @@ pub struct MachineOutcome {
     pub moved_pages: Pages,
     /// Pages that stay on another node, by reason.
     pub kept_pages: BTreeMap<MissedReason, Pages>,
+    /// Memory that will come from the machine's node if it is touched later.
+    pub preferring_bytes: Bytes,
+    /// Memory whose policy stays, with the reason.
+    pub kept_policies: BTreeMap<String, Bytes>,
     /// Why the machine was given up, if it was: it has ended, its nodes have no room, or the kernel refused.
     pub failure: Option<String>,
 }
@@ -170,7 +174,7 @@ impl MachineOutcome {
 
     /// Whether threads or memory were placed.
     pub fn has_changes(&self) -> bool {
-        !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO
+        !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO || self.preferring_bytes > Bytes::ZERO
     }
 
     /// Whether all was done, except that memory of other processes stays.
@@ -276,12 +280,14 @@ fn prepare_machine(
     let node_of_region = map::assign_regions(&nodes, &regions);
     let mut parts: Vec<PartToPlace> =
         target.parts.iter().map(|nodes| PartToPlace { nodes: nodes.clone(), regions: Vec::new() }).collect();
+    let mut mappings: Vec<Vec<AddressRange>> = vec![Vec::new(); parts.len()];
     let is_device = |region: &&Region| region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO));
     for region in regions.iter().filter(|region| !is_device(region)) {
         let part = node_of_region.get(&region.range.start);
         let part = part.and_then(|id| nodes.iter().position(|node| node.id == *id)).unwrap_or(0);
         let part = if part < parts.len() { part } else { 0 };
         parts[part].regions.extend(movable_ranges(host, &*handle, region)?);
+        mappings[part].extend(Some(region.range).filter(|_| region.is_memory()));
     }
     let threads: Vec<ThreadToPlace> = placement
         .threads
@@ -291,6 +297,14 @@ fn prepare_machine(
         .collect();
     let cpus_of_node: BTreeMap<u32, IdSet> = topology.nodes.iter().map(|(&id, node)| (id, node.cpus.clone())).collect();
     let mut steps = steps::machine_steps(&parts, &threads, &cpus_of_node);
+    // Where policies cannot be read, none is changed.
+    let policies = parse::memory_policies(&handle.read("numa_maps").unwrap_or_default());
+    for (part, mappings) in parts.iter().zip(&mappings) {
+        // Memory that is spread over nodes comes from the node of the thread that touches it.
+        if let [(node, _)] = part.nodes[..] {
+            steps::add_policies(&mut steps, node, mappings, &policies);
+        }
+    }
     let mut in_place = Bytes::ZERO;
     for step in steps.moves.iter_mut().take_while(|_| !stop.load(Ordering::Relaxed)) {
         let (there, elsewhere) = match locate_bytes(host, &*handle, step) {
@@ -462,6 +476,8 @@ impl Placer<'_, '_> {
         for (machine, prepared) in machines.iter().enumerate() {
             if prepared.is_mostly_elsewhere(page.bytes_of(self.outcome.machines[machine].staying_pages())) {
                 self.restore_threads(machine)?;
+            } else {
+                self.set_policies(machine)?;
             }
         }
         Ok(())
@@ -569,6 +585,34 @@ impl Placer<'_, '_> {
         let restored = result.placed_threads.extract_if(.., |tid| is_restored(tid));
         result.kept_threads.extend(restored.map(|tid| (tid, why.clone())));
         self.outcome.failed_undos.extend(failed);
+        Ok(())
+    }
+
+    /// Lets memory that the machine touches later come from its node. Only once its memory is there: before, new memory
+    /// comes from the node of the thread that touches it.
+    fn set_policies(&mut self, machine: usize) -> Result<(), Error> {
+        let prepared = &self.machines[machine];
+        let other = prepared.steps.other_policies.iter();
+        let mut kept: BTreeMap<String, Bytes> =
+            other.map(|(policy, &bytes)| (MissedReason::OtherPolicy(policy.clone()).to_string(), bytes)).collect();
+        for step in &prepared.steps.policies {
+            if self.is_stopped() {
+                break;
+            }
+            let PolicyStep { ranges, policy } = step.clone();
+            let bytes: Bytes = ranges.iter().map(|range| range.bytes()).sum();
+            let action = Action::SetMemoryPolicy { process: prepared.process, ranges, policy };
+            let missed: Vec<(Bytes, String)> = match try_apply(&mut self.sessions.memory, &action)? {
+                Ok(outcome) => {
+                    outcome.missed_ranges.into_iter().map(|(range, why)| (range.bytes(), why.to_string())).collect()
+                }
+                Err(why) => vec![(bytes, why.to_string())],
+            };
+            let missed_bytes: Bytes = missed.iter().map(|(bytes, _)| *bytes).sum();
+            self.outcome.machines[machine].preferring_bytes += bytes.saturating_sub(missed_bytes);
+            missed.into_iter().for_each(|(bytes, why)| *kept.entry(why).or_default() += bytes);
+        }
+        self.outcome.machines[machine].kept_policies = kept;
         Ok(())
     }
 
