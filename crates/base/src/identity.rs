@@ -7,6 +7,7 @@ mod container;
 pub mod guest_agent;
 mod job;
 pub mod thread_role;
+mod vcpu_topology;
 pub mod virtual_nodes;
 mod vm;
 pub mod vm_definition;

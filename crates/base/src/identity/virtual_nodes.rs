@@ -2,9 +2,9 @@
 //!
 //! `-numa node,nodeid=0,cpus=0-3,memdev=ram0` refers to the memory backend `-object memory-backend-ram,id=ram0,size=4G`,
 //! of which libvirt writes the same as JSON. A backend may have a memory policy (backends/hostmem.c): QEMU calls mbind(2)
-//! with `policy=` and `host-nodes=`.
-//! Virtual CPUs that `-numa cpu,...` assigns by socket and core are not known.
+//! with `policy=` and `host-nodes=`. Virtual CPUs belong to a node by `cpus=` or by `-numa cpu`.
 
+use super::vcpu_topology::assigned_vcpus;
 use super::vm::{Parameters, options, parse_parameters, parse_properties, parse_size, split_at_commas};
 use crate::IdSet;
 
@@ -76,6 +76,7 @@ fn ids_of_key(value: &str, key: &str) -> IdSet {
 pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
     let arguments = arguments.get(1..).unwrap_or_default();
     let objects: Vec<(&str, Parameters)> = objects(arguments).collect();
+    let mut assigned_vcpus = assigned_vcpus(arguments);
     let declared = options(arguments).filter(|(option, _)| *option == "numa").map(|(_, value)| value);
     let mut nodes: Vec<VirtualNode> = Vec::new();
     for value in declared.filter(|value| value.split(',').next() == Some("node")) {
@@ -85,9 +86,11 @@ pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
         let position = objects.iter().position(|(_, object)| backend.is_some() && object.get("id") == backend.as_ref());
         let object = position.and_then(|position| objects.get(position));
         let property = |key: &str| object.and_then(|(_, object)| object.get(key));
+        let id = parameters.get("nodeid").and_then(|id| id.parse().ok()).unwrap_or(next_id);
+        let assigned = assigned_vcpus.remove(&id).unwrap_or_default();
         nodes.push(VirtualNode {
-            id: parameters.get("nodeid").and_then(|id| id.parse().ok()).unwrap_or(next_id),
-            vcpus: ids_of_key(value, "cpus="),
+            id,
+            vcpus: ids_of_key(value, "cpus=").iter().chain(assigned).collect(),
             memory_bytes: property("size").and_then(|size| parse_size(size, 1)),
             backend_position: position.unwrap_or(0),
             policy: property("policy").filter(|policy| *policy != "default").cloned(),
@@ -136,6 +139,18 @@ mod tests {
         assert_eq!((low.backend_position, &low.policy), (1, &None));
         assert_eq!((high.id, high.vcpus.to_string().as_str(), high.memory_bytes), (1, "2-3", Some(1 << 30)));
         assert_eq!((high.policy.as_deref(), high.host_nodes.to_string().as_str()), (Some("bind"), "1"));
+    }
+
+    #[test]
+    fn vcpus_are_assigned_by_number_or_by_their_place() {
+        let command = "/usr/bin/qemu-system-x86_64 -name guest=db,debug-threads=on -machine pc-q35-9.2,usb=off -m 4096 \
+                       -smp 8,sockets=2,dies=1,cores=2,threads=2 \
+                       -object memory-backend-ram,id=m0,size=2G -object memory-backend-ram,id=m1,size=2G \
+                       -numa node,nodeid=0,memdev=m0 -numa node,nodeid=1,memdev=m1 \
+                       -numa cpu,node-id=0,socket-id=0 -numa cpu,node-id=1,socket-id=1,core-id=0 \
+                       -numa cpu,node-id=1,socket-id=1,core-id=1,thread-id=0 -numa node,nodeid=2,cpus=7";
+        let vcpus: Vec<_> = virtual_nodes(&arguments(command)).iter().map(|node| node.vcpus.to_string()).collect();
+        assert_eq!(vcpus, ["0-3", "4-6", "7"]);
     }
 
     #[test]
