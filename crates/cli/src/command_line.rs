@@ -128,7 +128,7 @@ pub struct ProcessOptions {
     /// Processes of a user, by name or UID
     #[arg(long, value_name = "USER")]
     pub user: Vec<String>,
-    /// Virtual machines by their name, with * and ?
+    /// Virtual machines by their name, with * and ?, or by their UUID
     #[arg(long, value_name = "GLOB")]
     pub vm: Vec<String>,
     /// All processes that pagefold may read; the default, but `unmerge` requires it explicitly

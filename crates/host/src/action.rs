@@ -322,6 +322,8 @@ pub enum LibvirtPinTarget {
     Vcpu(u32),
     /// The main thread of the emulator.
     Emulator,
+    /// The iothread with this number.
+    Iothread(u32),
 }
 
 /// A file of the cpuset controller, which is the same in both versions of cgroups.

@@ -16,13 +16,10 @@ use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, IdSet, Pages, Pid, ProcessId, Reading};
-use pagefold_host::action::{
-    Action, ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, MissedReason, ThreadId,
-};
+use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, LibvirtPin, MissedReason, ThreadId};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
@@ -223,7 +220,8 @@ pub struct PreparedMachine {
     steps: MachineSteps,
     /// The memory in the ranges of all steps that is on its node already.
     in_place: Bytes,
-    libvirt: Option<LibvirtDomain>,
+    /// The threads that libvirt pins.
+    libvirt_pins: BTreeMap<Pid, LibvirtPin>,
 }
 
 impl PreparedMachine {
@@ -266,8 +264,12 @@ fn prepare_machine(
     stop: &AtomicBool,
 ) -> Reading<PreparedMachine> {
     let process = placement.process.id;
-    let libvirt = placement.libvirt.clone();
-    let ended = PreparedMachine { process, steps: MachineSteps::default(), in_place: Bytes::ZERO, libvirt: None };
+    let ended = PreparedMachine {
+        process,
+        steps: MachineSteps::default(),
+        in_place: Bytes::ZERO,
+        libvirt_pins: BTreeMap::new(),
+    };
     let handle = match pagefold_host::hold(host, process) {
         Err(Absent::Vanished) => return Ok(ended),
         handle => handle?,
@@ -315,7 +317,9 @@ fn prepare_machine(
         step.bytes = elsewhere;
     }
     steps.moves.retain(|step| step.bytes > Bytes::ZERO);
-    Ok(PreparedMachine { process, steps, in_place, libvirt })
+    let pin = |thread: &ThreadPlacement| Some((thread.tid, thread.libvirt_pin(placement.libvirt.as_ref()?)?));
+    let libvirt_pins = placement.threads.iter().flatten().filter_map(pin).collect();
+    Ok(PreparedMachine { process, steps, in_place, libvirt_pins })
 }
 
 /// The memory in the ranges of a step that is on its node already, and that is on other nodes.
@@ -394,17 +398,6 @@ pub fn carry_out(
     placer.place_all()?;
     placer.is_stopped();
     Ok(placer.outcome)
-}
-
-/// What libvirt calls a thread of a domain, if it pins it.
-fn libvirt_pin(domain: &LibvirtDomain, tid: Pid) -> Option<LibvirtPin> {
-    let vcpu = domain.vcpu_threads.iter().find(|(_, thread)| **thread == tid);
-    let target = match vcpu {
-        Some((&number, _)) => LibvirtPinTarget::Vcpu(number),
-        None if tid == domain.pid => LibvirtPinTarget::Emulator,
-        None => return None,
-    };
-    Some(LibvirtPin { domain: domain.uuid.clone(), target })
 }
 
 /// Apply an action until it is undone; what the host refuses is an answer and no error.
@@ -548,7 +541,7 @@ impl Placer<'_, '_> {
             if self.is_stopped() {
                 break;
             }
-            let pin = prepared.libvirt.as_ref().and_then(|domain| libvirt_pin(domain, step.tid));
+            let pin = prepared.libvirt_pins.get(&step.tid).cloned();
             let result = &mut self.outcome.machines[machine];
             if let (Some(why), Some(_)) = (&self.silent_libvirt, &pin) {
                 result.kept_threads.push((step.tid, why.clone()));

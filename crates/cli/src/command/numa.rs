@@ -161,7 +161,7 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
 pub(super) fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
     let selection = host_selection::process_selection(targets, global)?;
     let map = map::read_map(host, &selection).map_err(|error| explain_map_error(error, global))?;
-    host_selection::check_any_seen(!map.processes.is_empty(), &selection, &map.unscanned, global)?;
+    host_selection::check_any_seen(host, !map.processes.is_empty(), &selection, &map.unscanned, global)?;
     Ok(map)
 }
 
@@ -198,6 +198,9 @@ pub(super) fn read_placeable_map(
     if targets.pid.is_empty() {
         map.processes.retain(|placement| placement.process.identity.vm.is_some());
         if map.processes.is_empty() {
+            if !targets.vm.is_empty() {
+                return Err(host_selection::no_such_vm(host, &targets.vm));
+            }
             bail!("no virtual machine is running: name other processes with --pid to place them");
         }
     }

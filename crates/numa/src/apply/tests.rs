@@ -62,7 +62,7 @@ fn machines() -> Vec<PreparedMachine> {
             process: ProcessId { pid: Pid(pid), start_time: 1 },
             steps,
             in_place: Bytes::ZERO,
-            libvirt: None,
+            libvirt_pins: BTreeMap::new(),
         }
     };
     vec![machine(7), machine(17)]
