@@ -18,17 +18,13 @@ fn host() -> FakeHost {
         }
     }
     for node in 0..2 {
-        let folder = format!("sys/devices/system/node/node{node}");
-        host.put_file(&format!("{folder}/cpulist"), &format!("{}-{}\n", 2 * node, 2 * node + 1));
-        host.put_file(&format!("{folder}/distance"), "10 21\n");
         put_free(&host, node, 900_000);
     }
     host
 }
 
 fn put_free(host: &FakeHost, node: u32, kib: u64) {
-    let memory = format!("Node {node} MemTotal:       1000000 kB\nNode {node} MemFree:        {kib} kB\n");
-    host.put_file(&format!("sys/devices/system/node/node{node}/meminfo"), &memory);
+    host.put_node(node, &format!("{}-{}", 2 * node, 2 * node + 1), kib);
 }
 
 fn cpus(text: &str) -> IdSet {
