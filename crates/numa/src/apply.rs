@@ -30,7 +30,7 @@ use pagefold_host::transaction::session::{self, ChangeLifetime, Error, FailedUnd
 use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The first pause when tasks of the host wait for memory. It doubles up to [`MAX_PRESSURE_PAUSE`].
@@ -139,12 +139,9 @@ pub struct ApplyLimits {
     pub headroom_share: f64,
 }
 
-/// How far a placement is.
-#[derive(Debug, Default)]
-pub struct ApplyProgress {
-    /// Bytes that have been moved.
-    pub moved_bytes: AtomicU64,
-}
+/// Receives how far a placement is after each batch: the machine of the batch, and the bytes of all machines that have
+/// been moved.
+pub type ProgressObserver<'o> = dyn FnMut(usize, Bytes) + 'o;
 
 /// What was done with a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -228,7 +225,8 @@ impl PreparedMachine {
         &self.steps
     }
 
-    fn planned_bytes(&self) -> Bytes {
+    /// The memory that is to be moved.
+    pub fn planned_bytes(&self) -> Bytes {
         self.steps.moves.iter().map(|step| step.bytes).sum()
     }
 
@@ -359,7 +357,7 @@ pub fn carry_out(
     sessions: &mut PlacementSessions<'_>,
     machines: &[PreparedMachine],
     limits: ApplyLimits,
-    progress: &ApplyProgress,
+    progress: &mut ProgressObserver<'_>,
     stop: &AtomicBool,
 ) -> Result<ApplyOutcome, Error> {
     let outcome = ApplyOutcome {
@@ -407,7 +405,7 @@ struct Placer<'s, 'h> {
     sessions: &'s mut PlacementSessions<'h>,
     machines: &'s [PreparedMachine],
     limits: ApplyLimits,
-    progress: &'s ApplyProgress,
+    progress: &'s mut ProgressObserver<'s>,
     stop: &'s AtomicBool,
     moved: Bytes,
     /// For each machine.
@@ -585,7 +583,7 @@ impl Placer<'_, '_> {
                     *result.kept_pages.entry(why).or_default() += page.pages_in(range.bytes());
                 }
                 self.moved += page.bytes_of(moved.moved_pages);
-                self.progress.moved_bytes.store(self.moved.0, Ordering::Relaxed);
+                (self.progress)(machine, self.moved);
                 Ok(Ok(()))
             }
             Err(why) => {

@@ -5,6 +5,7 @@ use crate::decide::steps::ThreadStep;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
 
 const START: u64 = 0x10_0000;
 const PAGE: u64 = 4096;
@@ -76,7 +77,7 @@ fn place_until(
 ) -> Result<ApplyOutcome, Error> {
     let (mut sessions, undone) = PlacementSessions::begin(host, directory).unwrap();
     assert_eq!(undone, (Vec::new(), Vec::new()));
-    let outcome = carry_out(&mut sessions, &machines(), limits, &ApplyProgress::default(), stop)?;
+    let outcome = carry_out(&mut sessions, &machines(), limits, &mut |_, _| (), stop)?;
     if outcome.interrupted {
         assert_eq!(sessions.undo_all().unwrap(), Vec::new());
     } else {
@@ -87,8 +88,7 @@ fn place_until(
 
 fn place_machines(host: &dyn Host, directory: &Path, machines: &[PreparedMachine]) -> ApplyOutcome {
     let (mut sessions, _) = PlacementSessions::begin(host, directory).unwrap();
-    let progress = ApplyProgress::default();
-    let outcome = carry_out(&mut sessions, machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+    let outcome = carry_out(&mut sessions, machines, LIMITS, &mut |_, _| (), &AtomicBool::new(false)).unwrap();
     assert_eq!(sessions.keep().unwrap(), Vec::new());
     outcome
 }
