@@ -2,7 +2,8 @@
 //! that a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of
 //! processes with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages
 //! with the name [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory, and
-//! shown by its `status` unless a test has put that file. Its clock is the real one until [`FakeHost::enable_virtual_time`].
+//! shown by its `status` unless a test has put that file. Its clock is the real one until
+//! [`FakeHost::enable_virtual_time`].
 
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;

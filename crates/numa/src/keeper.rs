@@ -104,8 +104,8 @@ pub struct KeeperReport {
     pub last_plan: Option<PlanResult>,
     /// Placements of machines since the start.
     pub placed_machines: u64,
-    /// Placements that were given up since the start, because the machine ended, a node had no room, the kernel refused,
-    /// or tasks waited for memory.
+    /// Placements that were given up since the start: the machine ended, a node had no room, the kernel refused, or tasks
+    /// waited for memory.
     pub failed_machines: u64,
     /// Bytes that were moved since the start.
     pub moved_bytes: u64,
