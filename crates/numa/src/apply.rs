@@ -27,7 +27,7 @@ use pagefold_host::transaction::session::{self, ChangeLifetime, Error, FailedUnd
 use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe, parse};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The first pause when tasks of the host wait for memory. It doubles up to [`MAX_PRESSURE_PAUSE`].
@@ -136,12 +136,9 @@ pub struct ApplyLimits {
     pub headroom_share: f64,
 }
 
-/// How far a placement is.
-#[derive(Debug, Default)]
-pub struct ApplyProgress {
-    /// Bytes that have been moved.
-    pub moved_bytes: AtomicU64,
-}
+/// Receives how far a placement is after each batch: the machine of the batch, and the bytes of all machines that have
+/// been moved.
+pub type ProgressObserver<'o> = dyn FnMut(usize, Bytes) + 'o;
 
 /// What was done with a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -230,7 +227,8 @@ impl PreparedMachine {
         &self.steps
     }
 
-    fn planned_bytes(&self) -> Bytes {
+    /// The memory that is to be moved.
+    pub fn planned_bytes(&self) -> Bytes {
         self.steps.moves.iter().map(|step| step.bytes).sum()
     }
 
@@ -377,7 +375,7 @@ pub fn carry_out(
     sessions: &mut PlacementSessions<'_>,
     machines: &[PreparedMachine],
     limits: ApplyLimits,
-    progress: &ApplyProgress,
+    progress: &mut ProgressObserver<'_>,
     stop: &AtomicBool,
 ) -> Result<ApplyOutcome, Error> {
     let outcome = ApplyOutcome {
@@ -414,7 +412,7 @@ struct Placer<'s, 'h> {
     sessions: &'s mut PlacementSessions<'h>,
     machines: &'s [PreparedMachine],
     limits: ApplyLimits,
-    progress: &'s ApplyProgress,
+    progress: &'s mut ProgressObserver<'s>,
     stop: &'s AtomicBool,
     moved: Bytes,
     /// For each machine.
@@ -622,7 +620,7 @@ impl Placer<'_, '_> {
                     *result.kept_pages.entry(why).or_default() += page.pages_in(range.bytes());
                 }
                 self.moved += page.bytes_of(moved.moved_pages);
-                self.progress.moved_bytes.store(self.moved.0, Ordering::Relaxed);
+                (self.progress)(machine, self.moved);
                 Ok(Ok(()))
             }
             Err(why) => {

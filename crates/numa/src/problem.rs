@@ -23,6 +23,12 @@ pub struct PlanLimits {
     pub headroom_share: f64,
 }
 
+impl Default for PlanLimits {
+    fn default() -> Self {
+        Self { vcpus_per_cpu: 1.0, headroom_share: 0.05 }
+    }
+}
+
 /// The problem of placing the processes of a map, all of which are moved as virtual machines are.
 ///
 /// Memory of other processes stays where it is: a node offers its free memory, its file cache and the memory of the

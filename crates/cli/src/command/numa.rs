@@ -1,7 +1,9 @@
 //! `pagefold numa`: where memory and threads are on a host with several NUMA nodes.
 
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
-use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration};
+use crate::command_line::{
+    GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
+};
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
@@ -138,13 +140,6 @@ struct PredictArguments {
     targets: ProcessOptions,
 }
 
-fn parse_vcpus_per_cpu(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|ratio| (0.1..=100.0).contains(ratio))
-        .ok_or_else(|| "give a number of 0.1 to 100".to_owned())
-}
-
 /// Run the subcommand.
 pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
@@ -270,4 +265,22 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         (false, false) => CommandOutcome::Partial,
         (false, true) => CommandOutcome::Done,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct PlanCommandLine {
+        #[command(flatten)]
+        plan: PlanOptions,
+    }
+
+    #[test]
+    fn defaults_of_options_are_those_of_the_planner() {
+        let PlanOptions { vcpus_per_cpu, headroom, .. } = PlanCommandLine::parse_from(["plan"]).plan;
+        assert_eq!(PlanLimits { vcpus_per_cpu, headroom_share: headroom }, PlanLimits::default());
+    }
 }

@@ -10,7 +10,7 @@ use pagefold_base::{Absent, Bytes, IdSet, PageSize};
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
-use pagefold_numa::apply::{self, ApplyLimits, ApplyProgress, MachineTarget, PlacementSessions, PreparedMachine};
+use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
 use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::NumaMap;
@@ -240,7 +240,7 @@ fn carry_out(
     record.forget_ended(host);
     record.counters = placement_record::read_counters(host);
     let total = Bytes(report.machines.iter().map(|machine| machine.planned_pages * report.page_size).sum());
-    let outcome = progress::run_move_with_progress(total, stop, |progress: &ApplyProgress| {
+    let outcome = progress::run_move_with_progress(total, stop, |progress| {
         apply::carry_out(&mut sessions, prepared, limits, progress, stop)
     });
     let outcome = match outcome {

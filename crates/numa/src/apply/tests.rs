@@ -6,6 +6,7 @@ use pagefold_host::action::MemoryPolicy;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
 
 const START: u64 = 0x10_0000;
 const PAGE: u64 = 4096;
@@ -20,9 +21,6 @@ fn host() -> FakeHost {
         host.put_file(&format!("proc/{pid}/numa_maps"), &policy_line("default"));
     }
     for node in 0..2 {
-        let folder = format!("sys/devices/system/node/node{node}");
-        host.put_file(&format!("{folder}/cpulist"), &format!("{}-{}\n", 2 * node, 2 * node + 1));
-        host.put_file(&format!("{folder}/distance"), "10 21\n");
         put_free(&host, node, 900_000);
     }
     host
@@ -33,8 +31,7 @@ fn policy_line(policy: &str) -> String {
 }
 
 fn put_free(host: &FakeHost, node: u32, kib: u64) {
-    let memory = format!("Node {node} MemTotal:       1000000 kB\nNode {node} MemFree:        {kib} kB\n");
-    host.put_file(&format!("sys/devices/system/node/node{node}/meminfo"), &memory);
+    host.put_node(node, &format!("{}-{}", 2 * node, 2 * node + 1), kib);
 }
 
 fn cpus(text: &str) -> IdSet {
@@ -105,7 +102,7 @@ fn place_until(
 ) -> Result<ApplyOutcome, Error> {
     let (mut sessions, undone) = PlacementSessions::begin(host, directory).unwrap();
     assert_eq!(undone, (Vec::new(), Vec::new()));
-    let outcome = carry_out(&mut sessions, &machines(), limits, &ApplyProgress::default(), stop)?;
+    let outcome = carry_out(&mut sessions, &machines(), limits, &mut |_, _| (), stop)?;
     if outcome.interrupted {
         assert_eq!(sessions.undo_all().unwrap(), Vec::new());
     } else {
@@ -116,8 +113,7 @@ fn place_until(
 
 fn place_machines(host: &dyn Host, directory: &Path, machines: &[PreparedMachine]) -> ApplyOutcome {
     let (mut sessions, _) = PlacementSessions::begin(host, directory).unwrap();
-    let progress = ApplyProgress::default();
-    let outcome = carry_out(&mut sessions, machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+    let outcome = carry_out(&mut sessions, machines, LIMITS, &mut |_, _| (), &AtomicBool::new(false)).unwrap();
     assert_eq!(sessions.keep().unwrap(), Vec::new());
     outcome
 }
