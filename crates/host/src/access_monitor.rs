@@ -164,7 +164,9 @@ pub fn read_access_counts(host: &dyn Host, kdamond_count: usize) -> Reading<Vec<
     let read = |position: usize, scheme: usize| -> Reading<u64> {
         parse::number(&host.read(&scheme_count_file(position, scheme))?)
     };
-    (0..kdamond_count).map(|kdamond| Ok(AccessCounts { monitored: read(kdamond, 0)?, accessed: read(kdamond, 1)? })).collect()
+    (0..kdamond_count)
+        .map(|kdamond| Ok(AccessCounts { monitored: read(kdamond, 0)?, accessed: read(kdamond, 1)? }))
+        .collect()
 }
 
 #[cfg(test)]

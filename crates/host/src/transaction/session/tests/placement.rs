@@ -324,7 +324,8 @@ fn kdamonds_are_removed_and_those_of_another_program_stay() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     let count_file = format!("{KDAMONDS_DIRECTORY}/nr_kdamonds");
     let count = || String::from_utf8(host.read(&count_file).unwrap()).unwrap();
-    let start = Action::MonitorAccesses(MonitorStep::Start(vec![MonitoredMemory { process: PROCESS, ranges: vec![PAGES] }]));
+    let start =
+        Action::MonitorAccesses(MonitorStep::Start(vec![MonitoredMemory { process: PROCESS, ranges: vec![PAGES] }]));
     let begin = || Session::begin(&host, directory.path(), ResourceClass::Settings).unwrap();
 
     assert!(begin().0.apply(&start, ChangeLifetime::Temporary).is_err(), "there is no DAMON");
