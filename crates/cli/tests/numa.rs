@@ -151,3 +151,35 @@ fn unknown_process_is_named() {
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("0.1 to 100"), "{output:?}");
 }
+
+#[test]
+fn plan_says_whether_working_sets_were_measured() {
+    if !is_root() {
+        return;
+    }
+    let sleeper = KilledChild(Command::new("sleep").arg("600").spawn().unwrap());
+    let state = tempfile::tempdir().unwrap();
+    let mut command = Command::new(PAGEFOLD_BINARY);
+    command.args(["numa", "plan", "--json", "--working-set", "1s", "--pid", &sleeper.0.id().to_string(), "--state"]);
+    let output = command.arg(state.path()).output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let source = &report["hotness_source"];
+    match output.status.code() {
+        Some(0) => assert_eq!(source["figures"], "working_set", "{report}"),
+        Some(3) => assert!(source["figures"] == "run_time" && source["not_measured"].is_string(), "{report}"),
+        _ => panic!("{output:?}"),
+    }
+    assert_eq!(report["machines"][0]["parts"][0]["accessed_share"].is_null(), source["figures"] == "run_time");
+}
+
+#[test]
+fn working_sets_of_recordings_and_requested_nodes_are_refused() {
+    let refused = |arguments: &[&str], why: &str| {
+        let output = Command::new(PAGEFOLD_BINARY).args(arguments).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && stderr.contains(why), "{output:?}");
+    };
+    refused(&["--host", "recording:/nowhere", "numa", "plan", "--working-set", "1s"], "of a recording do not run");
+    refused(&["numa", "plan", "--working-set", "10ms"], "at least 1s");
+    refused(&["numa", "apply", "--vm", "a", "--to", "0", "--working-set", "1s"], "cannot be used with");
+}

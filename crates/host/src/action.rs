@@ -3,6 +3,7 @@
 //! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any
 //! action fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
+use crate::access_monitor::MonitorStep;
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
@@ -135,6 +136,8 @@ pub enum Action {
         /// configuration set them.
         parameters: Exchange<ModuleParameters>,
     },
+    /// Lets DAMON count which memory of processes is accessed. Refused while another program uses DAMON.
+    MonitorAccesses(MonitorStep),
 }
 
 /// The property of QEMU's memory backends that enrolls them.
@@ -159,7 +162,7 @@ impl Action {
             | Self::SetMemoryPolicy { .. }
             | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => ResourceClass::MemoryPlacement,
             Self::ReplaceFile { .. } | Self::DefineDomain { .. } => ResourceClass::Configuration,
-            Self::ReloadModule { .. } => ResourceClass::Settings,
+            Self::ReloadModule { .. } | Self::MonitorAccesses(_) => ResourceClass::Settings,
         }
     }
 
@@ -177,7 +180,8 @@ impl Action {
             | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
-            | Self::ReloadModule { .. } => None,
+            | Self::ReloadModule { .. }
+            | Self::MonitorAccesses(_) => None,
         }
     }
 
@@ -204,7 +208,8 @@ impl Action {
             | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
-            | Self::ReloadModule { .. } => self.clone(),
+            | Self::ReloadModule { .. }
+            | Self::MonitorAccesses(_) => self.clone(),
         }
     }
 
@@ -222,7 +227,8 @@ impl Action {
             | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
-            | Self::ReloadModule { .. } => &[],
+            | Self::ReloadModule { .. }
+            | Self::MonitorAccesses(_) => &[],
         }
     }
 
@@ -240,7 +246,8 @@ impl Action {
             | Self::SetMemoryPolicy { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
-            | Self::ReloadModule { .. } => false,
+            | Self::ReloadModule { .. }
+            | Self::MonitorAccesses(_) => false,
         }
     }
 }
@@ -559,6 +566,7 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
         Action::ReloadModule { module, parameters } => {
             vec![Action::ReloadModule { module: *module, parameters: parameters.inverse() }]
         }
+        Action::MonitorAccesses(step) => step.inverse().into_iter().map(Action::MonitorAccesses).collect(),
         Action::Collapse { .. } => Vec::new(),
     })
 }

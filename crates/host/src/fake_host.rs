@@ -1,10 +1,11 @@
 //! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files
 //! that a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of
 //! processes with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages
-//! with the name [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory, and
-//! shown by its `status` unless a test has put that file. Its clock is the real one until
-//! [`FakeHost::enable_virtual_time`].
+//! with the name [`MERGED_PAGE_NAME`] are merged. DAMON exists if its file `nr_kdamonds` does. The CPUs of a thread are
+//! in the file `cpus` of its directory, and shown by its `status` unless a test has put that file. Its clock is the real
+//! one until [`FakeHost::enable_virtual_time`].
 
+use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MemoryPolicy, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::GuestQuestion;
@@ -331,6 +332,48 @@ impl FakeHost {
         Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
     }
 
+    /// Sets the share of a range that a process accesses, in percent; by default it is 0.
+    pub fn set_accessed_percent(&self, pid: u32, range_start: u64, percent: u64) {
+        self.put_file(&format!("proc/{pid}/accessed/{range_start:x}"), &percent.to_string());
+    }
+
+    /// The counts of a kdamond are final when it starts.
+    fn monitor_accesses(&self, step: &MonitorStep) -> Result<ActionOutcome, ActionError> {
+        let kdamond_count = access_monitor::read_kdamond_count(self)?;
+        match step {
+            MonitorStep::Start(_) if kdamond_count != 0 => return Err(ActionError::Busy("DAMON is in use".to_owned())),
+            MonitorStep::Start(memory) => {
+                self.put_file(&format!("{KDAMONDS_DIRECTORY}/nr_kdamonds"), &memory.len().to_string());
+                memory.iter().enumerate().for_each(|(position, memory)| self.start_kdamond(position, memory));
+            }
+            step if kdamond_count == 0 || !access_monitor::has_kdamonds_for(self, &step.pids())? => {
+                return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
+            }
+            MonitorStep::UpdateCounts(_) => {}
+            MonitorStep::Stop(_) => {
+                self.files.lock().unwrap().retain(|path, _| !path.starts_with(KDAMONDS_DIRECTORY));
+                self.put_file(&format!("{KDAMONDS_DIRECTORY}/nr_kdamonds"), "0");
+            }
+        }
+        Ok(ActionOutcome::default())
+    }
+
+    fn start_kdamond(&self, position: usize, memory: &MonitoredMemory) {
+        for (path, value) in access_monitor::context_files(position, memory) {
+            self.put_file(&path, &value);
+        }
+        let bytes = |range: &AddressRange| range.bytes().0;
+        let percent = |range: &AddressRange| -> u64 {
+            let file = self.read(&format!("proc/{}/accessed/{:x}", memory.process.pid, range.start));
+            file.map_or(0, |text| String::from_utf8(text).unwrap().parse().unwrap())
+        };
+        let monitored: u64 = memory.ranges.iter().map(bytes).sum();
+        let accessed: u64 = memory.ranges.iter().map(|range| bytes(range) * percent(range) / 100).sum();
+        for (scheme, count) in [monitored, accessed].into_iter().enumerate() {
+            self.put_file(&access_monitor::scheme_count_file(position, scheme), &count.to_string());
+        }
+    }
+
     fn define_domain(&self, name: &str, definition: &Exchange<String>) -> Result<ActionOutcome, ActionError> {
         let path = crate::action::domain_definition_path(name);
         let current = self.files.lock().unwrap().get(&path).cloned().ok_or(ActionError::Vanished)?;
@@ -597,6 +640,7 @@ impl Host for FakeHost {
             }
             Action::MovePages { process, ranges, node } => Ok(self.move_pages(process.pid, ranges, *node)),
             Action::SetMemoryPolicy { process, ranges, policy } => self.set_memory_policy(process.pid, ranges, policy),
+            Action::MonitorAccesses(step) => self.monitor_accesses(step),
             _ => Err(ActionError::Vanished),
         }
     }

@@ -1,5 +1,6 @@
 //! A host with injected faults, to test the code that reads hosts.
 
+use crate::access_monitor::KDAMONDS_DIRECTORY;
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::guest_agent::GuestQuestion;
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
@@ -131,6 +132,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::ReplaceFile { file, .. } => format!("{}#replace", file.path()),
             Action::DefineDomain { name, .. } => format!("{}#define", crate::action::domain_definition_path(name)),
             Action::ReloadModule { module, .. } => format!("sys/module/{module}#reload"),
+            Action::MonitorAccesses(_) => format!("{KDAMONDS_DIRECTORY}#monitor"),
         };
         match (self.faults)(&path) {
             Some(InjectedFault::Absent(why)) => Err(why.into()),

@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod access_monitor;
 pub mod action;
 pub mod activity;
 pub mod config_file;

@@ -3,6 +3,7 @@
 mod advise;
 mod collapse;
 mod config_file;
+mod damon;
 mod kernel_module;
 mod memory_policy;
 mod placement;
@@ -50,6 +51,7 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
         Action::ReplaceFile { file, content } => config_file::replace_file(file, content),
         Action::DefineDomain { uuid, name, definition } => crate::libvirt::define(host, uuid, name, definition),
         Action::ReloadModule { module, parameters } => kernel_module::reload(host, *module, parameters),
+        Action::MonitorAccesses(step) => damon::monitor(host, step),
     }
 }
 

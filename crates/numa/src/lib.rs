@@ -3,7 +3,8 @@
 //! [`topology`] reads the nodes of the host, [`page_nodes`] counts the pages of a process on each node, and [`threads`]
 //! reads where its threads run and may run. [`map`] combines them for the selected processes, and
 //! [`problem`] turns a map into a planning problem. [`decide`] computes which share of the accesses is remote, which merged frames
-//! are read from other nodes, and a plan that moves machines to their memory or memory to its machines. [`wire`] and [`text`] produce the
+//! are read from other nodes, and a plan that moves machines to their memory or memory to its machines. [`working_set`]
+//! measures which memory machines use, for the weights of a plan. [`wire`] and [`text`] produce the
 //! report.
 
 #![forbid(unsafe_code)]
@@ -20,3 +21,4 @@ pub mod text;
 pub mod threads;
 pub mod topology;
 pub mod wire;
+pub mod working_set;

@@ -9,7 +9,7 @@ use pagefold_base::{IdSet, PageSize, Pages, Reading};
 use std::collections::BTreeMap;
 
 /// The hotness of a machine that does not run at all. It may run again.
-const MIN_HOTNESS: f64 = 0.01;
+pub(crate) const MIN_HOTNESS: f64 = 0.01;
 
 /// A process is not moved if devices pin at least one page in this many.
 const PINNED_PAGES_RATIO: u64 = 100;

@@ -1,17 +1,22 @@
 //! `pagefold numa`: where memory and threads are on a host with several NUMA nodes.
 
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
+use super::recover;
 use crate::command_line::{
     GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
 };
-use crate::{CommandOutcome, host_selection, output};
+use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
 use pagefold_base::{Bytes, PageSize, Reading};
 use pagefold_host::Host;
+use pagefold_host::resource::ResourceClass;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session;
 use pagefold_numa::apply::{self, MachineTarget};
 use pagefold_numa::decide::plan::{self, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
+use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
 use pagefold_numa::map::{self, MapError, NumaMap};
 use pagefold_numa::predict;
 use pagefold_numa::problem::{PlanLimits, placement_problem};
@@ -19,7 +24,9 @@ use pagefold_numa::text;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
+use pagefold_numa::working_set::{self, MachineToMeasure, MeasureError};
 use pagefold_output::wire;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 const MAP_EXAMPLES: &str = "\
@@ -36,11 +43,15 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   sudo pagefold numa plan                    all virtual machines of this host
   sudo pagefold numa plan --vcpus-per-cpu 2  at most two vCPUs for each CPU
+  sudo pagefold numa plan --working-set 10s  weight memory by its use in the next ten seconds
   sudo pagefold numa plan --pid 4711 --pid 4712 --json
 
-It changes nothing. A virtual machine with several virtual nodes gets a node for each of them, and any other one gets \
+It moves nothing. A virtual machine with several virtual nodes gets a node for each of them, and any other one gets \
 a single node, as far as CPUs and memory suffice. Machines that run most for each page of memory come first. Memory \
-that a device pins stays, and so do pages merged by KSM, which several machines may share.";
+that a device pins stays, and so do pages merged by KSM, which several machines may share.
+
+With --working-set, DAMON, the kernel's access monitor, runs for that time and is turned off again. If it cannot be \
+used, the plan says why, uses CPU time alone, and the exit status is 3.";
 
 const PREDICT_EXAMPLES: &str = "\
 Examples:
@@ -102,6 +113,9 @@ pub(super) struct PlanOptions {
     /// Time limit for the search of a better plan
     #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pub(super) deadline: Duration,
+    /// Measure for this time which memory the machines access, by DAMON, and weight it accordingly
+    #[arg(long, value_name = "TIME", value_parser = parse_measuring_time)]
+    pub(super) working_set: Option<Duration>,
 }
 
 #[derive(Args, Debug)]
@@ -138,6 +152,14 @@ struct PredictArguments {
     // Last, because its help heading applies to all options after it.
     #[command(flatten)]
     targets: ProcessOptions,
+}
+
+/// The least time of a measurement: ten sampling intervals.
+const MIN_MEASURING_TIME: Duration = Duration::from_secs(1);
+
+fn parse_measuring_time(text: &str) -> Result<Duration, String> {
+    let time = parse_duration(text)?;
+    if time < MIN_MEASURING_TIME { Err("give at least 1s; 10s is accurate".to_owned()) } else { Ok(time) }
 }
 
 /// Run the subcommand.
@@ -212,16 +234,65 @@ impl PlanOptions {
         let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom };
         placement_problem(map, page_size, limits)
     }
+
+    /// Measure the working sets of the machines of a map, if requested, and weight their problem by them.
+    pub(super) fn weight_problem(
+        &self,
+        host: &dyn Host,
+        (map, problem): (&NumaMap, &mut PlacementProblem),
+        global: &GlobalOptions,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<HotnessSource> {
+        let Some(duration) = self.working_set else { return Ok(HotnessSource::RunTime) };
+        let machines = MachineToMeasure::all(map, problem.vms.iter().map(|vm| vm.parts.len()));
+        match measure_working_sets(host, &machines, duration, global, stop) {
+            Ok(working_sets) => {
+                weight_by_working_sets(problem, &working_sets);
+                Ok(HotnessSource::WorkingSets(working_sets))
+            }
+            Err(error @ MeasureError::NotStopped(_)) => Err(error.into()),
+            Err(MeasureError::Interrupted) => bail!("interrupted: DAMON is off again, and nothing else was changed"),
+            Err(error) => Ok(HotnessSource::NotMeasured(session::chain(&error))),
+        }
+    }
+
+    /// Check that what is to be measured is not a recording.
+    pub(super) fn check_measurable(&self, global: &GlobalOptions) -> anyhow::Result<()> {
+        if self.working_set.is_some() && global.host != "live" {
+            bail!("--working-set: the machines of a recording do not run; leave it out, or leave --host out");
+        }
+        Ok(())
+    }
+}
+
+fn measure_working_sets(
+    host: &dyn Host,
+    machines: &[MachineToMeasure],
+    duration: Duration,
+    global: &GlobalOptions,
+    stop: &AtomicBool,
+) -> Result<Vec<Vec<WorkingSet>>, MeasureError> {
+    let (mut session, undone, failed) = Session::begin(host, &global.state, ResourceClass::Settings)?;
+    recover::print_leftover(&undone, &failed);
+    working_set::measure(&mut session, machines, duration, stop)
 }
 
 fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    options.plan.check_measurable(global)?;
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let problem = options.plan.problem(&map, host.page_size());
+    let mut problem = options.plan.problem(&map, host.page_size());
+    let hotness = match options.plan.working_set {
+        Some(_) => {
+            let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
+            options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?
+        }
+        None => HotnessSource::RunTime,
+    };
     let plan = plan::plan(&problem, options.plan.deadline);
     let seconds = started.elapsed().as_secs_f64();
-    let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), seconds);
+    let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), &hotness, seconds);
     if options.json {
         output::print_stdout(&wire::to_json(&report))?;
     } else {

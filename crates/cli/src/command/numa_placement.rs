@@ -29,6 +29,7 @@ Examples:
   sudo pagefold numa apply --vm db1 --to 1      all of db1 on node 1
   sudo pagefold numa apply --vm big --to 0=1,1=0   virtual node 0 on node 1, and virtual node 1 on node 0
   sudo pagefold numa apply --bandwidth 500MiB   at most 500 MiB a second
+  sudo pagefold numa apply --working-set 10s    weight memory by its use in the next ten seconds
 
 First each thread gets the CPUs of its node, then memory moves in batches of 32 MiB, as long as its new node has room \
 and no task of the host waits for memory. If most of the memory of a machine stays elsewhere, its threads keep their \
@@ -64,7 +65,7 @@ pub struct ApplyArguments {
     #[arg(long)]
     dry_run: bool,
     /// Place the selected machines on this node, or each virtual node on its node (0=1,1=0), without a plan
-    #[arg(long, value_name = "NODES")]
+    #[arg(long, value_name = "NODES", conflicts_with = "working_set")]
     to: Option<RequestedNodes>,
     /// Bytes of memory to move in a second at most, on average [default: no limit]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
@@ -102,13 +103,15 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     if options.to.is_some() && !options.targets.selects_some() {
         bail!("--to would place all virtual machines there: select machines with --vm or --pid");
     }
+    options.plan.check_measurable(global)?;
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
     let started = Instant::now();
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     // The locks are taken before the map is read, so that no other pagefold moves memory in between.
     let sessions = if options.dry_run { None } else { Some(begin_sessions(&*host, global)?) };
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let problem = options.plan.problem(&map, host.page_size());
+    let mut problem = options.plan.problem(&map, host.page_size());
+    let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
             let is_placeable = |vm: &plan::PlannedVm| vm.is_placeable(problem.nodes.iter().map(|node| node.id));
@@ -129,7 +132,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
-    let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines);
+    let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
         report = carry_out(sessions, (&prepared, placed), options, global, &stop, report)?;

@@ -104,7 +104,7 @@ const MODULE_POINTS: &[&str] = &["before unloading a module", "after unloading a
 const LIBVIRT_POINTS: [&str; 2] = ["before defining a domain", "after defining a domain"];
 
 /// The kinds of change and the fault points that each reaches.
-const CHANGE_KINDS: [(&str, &[&[&str]]); 18] = [
+const CHANGE_KINDS: [(&str, &[&[&str]]); 19] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("unenroll", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
@@ -119,6 +119,7 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 18] = [
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
     ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS, VISIT_POINTS]),
+    ("measurement", &[SHORT_JOURNAL_POINTS, SETTING_POINTS]),
     ("tune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_POINTS]),
     ("untune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_REMOVAL_POINTS]),
     ("module", &[SHORT_JOURNAL_POINTS, FILE_POINTS, MODULE_POINTS]),

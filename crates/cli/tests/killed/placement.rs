@@ -1,5 +1,6 @@
-//! Kills during the placement of a process on CPUs and NUMA nodes, and during changes of a cpuset and of a setting
-//! other than KSM's. On a machine with one node no page is moved, but each step is reached.
+//! Kills during the placement of a process on CPUs and NUMA nodes, during changes of a cpuset and of a setting other than
+//! KSM's, and during a measurement by DAMON. On a machine with one node no page is moved, but each step is reached. On a
+//! kernel whose DAMON cannot monitor processes, a measurement ends after it has made a kdamond.
 
 use crate::{kill_at_selected_points, parse_json, reached_points, run_pagefold, was_killed};
 use pagefold_labs::client::{RunningLab, lab_binary};
@@ -10,6 +11,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 const CPUSET_DIRECTORY: &str = "/sys/fs/cgroup/cpuset";
+const KDAMOND_COUNT: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 const HUGE_PAGES_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
 
 /// An empty cgroup with a cpuset, where cgroup v1 has one.
@@ -77,6 +79,32 @@ fn placement_survives_kill() {
             "{context}: {recovered:?}"
         );
         assert_eq!(read(), before, "{context}");
+        killed
+    });
+}
+
+#[test]
+fn measurement_survives_kill() {
+    let _ksm = match KsmTestGuard::acquire() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let read = || fs::read_to_string(KDAMOND_COUNT).ok();
+    if read().as_deref() != Some("0\n") {
+        return println!("skipped: the kernel has no DAMON, or another program uses it");
+    }
+    let target = RunningLab::start_layout(&["unique=100"]).unwrap();
+    let measure =
+        |state: &Path, fault: &str| run_pagefold(state, "numa plan --working-set 1s", &[target.pid()], Some(fault));
+    let state = tempfile::tempdir().unwrap();
+    let counted = measure(state.path(), "count");
+    assert!(matches!(counted.status.code(), Some(0 | 3)), "{counted:?}");
+    kill_at_selected_points("measurement", &reached_points(&counted), |point| {
+        let state = tempfile::tempdir().unwrap();
+        let (killed, context) = was_killed(&measure(state.path(), point), point);
+        let recovered = run_pagefold(state.path(), "recover", &[], None);
+        assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
+        assert_eq!(read().as_deref(), Some("0\n"), "{context}");
         killed
     });
 }

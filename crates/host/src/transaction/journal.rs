@@ -8,6 +8,7 @@
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
 //! state before a policy was set. It outlives the command that set the policy.
 
+use crate::access_monitor::MonitorStep;
 use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MemoryPolicy, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
@@ -350,6 +351,9 @@ enum WireAction {
         from: ModuleParameters,
         to: ModuleParameters,
     },
+    StopMonitoring {
+        pids: Vec<u32>,
+    },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -424,7 +428,8 @@ fn address_ranges(pairs: Vec<(u64, u64)>) -> Vec<AddressRange> {
 }
 
 impl WireAction {
-    /// The file format of an undo action; `None` for a collapse, which is never an undo.
+    /// The file format of an undo action; `None` for a collapse and for other monitoring than its end, which are never
+    /// an undo.
     fn from_action(undo: &Action) -> Option<Self> {
         Some(match undo {
             Action::Write { knob, value } => Self::Write { knob: WireKnob(knob.clone()), value: value.clone() },
@@ -489,7 +494,10 @@ impl WireAction {
             Action::ReloadModule { module, parameters } => {
                 Self::ReloadModule { module: *module, from: parameters.from.clone(), to: parameters.to.clone() }
             }
-            Action::Collapse { .. } => return None,
+            Action::MonitorAccesses(MonitorStep::Stop(pids)) => {
+                Self::StopMonitoring { pids: pids.iter().map(|pid| pid.0).collect() }
+            }
+            Action::MonitorAccesses(_) | Action::Collapse { .. } => return None,
         })
     }
 }
@@ -541,6 +549,9 @@ impl From<WireAction> for Action {
             }
             WireAction::ReloadModule { module, from, to } => {
                 Self::ReloadModule { module, parameters: Exchange { from, to } }
+            }
+            WireAction::StopMonitoring { pids } => {
+                Self::MonitorAccesses(MonitorStep::Stop(pids.into_iter().map(Pid).collect()))
             }
         }
     }
@@ -672,6 +683,7 @@ mod tests {
                     to: ModuleParameters([("npt".to_owned(), "1".to_owned())].into()),
                 },
             },
+            Action::MonitorAccesses(MonitorStep::Stop(vec![Pid(7), Pid(9)])),
         ];
         let entries = undo
             .map(|undo| JournalEntry {

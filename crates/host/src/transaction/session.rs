@@ -92,6 +92,7 @@ impl fmt::Display for UndoDescription<'_> {
             Action::ReloadModule { module, parameters } => {
                 write!(f, "module {module} was loaded with {}", parameters.to)
             }
+            Action::MonitorAccesses(_) => write!(f, "DAMON had no kdamonds"),
             Action::Advise { process, advice, ranges } => {
                 let state = if *advice == MergeAdvice::Mergeable { "enrolled" } else { "not enrolled" };
                 write!(f, "{} ranges of process {} were {state}", ranges.len(), process.pid)
@@ -239,7 +240,9 @@ impl<'a> Session<'a> {
         // The undo stays if something may have changed.
         let is_untouched = match &result {
             Ok(outcome) => outcome.unchanged,
-            Err(ActionError::Busy(_)) => matches!(action, Action::Write { .. } | Action::ReloadModule { .. }),
+            Err(ActionError::Busy(_)) => {
+                matches!(action, Action::Write { .. } | Action::ReloadModule { .. } | Action::MonitorAccesses(_))
+            }
             // After `Busy`, libvirt may still store the definition.
             Err(ActionError::Failed(_)) => matches!(action, Action::Write { .. } | Action::DefineDomain { .. }),
             Err(ActionError::Vanished) => true,

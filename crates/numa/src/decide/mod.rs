@@ -7,6 +7,7 @@ pub mod plan;
 pub mod requested;
 pub mod schedule;
 pub mod steps;
+pub mod working_set;
 
 use pagefold_base::{Pages, Pfn};
 use std::collections::{BTreeMap, BTreeSet};

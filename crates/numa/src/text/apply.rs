@@ -1,6 +1,7 @@
 //! What `numa apply` did, and what `numa verify` found, as text for the terminal.
 
 use super::map::{NAME_COLUMNS, render_unscanned, right};
+use super::plan::render_not_measured;
 use crate::wire::apply::{MachineApplyReport, MachineVerifyReport, NumaApplyReport, NumaVerifyReport, PartNodesReport};
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number, format_percent};
@@ -22,6 +23,7 @@ pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) ->
     for failed in &report.failed_undos {
         text.push_str(&style.format_paragraph(&format!("Not undone: {}", escape_unprintable(failed)), 4));
     }
+    text.push_str(&render_not_measured(&report.hotness_source, style));
     if matches!(report.outcome, "done" | "partial" | "memory_pressure") && !report.machines.is_empty() {
         text.push_str(
             "\n`pagefold numa verify` compares the host with this plan later; `pagefold numa undo` reverts it.\n",

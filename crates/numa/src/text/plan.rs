@@ -1,7 +1,9 @@
 //! A plan as text for the terminal.
 
 use super::map::{NAME_COLUMNS, render_unscanned, right};
-use crate::wire::plan::{ComparedPlacementReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
+use crate::wire::plan::{
+    ComparedPlacementReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
+};
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
 use std::fmt::Write;
@@ -21,13 +23,27 @@ pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: Tex
     }
     text.push_str(&style.format_heading("Compared with simple placements"));
     text.push_str(&render_comparison(report, style));
+    let weights = match report.hotness_source.figures {
+        "working_set" => "CPU time for each page and by the share of the memory that is accessed within 100 ms",
+        _ => "CPU time for each page",
+    };
     text.push_str(&style.format_paragraph(
-        "Remote reads: pages times the extra distance from the CPUs that read them, weighted by CPU time for each page; \
-         given as memory of the hottest machine at twice the local distance.",
+        &format!(
+            "Remote reads: pages times the extra distance from the CPUs that read them, weighted by {weights}; given as \
+             memory of the hottest machine at twice the local distance."
+        ),
         0,
     ));
+    text.push_str(&render_not_measured(&report.hotness_source, style));
     text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
     text
+}
+
+/// Says why the working sets were not measured, though requested.
+pub(super) fn render_not_measured(source: &HotnessSourceReport, style: TextStyle) -> String {
+    let Some(why) = &source.not_measured else { return String::new() };
+    let note = format!("Working sets were not measured: {}. CPU time was used instead.", escape_unprintable(why));
+    style.format_paragraph(&note, 0)
 }
 
 fn render_title(report: &NumaPlanReport) -> String {
@@ -53,23 +69,32 @@ fn render_title(report: &NumaPlanReport) -> String {
 }
 
 fn render_machines(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: TextStyle) -> String {
-    let headings = [">pid", "name", ">vCPUs", ">memory", "nodes", ">to move", ">remote now", ">planned", "reason"];
+    let is_measured = report.hotness_source.figures == "working_set";
+    let mut headings = vec![">pid", "name", ">vCPUs", ">memory", "nodes"];
+    headings.extend(is_measured.then_some(">working set"));
+    headings.extend([">to move", ">remote now", ">planned", "reason"]);
     let mut table = style.new_table(&headings);
     let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
     let part_cells = |part: &PartPlanReport| {
         let nodes: Vec<String> = part.nodes.iter().map(u32::to_string).collect();
-        [right(format!("{:.0}", part.vcpus)), right(bytes(part.pages as f64)), Cell::new(nodes.join(","))]
+        let mut cells =
+            vec![right(format!("{:.0}", part.vcpus)), right(bytes(part.pages as f64)), Cell::new(nodes.join(","))];
+        cells.extend(is_measured.then(|| right(format_working_set(part))));
+        cells
     };
     for machine in shown {
         let name = cut_end(&escape_unprintable(&machine.process.label()), NAME_COLUMNS);
         let mut row = vec![right(machine.process.pid), Cell::new(name)];
         match &machine.parts[..] {
             [part] => row.extend(part_cells(part)),
-            parts => row.extend([
-                right(format!("{:.0}", parts.iter().map(|part| part.vcpus).sum::<f64>())),
-                right(bytes(parts.iter().map(|part| part.pages as f64).sum())),
-                Cell::new(""),
-            ]),
+            parts => {
+                row.extend([
+                    right(format!("{:.0}", parts.iter().map(|part| part.vcpus).sum::<f64>())),
+                    right(bytes(parts.iter().map(|part| part.pages as f64).sum())),
+                    Cell::new(""),
+                ]);
+                row.extend(is_measured.then(|| Cell::new("")));
+            }
         }
         row.extend([
             right(bytes(machine.moved_pages as f64)),
@@ -98,6 +123,14 @@ fn describe_binding(part: &PartPlanReport, separator: &str) -> String {
         None => String::new(),
         Some("") => format!("{separator}memory bound to no common node"),
         Some(nodes) => format!("{separator}memory bound to {nodes}"),
+    }
+}
+
+/// `16 MiB (25 %)`, the share of the resident memory.
+fn format_working_set(part: &PartPlanReport) -> String {
+    match (part.working_set_bytes, part.accessed_share) {
+        (Some(bytes), Some(share)) => format!("{} ({:.0} %)", format_bytes(bytes), 100.0 * share),
+        _ => String::new(),
     }
 }
 

@@ -2,8 +2,10 @@
 
 use crate::apply::{ApplyOutcome, MachineOutcome, PartNodes, PreparedMachine};
 use crate::decide::balancing::{self, BalancingAdvice};
+use crate::decide::working_set::HotnessSource;
 use crate::map::NumaMap;
 use crate::placement_record::{PlacedMachine, VerifiedMachine};
+use crate::wire::plan::HotnessSourceReport;
 use pagefold_base::PageSize;
 use pagefold_output::wire::UnscannedProcessReport;
 use schemars::JsonSchema;
@@ -23,6 +25,8 @@ pub struct NumaApplyReport {
     pub page_size: u64,
     /// Wall time in seconds, with reading and planning.
     pub seconds: f64,
+    /// What the weights of pages were computed from.
+    pub hotness_source: HotnessSourceReport,
     /// The machines that were to be placed.
     pub machines: Vec<MachineApplyReport>,
     /// Pages that were moved.
@@ -112,6 +116,7 @@ impl NumaApplyReport {
         page_size: PageSize,
         map: &NumaMap,
         machines: &[(PlacedMachine, PreparedMachine, u64)],
+        hotness: &HotnessSource,
     ) -> Self {
         let report = |(placed, prepared, planned_pages): &(PlacedMachine, PreparedMachine, u64)| MachineApplyReport {
             pid: placed.pid,
@@ -137,6 +142,7 @@ impl NumaApplyReport {
             dry_run: true,
             page_size: page_size.bytes(),
             seconds: 0.0,
+            hotness_source: hotness.into(),
             machines: machines.iter().map(report).collect(),
             moved_pages: 0,
             moving_seconds: 0.0,
@@ -181,6 +187,7 @@ impl NumaApplyReport {
         !matches!(self.outcome, "done" | "planned")
             || !self.unscanned_processes.is_empty()
             || !self.failed_undos.is_empty()
+            || self.hotness_source.not_measured.is_some()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use crate::decide::plan::baselines::{self, Baseline, BaselineResult};
 use crate::decide::plan::{Pattern, PlacementPlan, PlacementProblem, PlanReason, PlannedMove, PlannedVm};
+use crate::decide::working_set::{HotnessSource, WorkingSet};
 use crate::map::{NumaMap, ProcessPlacement};
 use pagefold_base::PageSize;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -19,6 +20,8 @@ pub struct NumaPlanReport {
     pub page_size: u64,
     /// Wall time in seconds.
     pub seconds: f64,
+    /// What the weights of pages are computed from.
+    pub hotness_source: HotnessSourceReport,
     /// What the nodes offer to these machines.
     pub nodes: Vec<NodeCapacityReport>,
     /// The planned placement of each machine.
@@ -31,6 +34,26 @@ pub struct NumaPlanReport {
     pub gap: Option<f64>,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
+}
+
+/// What the hotness of pages is computed from.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct HotnessSourceReport {
+    /// `run_time`: CPU time for each page. `working_set`: CPU time and the memory that is accessed.
+    pub figures: &'static str,
+    /// Why the working sets were not measured, though requested.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub not_measured: Option<String>,
+}
+
+impl From<&HotnessSource> for HotnessSourceReport {
+    fn from(source: &HotnessSource) -> Self {
+        match source {
+            HotnessSource::RunTime => Self { figures: "run_time", not_measured: None },
+            HotnessSource::NotMeasured(why) => Self { figures: "run_time", not_measured: Some(why.clone()) },
+            HotnessSource::WorkingSets(_) => Self { figures: "working_set", not_measured: None },
+        }
+    }
 }
 
 /// The capacity of a node.
@@ -60,7 +83,7 @@ pub struct MachinePlanReport {
     pub remote_reads_before: f64,
     /// The same as planned.
     pub remote_reads_after: f64,
-    /// How often a page is read, relative to the hottest machine.
+    /// How often a page of its hottest part is read, relative to the hottest machine.
     pub hotness: f64,
     /// `fixed`, `no_permitted_node`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
     pub reason: &'static str,
@@ -81,6 +104,12 @@ pub struct PartPlanReport {
     /// The only nodes that the policy of its memory backend permits (`policy=bind`), as a list; absent if it permits all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bound_nodes: Option<String>,
+    /// Bytes of its memory that are accessed within 100 ms, on average; absent if not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub working_set_bytes: Option<u64>,
+    /// The share of its resident memory that this is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accessed_share: Option<f64>,
 }
 
 /// A placement of all machines.
@@ -105,6 +134,7 @@ impl NumaPlanReport {
         page_size: PageSize,
         map: &NumaMap,
         (problem, plan): (&PlacementProblem, &PlacementPlan),
+        hotness: &HotnessSource,
         seconds: f64,
     ) -> Self {
         let planned = BaselineResult {
@@ -119,6 +149,7 @@ impl NumaPlanReport {
             host,
             page_size: page_size.bytes(),
             seconds,
+            hotness_source: hotness.into(),
             nodes: problem
                 .nodes
                 .iter()
@@ -129,7 +160,10 @@ impl NumaPlanReport {
                 .iter()
                 .zip(&problem.vms)
                 .zip(&plan.moves)
-                .map(|((placement, vm), planned)| machine_report(placement, vm, planned))
+                .enumerate()
+                .map(|(position, ((placement, vm), planned))| {
+                    machine_report(placement, vm, planned, working_sets_of(hotness, position))
+                })
                 .collect(),
             comparison: comparison.map(|(name, result)| placement_report(name, result)).collect(),
             gap: plan.gap,
@@ -139,7 +173,7 @@ impl NumaPlanReport {
 
     /// Whether something could not be read.
     pub fn is_incomplete(&self) -> bool {
-        !self.unscanned_processes.is_empty()
+        !self.unscanned_processes.is_empty() || self.hotness_source.not_measured.is_some()
     }
 }
 
@@ -153,7 +187,20 @@ fn placement_report(placement: &'static str, result: BaselineResult) -> Compared
     }
 }
 
-fn machine_report(placement: &ProcessPlacement, vm: &PlannedVm, planned: &PlannedMove) -> MachinePlanReport {
+/// The working sets of the parts of a machine; empty if not measured.
+fn working_sets_of(hotness: &HotnessSource, position: usize) -> &[WorkingSet] {
+    match hotness {
+        HotnessSource::WorkingSets(machines) => &machines[position],
+        HotnessSource::RunTime | HotnessSource::NotMeasured(_) => &[],
+    }
+}
+
+fn machine_report(
+    placement: &ProcessPlacement,
+    vm: &PlannedVm,
+    planned: &PlannedMove,
+    working_sets: &[WorkingSet],
+) -> MachinePlanReport {
     let has_parts = vm.parts.len() > 1;
     let part = |position: usize| {
         let part = &vm.parts[position];
@@ -167,6 +214,8 @@ fn machine_report(placement: &ProcessPlacement, vm: &PlannedVm, planned: &Planne
                 Pattern::Spread(nodes) => nodes.clone(),
             },
             bound_nodes: part.bound_nodes.as_ref().map(ToString::to_string),
+            working_set_bytes: working_sets.get(position).map(|set| set.accessed.0),
+            accessed_share: working_sets.get(position).map(|set| set.accessed_share()),
         }
     };
     MachinePlanReport {
@@ -176,7 +225,7 @@ fn machine_report(placement: &ProcessPlacement, vm: &PlannedVm, planned: &Planne
         moved_pages: planned.moved_pages.round() as u64,
         remote_reads_before: planned.remote_reads.0,
         remote_reads_after: planned.remote_reads.1,
-        hotness: vm.parts.first().map_or(0.0, |part| part.hotness),
+        hotness: vm.parts.iter().map(|part| part.hotness).fold(0.0, f64::max),
         reason: reason_word(planned.reason),
     }
 }

@@ -1,6 +1,7 @@
 //! Changes of other classes than KSM, on a host in memory.
 
 use super::*;
+use crate::access_monitor::{KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{CpusetFile, Exchange, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
@@ -316,4 +317,35 @@ fn definition_that_libvirt_stored_in_its_own_form_is_undone() {
     drop(session);
     assert_eq!(begin().0.undo_kept_changes().unwrap().1, Vec::new());
     assert_eq!(host.read(&path).unwrap(), b"<a b='1'/>");
+}
+
+#[test]
+fn kdamonds_are_removed_and_those_of_another_program_stay() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let count_file = format!("{KDAMONDS_DIRECTORY}/nr_kdamonds");
+    let count = || String::from_utf8(host.read(&count_file).unwrap()).unwrap();
+    let start =
+        Action::MonitorAccesses(MonitorStep::Start(vec![MonitoredMemory { process: PROCESS, ranges: vec![PAGES] }]));
+    let begin = || Session::begin(&host, directory.path(), ResourceClass::Settings).unwrap();
+
+    assert!(begin().0.apply(&start, ChangeLifetime::Temporary).is_err(), "there is no DAMON");
+    host.put_file(&count_file, "1");
+    let busy = begin().0.apply(&start, ChangeLifetime::Temporary);
+    assert!(matches!(busy, Err(Error::Refused(ActionError::Busy(_)))), "{busy:?}");
+    assert_eq!(count(), "1", "an unconfigured kdamond of another program");
+
+    host.put_file(&count_file, "0");
+    let mut killed = begin().0;
+    killed.apply(&start, ChangeLifetime::Temporary).unwrap();
+    assert_eq!(count(), "1");
+    let journal = directory.path().join(ResourceClass::Settings.journal_file());
+    let left_over = fs::read(&journal).unwrap();
+    drop(killed);
+    assert_eq!(count(), "0");
+    // Another program has started a kdamond meanwhile.
+    host.put_file(&count_file, "1");
+    host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/contexts/0/targets/0/pid_target"), "4711");
+    fs::write(&journal, left_over).unwrap();
+    let (_, undone, failed) = begin();
+    assert_eq!((undone.len(), failed.len(), count().as_str()), (1, 0, "1"));
 }
