@@ -8,11 +8,11 @@ use clap::{Args, Subcommand};
 use pagefold_base::{Bytes, PageSize, Reading};
 use pagefold_host::Host;
 use pagefold_numa::apply::{self, MachineTarget};
-use pagefold_numa::decide::plan::{self, PlacementProblem};
+use pagefold_numa::decide::plan::PlacementProblem;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::{self, MapError, NumaMap};
 use pagefold_numa::predict;
-use pagefold_numa::problem::{PlanLimits, placement_problem};
+use pagefold_numa::problem::{PlanLimits, placement_problem, plan_within};
 use pagefold_numa::text;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
@@ -221,7 +221,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
     let started = Instant::now();
     let map = read_placeable_map(&*host, &options.targets, global)?;
     let problem = options.plan.problem(&map, host.page_size());
-    let plan = plan::plan(&problem, options.plan.deadline);
+    let plan = plan_within(&*host, &problem, options.plan.deadline);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), seconds);
     if options.json {
