@@ -14,7 +14,7 @@ use crate::decide::keeper::{self, KeeperState, KeeperStep, RunningMachine};
 use crate::decide::plan::{self, Pattern, PlacementPlan};
 use crate::map::{self, NumaMap};
 use crate::placement_record::{self, PlacedMachine, PlacementRecord};
-use crate::problem::{PlanLimits, placement_problem};
+use crate::problem::{PlanLimits, placement_problem, plan_within};
 use crate::topology::Topology;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
@@ -276,7 +276,7 @@ impl<'h> PlacementKeeper<'h> {
             if interrupts.load(Ordering::Relaxed) {
                 return Err("interrupted".into());
             }
-            let plan: PlacementPlan = plan::plan(&problem, PLAN_DEADLINE);
+            let plan: PlacementPlan = plan_within(self.host, &problem, PLAN_DEADLINE);
             let mut targets = Vec::new();
             let mut stays = Vec::new();
             for (position, planned) in plan.moves.iter().enumerate() {

@@ -1,12 +1,14 @@
 //! The planning problem of a host: its map as the planner sees it.
 
-use crate::decide::plan::{NodeCapacity, PlacementProblem, PlannedPart, PlannedVm};
+use crate::decide::plan::{self, NodeCapacity, PlacementPlan, PlacementProblem, PlannedPart, PlannedVm};
 use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
 use crate::page_nodes::PageNodes;
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{NumaNode, Topology};
 use pagefold_base::{IdSet, PageSize, Pages, Reading};
+use pagefold_host::{Host, elapsed_since};
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// The hotness of a machine that does not run at all. It may run again.
 pub(crate) const MIN_HOTNESS: f64 = 0.01;
@@ -67,6 +69,12 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .map(|(placement, cpu_share)| planned_vm(placement, &map.topology, page_size, relative(cpu_share)))
             .collect(),
     }
+}
+
+/// Plan the placement of all machines. The search of a better plan ends after `time_limit` by the clock of the host.
+pub fn plan_within(host: &dyn Host, problem: &PlacementProblem, time_limit: Duration) -> PlacementPlan {
+    let started = host.now();
+    plan::plan(problem, &mut || elapsed_since(host, started) >= time_limit)
 }
 
 /// The CPU time of a process since its start, in CPUs, for each page of its memory: an estimate of how often a page is

@@ -14,12 +14,12 @@ use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::session;
 use pagefold_numa::apply::{self, MachineTarget};
-use pagefold_numa::decide::plan::{self, PlacementProblem};
+use pagefold_numa::decide::plan::PlacementProblem;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
 use pagefold_numa::map::{self, MapError, NumaMap};
 use pagefold_numa::predict;
-use pagefold_numa::problem::{PlanLimits, placement_problem};
+use pagefold_numa::problem::{PlanLimits, placement_problem, plan_within};
 use pagefold_numa::text;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
@@ -290,7 +290,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
         }
         None => HotnessSource::RunTime,
     };
-    let plan = plan::plan(&problem, options.plan.deadline);
+    let plan = plan_within(&*host, &problem, options.plan.deadline);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), &hotness, seconds);
     if options.json {

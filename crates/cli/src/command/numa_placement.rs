@@ -15,6 +15,7 @@ use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::NumaMap;
 use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
+use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
 use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_output::wire;
@@ -120,7 +121,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
             }
             requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip()
         }
-        None => planned_targets(&problem, &plan::plan(&problem, options.plan.deadline)),
+        None => planned_targets(&problem, &plan_within(&*host, &problem, options.plan.deadline)),
     };
     let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(cannot_read)?;
     let placed: Vec<PlacedMachine> =

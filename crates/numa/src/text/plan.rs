@@ -50,11 +50,10 @@ fn render_title(report: &NumaPlanReport) -> String {
     let moved = report.machines.iter().filter(|machine| machine.moved);
     let bytes: u64 = moved.clone().map(|machine| machine.moved_pages * report.page_size).sum();
     let proof = match report.gap {
-        Some(0.0) => "No other choice of the considered placements is better.".to_owned(),
-        Some(gap) => {
+        0.0 => "No other choice of the considered placements is better.".to_owned(),
+        gap => {
             format!("Another choice of the considered placements could save at most {:.1} % of its cost.", 100.0 * gap)
         }
-        None => "How much better another plan could be is not known.".to_owned(),
     };
     match moved.count() {
         0 => format!("Plan for {}: nothing is worth moving. {proof} Nothing was changed.", report.host),

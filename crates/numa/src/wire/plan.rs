@@ -28,10 +28,9 @@ pub struct NumaPlanReport {
     pub machines: Vec<MachinePlanReport>,
     /// The plan and simple placements.
     pub comparison: Vec<ComparedPlacementReport>,
-    /// The share of the plan's avoidable cost that a better choice of the listed placements could save at most; absent if
-    /// the solver failed. At most 256 placements are listed for each machine.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub gap: Option<f64>,
+    /// The share of the plan's avoidable cost that a better choice of the listed placements could save at most. At
+    /// most 256 placements are listed for each machine.
+    pub gap: f64,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
 }

@@ -1,8 +1,8 @@
 //! Plans the placement of virtual machines on NUMA nodes.
 //!
 //! Each virtual machine consists of parts: one for each virtual node, or a single one. For each machine the planner lists
-//! patterns (`columns`): leave it as it is, or put each part on one node. An integer program chooses one pattern for
-//! each machine, so that CPUs and memory of each node suffice and the cost is minimal. The cost of a pattern is constant:
+//! patterns (`columns`): leave it as it is, put each part on one node, or spread it. One pattern is chosen for each
+//! machine, so that CPUs and memory of each node suffice and the cost is minimal. The cost of a pattern is constant:
 //!
 //! ```text
 //! remote reads  = sum over parts of hotness x pages x (distance / 10 - 1)
@@ -10,20 +10,21 @@
 //! ```
 //!
 //! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. A greedy
-//! search with exchanges (`search`) finds a first plan, which the solver then improves or proves. The gap to the
-//! solver's lower bound is part of the result.
+//! search with exchanges (`search`) finds a first plan, which branch and bound (`branch_and_bound`) improves or proves.
+//! The gap to its lower bound (`relaxation`) is part of the result.
 
 pub mod baselines;
+mod branch_and_bound;
 mod columns;
 mod numad;
+mod relaxation;
 mod search;
 #[cfg(test)]
 mod tests;
 
-use microlp::{ComparisonOp, OptimizationDirection, Problem, SolveOptions, Variable};
+use branch_and_bound::{BoundedChoice, COST_TOLERANCE};
 use pagefold_base::IdSet;
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// The cost of moving a page, in remote reads of a page with hotness 1 at twice the local distance. A moved page is
 /// copied once; a remote page costs on each of its reads until the next plan.
@@ -38,9 +39,6 @@ const MEMORY_OVERLOAD_COST: f64 = 1000.0;
 
 /// The cost of a virtual CPU above the capacity of a node, relative to the mean pages of a virtual CPU.
 const CPU_OVERLOAD_COST: f64 = 100.0;
-
-/// The relative gap at which the solver may stop.
-const TARGET_GAP: f64 = 0.001;
 
 /// A node of the host as the planner sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -206,8 +204,8 @@ pub struct PlacementPlan {
     /// Remote reads of all machines as they are and as planned.
     pub remote_reads: (f64, f64),
     /// The part of the cost that can be avoided at all which a better choice of the listed patterns could save at most; 0
-    /// if there is none. `None` if the solver failed.
-    pub gap: Option<f64>,
+    /// if there is none.
+    pub gap: f64,
     /// The load above the capacity of nodes.
     pub overload: Load,
 }
@@ -219,12 +217,19 @@ impl PlacementPlan {
     }
 }
 
-/// Plan the placement of all machines within `time_limit` for the solver.
-pub fn plan(problem: &PlacementProblem, time_limit: Duration) -> PlacementPlan {
+/// Plan the placement of all machines. The search of a better plan ends when `is_due`; it is asked often, and must not
+/// take its answer back. A plan whose search ended before depends on the problem only.
+pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> PlacementPlan {
     let columns: Vec<Vec<Column>> = problem.vms.iter().map(|vm| columns::columns(problem, vm)).collect();
     let costs = OverloadCosts::new(problem);
-    let first = search::search(problem, &columns, costs);
-    let (chosen, gap) = solve(problem, &columns, costs, &first, time_limit);
+    let cost = |chosen: &[usize]| total_cost(problem, &columns, costs, chosen);
+    let (found, leave) = (search::search(problem, &columns, costs, is_due), vec![0; columns.len()]);
+    let first = if cost(&found) < cost(&leave) { found } else { leave };
+    let first = BoundedChoice { cost: cost(&first), chosen: first, bound: 0.0 };
+    let unavoidable = unavoidable_cost(problem, &columns, costs);
+    let best = branch_and_bound::improve(problem, &columns, costs, first, unavoidable, is_due);
+    let gap = relative_gap(best.cost - unavoidable, best.bound - unavoidable);
+    let chosen = best.chosen;
     let moves: Vec<PlannedMove> = problem
         .vms
         .iter()
@@ -306,85 +311,6 @@ fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: Overlo
     sum + costs.cost(overload(problem, chosen_columns(columns, chosen)))
 }
 
-/// Improve or prove a choice by an integer program. Returns the better choice and its gap.
-fn solve(
-    problem: &PlacementProblem,
-    columns: &[Vec<Column>],
-    costs: OverloadCosts,
-    first: &[usize],
-    time_limit: Duration,
-) -> (Vec<usize>, Option<f64>) {
-    let first_cost = total_cost(problem, columns, costs, first);
-    // No choice costs less than the sum of the cheapest patterns, which needs no solver.
-    let cheapest = |columns: &Vec<Column>| columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
-    let simple_bound: f64 = columns.iter().map(cheapest).sum();
-    let unavoidable = unavoidable_cost(problem, columns, costs);
-    let first_gap = relative_gap(first_cost - unavoidable, simple_bound - unavoidable);
-    if first_gap <= TARGET_GAP {
-        return (first.to_vec(), Some(first_gap));
-    }
-    let mut program = Problem::new(OptimizationDirection::Minimize);
-    let variables: Vec<Vec<Variable>> = columns
-        .iter()
-        .map(|columns| columns.iter().map(|column| program.add_binary_var(column.cost)).collect())
-        .collect();
-    for variables in &variables {
-        let sum: Vec<(Variable, f64)> = variables.iter().map(|&variable| (variable, 1.0)).collect();
-        program.add_constraint(&sum[..], ComparisonOp::Eq, 1.0);
-    }
-    let mut warm_start: Vec<(Variable, f64)> = Vec::new();
-    for (position, node) in problem.nodes.iter().enumerate() {
-        type Axis = fn(&Load) -> f64;
-        let axes: [(Axis, f64, f64); 2] =
-            [(|load| load.vcpus, node.vcpus, costs.vcpu), (|load| load.pages, node.pages, costs.page)];
-        for (axis, capacity, cost) in axes {
-            let total: f64 = columns.iter().flatten().map(|column| axis(&column.load[position])).sum();
-            if total <= 0.0 {
-                continue;
-            }
-            // Rows are scaled to the capacity, because the solver needs coefficients of similar size.
-            let scale = capacity.max(1.0);
-            let excess = program.add_var(cost * scale, (0.0, f64::INFINITY));
-            let mut sum: Vec<(Variable, f64)> = columns
-                .iter()
-                .flatten()
-                .zip(variables.iter().flatten())
-                .map(|(column, &variable)| (variable, axis(&column.load[position]) / scale))
-                .filter(|&(_, load)| load > 1e-9)
-                .collect();
-            sum.push((excess, -1.0));
-            program.add_constraint(&sum[..], ComparisonOp::Le, capacity / scale);
-        }
-    }
-    for (variables, &chosen) in variables.iter().zip(first) {
-        warm_start.extend(
-            variables
-                .iter()
-                .enumerate()
-                .map(|(position, &variable)| (variable, f64::from(u8::from(position == chosen)))),
-        );
-    }
-    let mut options = SolveOptions::default();
-    options.time_limit = Some(time_limit);
-    // The solver's gap is relative to the whole cost.
-    options.mip_gap = TARGET_GAP * ((first_cost - unavoidable) / first_cost.max(1.0)).clamp(0.0, 1.0);
-    options.warm_start = Some(warm_start);
-    let Ok(outcome) = program.solve_with(options) else { return (first.to_vec(), None) };
-    let bound = outcome.stats().best_bound.map_or(simple_bound, |bound| bound.max(simple_bound));
-    let solved = outcome.solution().map(|solution| {
-        let largest = |variables: &Vec<Variable>| {
-            let values = variables.iter().map(|&variable| solution.var_value(variable));
-            values.enumerate().max_by(|left, right| left.1.total_cmp(&right.1)).map_or(0, |(position, _)| position)
-        };
-        variables.iter().map(largest).collect::<Vec<usize>>()
-    });
-    let candidates = [Some(first.to_vec()), solved, Some(vec![0; columns.len()])].into_iter().flatten();
-    let cost = |chosen: &Vec<usize>| total_cost(problem, columns, costs, chosen);
-    let best = candidates.min_by(|left, right| cost(left).total_cmp(&cost(right))).unwrap_or_else(|| first.to_vec());
-    let gap = relative_gap(cost(&best) - unavoidable, bound - unavoidable);
-    (best, Some(gap))
-}
-
 /// The cost of machines without a choice, and of load above the capacity of the whole host.
 fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> f64 {
     let fixed: f64 = columns.iter().filter(|columns| columns.len() == 1).map(|columns| columns[0].cost).sum();
@@ -395,8 +321,9 @@ fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: 
     fixed + costs.cost(Load { vcpus: vcpus.max(0.0), pages: pages.max(0.0) })
 }
 
-/// The gap between a cost and its lower bound; no cost is negative. Costs that differ by less than a page count as equal.
+/// The gap between a cost and its lower bound; no cost is negative.
 fn relative_gap(cost: f64, bound: f64) -> f64 {
     let bound = bound.max(0.0);
-    if cost <= bound + 1.0 { 0.0 } else { (cost - bound) / cost }
+    // A bit more than the tolerance, because of rounding.
+    if cost <= bound + 1.01 * COST_TOLERANCE { 0.0 } else { (cost - bound) / cost }
 }

@@ -40,8 +40,13 @@ impl Loads<'_> {
     }
 }
 
-/// The position of the chosen column of each machine.
-pub(super) fn search(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> Vec<usize> {
+/// The position of the chosen column of each machine. Exchanges end when `is_due`.
+pub(super) fn search(
+    problem: &PlacementProblem,
+    columns: &[Vec<Column>],
+    costs: OverloadCosts,
+    is_due: &mut dyn FnMut() -> bool,
+) -> Vec<usize> {
     let mut loads = Loads { problem, costs, loads: vec![Load::default(); problem.nodes.len()] };
     let mut order: Vec<usize> = (0..columns.len()).collect();
     let weight = |vm: usize| problem.vms[vm].parts.iter().map(|part| part.hotness * part.total_pages()).sum::<f64>();
@@ -56,8 +61,11 @@ pub(super) fn search(problem: &PlacementProblem, columns: &[Vec<Column>], costs:
         loads.add(&columns[vm][chosen[vm]], 1.0);
     }
     for _ in 0..MAX_ROUNDS {
+        if is_due() {
+            break;
+        }
         let improved =
-            improve_single(&mut loads, columns, &mut chosen) | improve_pairs(&mut loads, columns, &mut chosen);
+            improve_single(&mut loads, columns, &mut chosen) | improve_pairs(&mut loads, columns, &mut chosen, is_due);
         if !improved {
             break;
         }
@@ -80,9 +88,17 @@ fn improve_single(loads: &mut Loads<'_>, columns: &[Vec<Column>], chosen: &mut [
     improved
 }
 
-fn improve_pairs(loads: &mut Loads<'_>, columns: &[Vec<Column>], chosen: &mut [usize]) -> bool {
+fn improve_pairs(
+    loads: &mut Loads<'_>,
+    columns: &[Vec<Column>],
+    chosen: &mut [usize],
+    is_due: &mut dyn FnMut() -> bool,
+) -> bool {
     let mut improved = false;
     for first in 0..columns.len() {
+        if is_due() {
+            return improved;
+        }
         for second in first + 1..columns.len() {
             loads.add(&columns[first][chosen[first]], -1.0);
             loads.add(&columns[second][chosen[second]], -1.0);
