@@ -88,10 +88,11 @@ fn check_measurement(scenes: &Scenes) {
     let measured = scenes.json("measured");
     assert_eq!((scenes.exit("measured"), scenes.kdamonds("measured")), (0, (0, 0)), "{measured}");
     assert_eq!(measured["hotness_source"], serde_json::json!({"figures": "working_set"}), "{measured}");
-    let pids: Vec<&str> = scenes.0.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap().split(' ').collect();
+    let pids = scenes.0.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap();
+    let pids: Vec<u32> = pids.split(' ').map(|pid| pid.parse().unwrap()).collect();
     let part = |number: usize| -> (f64, f64) {
         let machines = measured["machines"].as_array().unwrap();
-        let machine = machines.iter().find(|machine| machine["pid"].to_string() == pids[number]).unwrap();
+        let machine = machines.iter().find(|machine| machine["pid"] == pids[number]).unwrap();
         let part = &machine["parts"][0];
         (part["accessed_share"].as_f64().unwrap(), part["working_set_bytes"].as_f64().unwrap() / f64::from(1 << 20))
     };

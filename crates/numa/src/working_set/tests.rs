@@ -81,7 +81,13 @@ fn hot_machine_gets_the_node_of_its_memory() {
     let machines = [machine(7, Vec::new()), machine(17, Vec::new())];
     // Both have run equally long on node 0, with their memory on node 1, which has CPUs for one of them.
     let pages = 100_000.0;
-    let part = PlannedPart { vcpus: 2.0, cpu_shares: [(0, 1.0)].into(), pages: [(1, pages)].into(), hotness: 1.0 };
+    let part = PlannedPart {
+        vcpus: 2.0,
+        cpu_shares: [(0, 1.0)].into(),
+        pages: [(1, pages)].into(),
+        hotness: 1.0,
+        ..PlannedPart::default()
+    };
     let vm = |name: &str| PlannedVm {
         name: name.to_owned(),
         parts: vec![part.clone()],
