@@ -111,6 +111,7 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
                     cpu_shares: everywhere(1.0),
                     pages: everywhere((machine.mib << 8) as f64),
                     hotness: 1.0,
+                    bound_nodes: None,
                 }],
                 ..PlannedVm::default()
             })

@@ -1,18 +1,17 @@
 //! Places a process on CPUs and NUMA nodes, changes other settings, and undoes everything when standard input closes.
 //! Fault tests kill this command at each step.
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use pagefold_base::{AddressRange, IdSet, Pid};
-use pagefold_host::action::{
-    Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, ThreadId, domain_definition_path,
-};
+use pagefold_host::action::{Action, CpusetFile, Exchange, MemoryPolicy, ThreadId, domain_definition_path};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::session::ChangeLifetime;
-use pagefold_host::{Host, observe, parse};
+use pagefold_host::{Host, observe};
 use pagefold_linux::LiveHost;
+use pagefold_numa::threads::{self, ThreadPlacement, ThreadRole};
 use std::io;
 use std::path::PathBuf;
 
@@ -29,12 +28,15 @@ pub struct PlaceArguments {
     /// Let its main thread run on these CPUs only
     #[arg(long, value_name = "LIST")]
     cpus: Option<IdSet>,
-    /// Move its private anonymous memory to this NUMA node
+    /// Move its private anonymous memory to this NUMA node, and let memory that it touches later come from there
     #[arg(long, value_name = "NODE")]
     node: Option<u32>,
     /// With --cpus: the UUID of the domain of libvirt whose first virtual CPU gets the CPUs instead, through libvirt
     #[arg(long, value_name = "UUID", requires = "cpus")]
     libvirt: Option<String>,
+    /// With --libvirt: the iothread that gets the CPUs instead, by the name of its thread
+    #[arg(long, value_name = "NAME", requires = "libvirt")]
+    iothread: Option<String>,
     /// Replace a text in the definition of the domain of libvirt that the process runs: TEXT=TEXT
     #[arg(long, value_name = "TEXT=TEXT", value_parser = parse_setting)]
     definition: Option<(String, String)>,
@@ -92,21 +94,21 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
     let process = handle.id();
     let mut actions = Vec::new();
     if let Some(cpus) = &arguments.cpus {
-        let tid = match &arguments.libvirt {
-            None => process.pid,
-            Some(uuid) => {
-                let domains = observe::libvirt_domains(host).map_err(to_error)?;
-                let domain =
-                    domains.iter().find(|domain| domain.uuid == *uuid).context("libvirt has no such domain")?;
-                *domain.vcpu_threads.get(&0).context("the domain has no virtual CPU")?
-            }
+        let threads = threads::read_threads(host, &*handle, true).map_err(to_error)?;
+        let domains = observe::libvirt_domains(host).unwrap_or_default();
+        let domain = domains.iter().find(|domain| Some(&domain.uuid) == arguments.libvirt.as_ref());
+        if arguments.libvirt.is_some() && domain.is_none() {
+            bail!("libvirt has no such domain");
+        }
+        let tid = domain.map_or(Some(&process.pid), |domain| domain.vcpu_threads.get(&0));
+        let is_placed = |thread: &&ThreadPlacement| match &arguments.iothread {
+            Some(name) => thread.role == ThreadRole::Iothread(name.clone()),
+            None => Some(&thread.tid) == tid,
         };
-        let stat = handle.read(&format!("task/{tid}/stat")).and_then(|bytes| parse::stat(&bytes));
-        let stat = stat.map_err(to_error)?;
-        let from = handle.thread_cpus(tid).map_err(to_error)?;
-        let thread = ThreadId { process, tid, start_time: stat.start_time };
-        let target = LibvirtPinTarget::Vcpu(0);
-        let pin = arguments.libvirt.clone().map(|domain| LibvirtPin { domain, target });
+        let thread = threads.iter().find(is_placed).context("the process has no such thread")?;
+        let pin = domain.and_then(|domain| thread.libvirt_pin(domain));
+        let from = handle.thread_cpus(thread.tid).map_err(to_error)?;
+        let thread = ThreadId { process, tid: thread.tid, start_time: thread.start_time };
         actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() }, pin });
     }
     if let Some((old, new)) = &arguments.definition {
@@ -129,7 +131,9 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
         let private = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
         let ranges: Vec<AddressRange> =
             private.map(|region| region.range).filter(|range| range.bytes().0 >= MIN_REGION_BYTES).collect();
-        actions.push(Action::MovePages { process, ranges, node });
+        let policy = Exchange { from: MemoryPolicy::Default, to: MemoryPolicy::Prefer(node) };
+        actions.push(Action::MovePages { process, ranges: ranges.clone(), node });
+        actions.push(Action::SetMemoryPolicy { process, ranges, policy });
     }
     if let Some((path, value)) = &arguments.setting {
         let knob = Knob::from_path(path).with_context(|| format!("{path} is not a setting that Pagefold writes"))?;

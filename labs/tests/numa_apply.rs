@@ -19,14 +19,17 @@ struct State {
     node_pages: [u64; 2],
     huge_kib: u64,
     merged_kib: u64,
+    /// The memory policies of its mappings.
+    policies: String,
     cpus: String,
 }
 
 impl State {
-    /// Whether memory and CPUs are as before, except for a few pages that were touched meanwhile.
+    /// Whether memory, policies and CPUs are as before, except for a few pages that were touched meanwhile.
     fn is_as(&self, before: &Self) -> bool {
         let close = |left: u64, right: u64| left.abs_diff(right) <= 64;
-        self.cpus == before.cpus && (0..2).all(|node| close(self.node_pages[node], before.node_pages[node]))
+        let is_set_as = self.cpus == before.cpus && self.policies == before.policies;
+        is_set_as && (0..2).all(|node| close(self.node_pages[node], before.node_pages[node]))
     }
 }
 
@@ -53,11 +56,15 @@ impl Scenes {
     fn state(&self, name: &str) -> State {
         let line = self.line("STATE", name);
         let (numbers, cpus) = line.split_once(" cpus=").unwrap();
-        let number = |position: usize| -> u64 {
-            let word = numbers.split(' ').nth(position).unwrap();
-            word.split_once('=').unwrap().1.parse().unwrap()
-        };
-        State { node_pages: [number(0), number(1)], huge_kib: number(2), merged_kib: number(3), cpus: cpus.to_owned() }
+        let value = |position: usize| numbers.split(' ').nth(position).unwrap().split_once('=').unwrap().1;
+        let number = |position: usize| -> u64 { value(position).parse().unwrap() };
+        State {
+            node_pages: [number(0), number(1)],
+            huge_kib: number(2),
+            merged_kib: number(3),
+            policies: value(4).to_owned(),
+            cpus: cpus.to_owned(),
+        }
     }
 }
 
@@ -158,6 +165,9 @@ fn check_apply_and_undo(scenes: &Scenes) {
     // A page that fork(2) has shared with the shell of the guest.
     assert!(after.node_pages[0] <= MAX_SHARED_PAGES && kept <= 4, "{after:?} {report}");
     assert_eq!(after.huge_kib, before.huge_kib, "huge pages stay huge");
+    // Small mappings keep their policy.
+    assert_eq!((&*before.policies, &*after.policies), ("default", "default,prefer:1"), "{report}");
+    assert!(machine["preferring_bytes"].as_u64().unwrap() >= 32 << 20, "{report}");
     let moved = machine["moved_pages"].as_u64().unwrap();
     assert!(moved.abs_diff(after.node_pages[1] - before.node_pages[1]) <= 64, "{moved} {before:?} {after:?}");
     let planned_pages = planned["machines"][0]["planned_pages"].as_u64().unwrap();

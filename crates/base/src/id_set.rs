@@ -32,6 +32,11 @@ impl IdSet {
     pub fn is_subset(&self, other: &Self) -> bool {
         self.0.is_subset(&other.0)
     }
+
+    /// The numbers that are in both.
+    pub fn intersection(&self, other: &Self) -> Self {
+        Self(&self.0 & &other.0)
+    }
 }
 
 impl FromIterator<u32> for IdSet {

@@ -7,6 +7,7 @@ mod container;
 pub mod guest_agent;
 mod job;
 pub mod thread_role;
+mod vcpu_topology;
 pub mod virtual_nodes;
 mod vm;
 pub mod vm_definition;
@@ -38,6 +39,9 @@ pub struct Vm {
     /// The guest's name (`-name guest=`, `--id`), if the command line, the control socket of cloud-hypervisor or the
     /// cgroup of libvirt has one.
     pub name: Option<String>,
+    /// The guest's UUID in lower case (`-uuid`, which libvirt always sets; `--platform uuid=`), if the command line has
+    /// one.
+    pub uuid: Option<String>,
     /// Guest RAM in bytes, if the command line states it.
     pub memory_bytes: Option<u64>,
     /// Memory backends by id, with their settings for KSM.

@@ -5,6 +5,7 @@ use crate::foreign_processes::ForeignProcesses;
 use crate::results::UnscannedProcess;
 use globset::{Glob, GlobMatcher};
 use pagefold_base::domain::{DomainConfig, TrustDomain};
+use pagefold_base::identity::Vm;
 use pagefold_base::process::Process;
 use pagefold_base::region::{Ineligible, Region};
 use pagefold_base::{Absent, Pid, ProcessId, Reading};
@@ -25,8 +26,8 @@ pub struct ProcessSelection {
     pub cgroups: Vec<String>,
     /// Effective user IDs.
     pub users: Vec<u32>,
-    /// Shell patterns of the names of virtual machines.
-    pub vm_name_patterns: Vec<String>,
+    /// Shell patterns of the names of virtual machines, or their UUIDs.
+    pub vm_patterns: Vec<String>,
     /// A process to leave out unless it is selected by number: the scanning process, whose memory is mostly the census
     /// itself.
     pub excluded_pid: Option<Pid>,
@@ -41,10 +42,12 @@ struct SelectionMatcher<'a> {
 
 impl SelectionMatcher<'_> {
     fn matches(&self, process: &Process) -> bool {
-        let ProcessSelection { cgroups, users, vm_name_patterns: vms, .. } = self.selection;
+        let ProcessSelection { cgroups, users, vm_patterns: vms, .. } = self.selection;
         // A name that contains pattern characters also matches literally.
-        let is_vm =
+        let has_name =
             |name: &String| vms.contains(name) || self.vm_name_globs.iter().any(|pattern| pattern.is_match(name));
+        let has_uuid = |uuid: &String| vms.iter().any(|pattern| pattern.eq_ignore_ascii_case(uuid));
+        let is_vm = |vm: &Vm| vm.name.as_ref().is_some_and(has_name) || vm.uuid.as_ref().is_some_and(has_uuid);
         let passes = |is_unset: bool, fits: bool| is_unset || fits;
         passes(self.comm_globs.is_empty(), self.comm_globs.iter().any(|name| name.is_match(&process.comm)))
             && passes(
@@ -52,10 +55,7 @@ impl SelectionMatcher<'_> {
                 process.cgroup.as_ref().is_ok_and(|path| cgroups.iter().any(|c| is_in_cgroup(path, c))),
             )
             && passes(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
-            && passes(
-                vms.is_empty(),
-                process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(is_vm)),
-            )
+            && passes(vms.is_empty(), process.identity.vm.as_ref().is_some_and(is_vm))
     }
 }
 
@@ -192,7 +192,7 @@ pub fn inspect_selected<T: Send>(
     let matcher = SelectionMatcher {
         selection,
         comm_globs: compile_patterns(&selection.comm_patterns)?,
-        vm_name_globs: compile_patterns(&selection.vm_name_patterns)?,
+        vm_name_globs: compile_patterns(&selection.vm_patterns)?,
     };
     let mut pids = selection.pids.clone();
     if pids.is_empty() {

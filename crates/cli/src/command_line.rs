@@ -128,7 +128,7 @@ pub struct ProcessOptions {
     /// Processes of a user, by name or UID
     #[arg(long, value_name = "USER")]
     pub user: Vec<String>,
-    /// Virtual machines by their name, with * and ?
+    /// Virtual machines by their name, with * and ?, or by their UUID
     #[arg(long, value_name = "GLOB")]
     pub vm: Vec<String>,
     /// All processes that pagefold may read; the default, but `unmerge` requires it explicitly
@@ -213,6 +213,18 @@ pub fn parse_cpu_share(text: &str) -> Result<f64, String> {
         _ => Err("expected a percentage above 0 and at most 100, such as 50".to_owned()),
     }
 }
+
+/// The number of vCPUs that a node may run for each of its CPUs.
+pub fn parse_vcpus_per_cpu(text: &str) -> Result<f64, String> {
+    text.parse().map_err(|_| VCPUS_PER_CPU_EXPECTED.to_owned()).and_then(check_vcpus_per_cpu)
+}
+
+/// Check that a number of vCPUs for each CPU is in range.
+pub fn check_vcpus_per_cpu(ratio: f64) -> Result<f64, String> {
+    if (0.1..=100.0).contains(&ratio) { Ok(ratio) } else { Err(VCPUS_PER_CPU_EXPECTED.to_owned()) }
+}
+
+const VCPUS_PER_CPU_EXPECTED: &str = "expected a number of vCPUs for each CPU from 0.1 to 100, such as 1.5";
 
 /// An amount of memory, such as `64MiB`; a plain number is bytes.
 pub fn parse_bytes(text: &str) -> Result<Bytes, String> {

@@ -1,14 +1,19 @@
 //! Selection of the host and of its processes.
 
 use crate::command_line::{GlobalOptions, ProcessOptions};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
+use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pid};
-use pagefold_census::ProcessSelection;
 use pagefold_census::results::UnscannedProcess;
-use pagefold_host::Host;
+use pagefold_census::{ProcessSelection, scan_scope};
+use pagefold_host::{Host, ProcessHandle};
 use pagefold_linux::LiveHost;
+use pagefold_output::text::escape_unprintable;
 use pagefold_recording::Recording;
 use std::path::Path;
+
+/// The most names of virtual machines that an error lists.
+const MAX_LISTED_NAMES: usize = 20;
 
 /// Open the host that `--host` names.
 pub fn open_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
@@ -31,13 +36,14 @@ pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> an
         comm_patterns: targets.name.clone(),
         cgroups: targets.cgroup.clone(),
         users,
-        vm_name_patterns: targets.vm.clone(),
+        vm_patterns: targets.vm.clone(),
         excluded_pid: (global.host == "live").then(|| Pid(std::process::id())),
     })
 }
 
 /// Fail if none of the selected processes could be read.
 pub fn check_any_seen(
+    host: &dyn Host,
     any_seen: bool,
     selection: &ProcessSelection,
     unscanned: &[UnscannedProcess],
@@ -47,6 +53,9 @@ pub fn check_any_seen(
         return Ok(());
     }
     let Some(first) = unscanned.first() else {
+        if !selection.vm_patterns.is_empty() {
+            return Err(no_such_vm(host, &selection.vm_patterns));
+        }
         bail!(
             "no process with memory of its own matches (kernel threads and zombies have none): \
              leave the selection options out to list all processes"
@@ -63,6 +72,29 @@ pub fn check_any_seen(
         Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, permission_remedy(global)),
         _ => bail!("process {} ({name}): {}", first.pid, first.why),
     }
+}
+
+/// The error if no virtual machine matches `--vm`. It lists those that run.
+pub fn no_such_vm(host: &dyn Host, patterns: &[String]) -> anyhow::Error {
+    let name = |_: &dyn ProcessHandle, process: Process| {
+        Ok(process.identity.vm.map(|vm| vm.name.or(vm.uuid).unwrap_or_else(|| format!("--pid {}", process.id.pid))))
+    };
+    let machines = scan_scope::inspect_selected(host, &ProcessSelection::default(), name);
+    let mut names: Vec<String> =
+        machines.map_or_else(|_| Vec::new(), |(names, _)| names.into_iter().flatten().collect());
+    names.sort();
+    let patterns = patterns.join(", ");
+    if names.is_empty() {
+        return anyhow!("--vm {patterns}: no virtual machine is running");
+    }
+    let more = names.len().saturating_sub(MAX_LISTED_NAMES);
+    names.truncate(MAX_LISTED_NAMES);
+    let names = names.join(", ");
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    anyhow!(
+        "--vm {patterns}: no virtual machine with this name or UUID matches all options; these are running: {}{more}",
+        escape_unprintable(&names)
+    )
 }
 
 /// The remedy for processes that could not be read for lack of permission.

@@ -4,9 +4,9 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_base::{Bytes, PageSize};
 use pagefold_census::ScanProgress;
 use pagefold_merge::execute::{MergeProgress, MergeStage};
-use pagefold_numa::apply::ApplyProgress;
+use pagefold_numa::apply::ProgressObserver;
 use std::io::IsTerminal;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Run a census and show its progress on standard error, if that is a terminal.
@@ -44,16 +44,17 @@ pub fn run_merge_with_progress<T: Send>(
 pub fn run_move_with_progress<T: Send>(
     total: Bytes,
     stop: &AtomicBool,
-    work: impl FnOnce(&ApplyProgress) -> T + Send,
+    work: impl FnOnce(&mut ProgressObserver<'_>) -> T + Send,
 ) -> T {
-    let progress = ApplyProgress::default();
+    let moved_bytes = AtomicU64::new(0);
     let draw = |bar: &ProgressBar| {
         let stage = if stop.load(Ordering::Relaxed) { "stopping" } else { "moving memory" };
-        let moved = Bytes(progress.moved_bytes.load(Ordering::Relaxed));
+        let moved = Bytes(moved_bytes.load(Ordering::Relaxed));
         bar.set_message(format!("{stage}: {moved} of {total}"));
         bar.tick();
     };
-    run_with_bar("placing threads", draw, || work(&progress))
+    let mut note_progress = |_, moved: Bytes| moved_bytes.store(moved.0, Ordering::Relaxed);
+    run_with_bar("placing threads", draw, || work(&mut note_progress))
 }
 
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.

@@ -305,6 +305,21 @@ fn recorded_domain_has_its_uuid_and_no_secrets() {
     }
 }
 
+#[test]
+fn machine_is_selected_by_its_uuid() {
+    const UUID: &str = "0EC88FE6-39e9-44c7-9579-be3b71cb24fa";
+    let map = json_on_recording("libvirt-domain", &["numa", "map", "--json", "--vm", UUID]);
+    assert_eq!(map["processes"].as_array().map(Vec::len), Some(1), "{map}");
+    let others = ["0ec88fe6-0000-44c7-9579-be3b71cb24fa", "db9"];
+    for (command, vm) in [(&["census"][..], others[0]), (&["account"], others[1]), (&["numa", "plan"], others[1])] {
+        let output = run_on_recording("libvirt-domain", &[command, &["--vm", vm]].concat());
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{command:?}: {error}");
+        let expected = format!("--vm {vm}: no virtual machine with this name or UUID matches all options");
+        assert!(error.contains(&expected) && error.trim_end().ends_with("these are running: db"), "{error}");
+    }
+}
+
 /// A run of frames across two memory blocks must not be one line, because each block has numbers of its own.
 #[test]
 fn every_recorded_frame_is_known() {

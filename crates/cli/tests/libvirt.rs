@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Memory sizes of each domain in MiB; its name comes first. All hold the same 24 MiB, and 4 MiB of their own; the
-/// owner of the last domain forbids merging.
+/// owner of the last domain forbids merging. The first one has an iothread.
 const SHARING_GUEST: &str = "112:24:4";
+const IOTHREAD_GUEST: &str = "112:24:4:<iothreads>1</iothreads>";
 const SEALED_GUEST: &str = "112:24:4:<memoryBacking><nosharepages/></memoryBacking>";
 
 const BYTES_PER_MIB: u64 = 1 << 20;
@@ -48,7 +49,7 @@ impl LibvirtSession {
             .arg(directory.path())
             .arg(GuestAssets::default_directory())
             .args([
-                format!("{}:{SHARING_GUEST}", names[0]),
+                format!("{}:{IOTHREAD_GUEST}", names[0]),
                 format!("{}:{SHARING_GUEST}", names[1]),
                 format!("{}:{SEALED_GUEST}", names[2]),
             ])
@@ -202,19 +203,44 @@ fn merged_bytes(pid: u64) -> (u64, bool) {
     (kib.sum::<u64>() << 10, enrolled.flat_map(str::split_whitespace).any(|flag| flag == "mg"))
 }
 
-/// Pins a virtual CPU through libvirt: its definition of the domain and the kernel agree, and the undo restores both, also
+/// A thread that libvirt pins.
+struct PinnedThread {
+    /// What the kernel's name of the thread begins with.
+    name: &'static str,
+    /// The number of the thread in libvirt's list.
+    number: u32,
+    /// The command of virsh that lists the pins.
+    list_command: &'static str,
+    /// What selects it for `pagefold-lab place --libvirt`.
+    place_arguments: &'static str,
+}
+
+const PINNED_THREADS: [PinnedThread; 2] = [
+    PinnedThread { name: "CPU 0/", number: 0, list_command: "vcpupin", place_arguments: "" },
+    PinnedThread {
+        name: "IO iothread1",
+        number: 1,
+        list_command: "iothreadinfo",
+        place_arguments: "--iothread iothread1",
+    },
+];
+
+/// Pins a thread through libvirt: its definition of the domain and the kernel agree, and the undo restores both, also
 /// after the pinning process was killed.
-fn check_pins(libvirt: &mut LibvirtSession) {
+fn check_pins(libvirt: &mut LibvirtSession, thread: &PinnedThread) {
     let name = libvirt.domain_names[0].clone();
     let lab = pagefold_labs::client::lab_binary().unwrap();
     let (lab, pagefold) = (lab.display(), env!("CARGO_BIN_EXE_pagefold"));
+    let PinnedThread { name: thread_name, number, list_command, place_arguments } = thread;
     libvirt.run_shell(&format!(
         "uuid=$(virsh domuuid {name}); pid=$(cat /run/libvirt/qemu/{name}.pid); state=$directory/pins; \
-         vcpu=$(grep -l 'CPU 0/' /proc/$pid/task/*/comm | sed 's|/comm||'); mkfifo $directory/fifo"
+         thread=$(grep -l '^{thread_name}' /proc/$pid/task/*/comm | sed 's|/comm||'); rm -f $directory/fifo; \
+         mkfifo $directory/fifo"
     ));
     let cpus_of = |libvirt: &mut LibvirtSession| {
-        let pinned = libvirt.run_shell(&format!("virsh vcpupin {name} | awk '$1 == 0 {{ print \"PIN \" $2 }}'"));
-        let allowed = libvirt.run_shell("sed -n 's/^Cpus_allowed_list:[^0-9]*/CPUS /p' $vcpu/status");
+        let pinned =
+            libvirt.run_shell(&format!("virsh {list_command} {name} | awk '$1 == {number} {{ print \"PIN \" $2 }}'"));
+        let allowed = libvirt.run_shell("sed -n 's/^Cpus_allowed_list:[^0-9]*/CPUS /p' $thread/status");
         let word = |text: String, prefix: &str| {
             text.lines()
                 .find_map(|line| line.strip_prefix(prefix).map(str::to_owned))
@@ -223,7 +249,7 @@ fn check_pins(libvirt: &mut LibvirtSession) {
         (word(pinned, "PIN "), word(allowed, "CPUS "))
     };
     let place = format!(
-        "{lab} place $pid --state $state --libvirt $uuid --cpus 1 < $directory/fifo > $directory/placed 2>&1 & \
+        "{lab} place $pid --state $state --libvirt $uuid {place_arguments} --cpus 1 < $directory/fifo > $directory/placed 2>&1 & \
          placing=$!; exec 9> $directory/fifo; tries=0; \
          until grep -q PLACED $directory/placed || [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; \
          grep PLACED $directory/placed || {{ cat $directory/placed; false; }}"
@@ -318,7 +344,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     let mut libvirt = LibvirtSession::start();
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     if fs::read_to_string("/sys/devices/system/cpu/online").is_ok_and(|cpus| cpus.trim() == "0-1") {
-        check_pins(&mut libvirt);
+        PINNED_THREADS.iter().for_each(|thread| check_pins(&mut libvirt, thread));
     }
     check_definitions(&mut libvirt);
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.

@@ -395,7 +395,7 @@ fn unmerge_requires_existing_targets() -> UnmergeTestResult {
     check(&["--host", "recording:/nonexistent", "--pid", "1"], "a recording cannot be changed")?;
     if Path::new("/sys/kernel/mm/ksm/run").exists() {
         check(&["--pid", "4194304"], "there is no process 4194304")?;
-        check(&["--vm", "no-such-guest"], "no process with memory of its own matches")?;
+        check(&["--vm", "no-such-guest"], "--vm no-such-guest: no virtual machine")?;
     } else {
         println!("skipped in part: this kernel has no KSM");
     }

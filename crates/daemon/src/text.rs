@@ -1,6 +1,6 @@
 //! The daemon's status as text.
 
-use crate::wire::{ProcessDiscovery, StatusReport, TrackedProcessReport, TrackingState};
+use crate::wire::{PlacementReport, ProcessDiscovery, StatusReport, TrackedProcessReport, TrackingState};
 use pagefold_base::Bytes;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_net, format_split_zeros};
 
@@ -61,23 +61,36 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
         2,
     ));
     if let Some(placement) = &status.placement {
-        text.push_str(&style.format_paragraph(
-            &format!(
-                "NUMA placement: {}. Since the start: {} placements, {} moved{}.",
-                escape_unprintable(&placement.outcome),
-                placement.placed_machines,
-                Bytes(placement.moved_bytes),
-                match placement.failed_undos {
-                    0 => String::new(),
-                    failed => format!(", {failed} changes that could not be undone"),
-                }
-            ),
-            2,
-        ));
+        text.push_str(&style.format_paragraph(&placement_sentences(placement, status.time), 2));
     }
     text.push_str(&render_tracked_processes(status, max_rows, style));
     text.push_str(&render_decisions(status, max_rows, style));
     text
+}
+
+fn placement_sentences(placement: &PlacementReport, now: f64) -> String {
+    let last_plan = placement.last_plan.as_ref().map_or_else(String::new, |plan| {
+        format!(" Last plan {:.0} s ago: {}.", (now - plan.time).max(0.0), escape_unprintable(&plan.result))
+    });
+    format!(
+        "NUMA placement ({}), {}: {}.{last_plan} Virtual machines since the start: {}.",
+        json_word(&placement.mode),
+        json_word(&placement.state),
+        escape_unprintable(&placement.why),
+        format_placement_totals(placement)
+    )
+}
+
+/// How many virtual machines were placed since the start, what failed, and how much memory was moved.
+pub fn format_placement_totals(placement: &PlacementReport) -> String {
+    let mut text = format!("{} placed", placement.placed_machines);
+    if placement.failed_machines > 0 {
+        text.push_str(&format!(", {} given up", placement.failed_machines));
+    }
+    if placement.failed_undos > 0 {
+        text.push_str(&format!(", {} changes not undone", placement.failed_undos));
+    }
+    format!("{text}, {} moved", Bytes(placement.moved_bytes))
 }
 
 /// The tracked processes with the largest resident memory.
@@ -147,7 +160,7 @@ pub fn format_footprint(value: u64, age_seconds: Option<u64>) -> String {
 }
 
 /// The name in JSON.
-fn json_word<T: serde::Serialize>(value: &T) -> String {
+pub fn json_word<T: serde::Serialize>(value: &T) -> String {
     serde_json::to_value(value).ok().and_then(|value| Some(value.as_str()?.to_owned())).unwrap_or_default()
 }
 
@@ -159,5 +172,33 @@ fn state_label(state: TrackingState) -> &'static str {
         TrackingState::BackedOff => "backed off",
         TrackingState::Excluded => "excluded",
         TrackingState::Unenrolled => "unenrolled",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{LastPlanReport, PlacementStateName};
+
+    #[test]
+    fn placement_is_described_with_its_last_plan_and_failures() {
+        let mut placement = PlacementReport {
+            state: PlacementStateName::Placing,
+            why: "1.00 GiB of 2.00 GiB moved, now web-7".to_owned(),
+            placed_machines: 1,
+            ..PlacementReport::default()
+        };
+        assert_eq!(
+            placement_sentences(&placement, 100.0),
+            "NUMA placement (advise), placing: 1.00 GiB of 2.00 GiB moved, now web-7. Virtual machines since the \
+             start: 1 placed, 0 B moved."
+        );
+        placement.last_plan = Some(LastPlanReport { time: 40.0, result: "interrupted".to_owned() });
+        (placement.placed_machines, placement.failed_machines, placement.failed_undos) = (0, 3, 2);
+        assert_eq!(
+            placement_sentences(&placement, 100.0),
+            "NUMA placement (advise), placing: 1.00 GiB of 2.00 GiB moved, now web-7. Last plan 60 s ago: interrupted. \
+             Virtual machines since the start: 0 placed, 3 given up, 2 changes not undone, 0 B moved."
+        );
     }
 }

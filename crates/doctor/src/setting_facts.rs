@@ -31,9 +31,9 @@ const FILES: &[&str] = &[
     "sys/block/*/queue/scheduler",
     "sys/devices/system/clocksource/clocksource0/available_clocksource",
     "sys/devices/system/clocksource/clocksource0/current_clocksource",
-    "sys/devices/system/cpu/cpu0/cpuidle/state*/disable",
-    "sys/devices/system/cpu/cpu0/cpuidle/state*/latency",
-    "sys/devices/system/cpu/cpu0/cpuidle/state*/name",
+    "sys/devices/system/cpu/cpu*/cpuidle/state*/disable",
+    "sys/devices/system/cpu/cpu*/cpuidle/state*/latency",
+    "sys/devices/system/cpu/cpu*/cpuidle/state*/name",
     "sys/devices/system/cpu/cpufreq/policy*/scaling_available_governors",
     "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
     "sys/devices/system/cpu/isolated",
@@ -49,6 +49,7 @@ const FILES: &[&str] = &[
     "sys/devices/system/node/node*/meminfo",
     "sys/kernel/debug/kvm/nested_run",
     "sys/kernel/debug/sched/base_slice_ns",
+    "sys/kernel/debug/sched/preempt",
     "sys/kernel/mm/transparent_hugepage/enabled",
     "sys/kernel/mm/transparent_hugepage/shmem_enabled",
     "sys/module/kvm/parameters/halt_poll_ns",
@@ -110,8 +111,7 @@ impl SettingReader<'_> {
 
     fn read_matching(&mut self, pattern: &str) {
         let mut paths = vec![String::new()];
-        let last = pattern.matches('/').count();
-        for (position, component) in pattern.split('/').enumerate() {
+        for component in pattern.split('/') {
             let mut longer = Vec::new();
             for folder in paths {
                 let join = |name: &str| if folder.is_empty() { name.to_owned() } else { format!("{folder}/{name}") };
@@ -122,10 +122,9 @@ impl SettingReader<'_> {
                         let is_match = |name: &&String| {
                             name.len() > start.len() + end.len() && name.starts_with(start) && name.ends_with(end)
                         };
-                        // Not only a directory: `/proc/irq` has files beside its directories of numbers.
-                        let is_number = |name: &&String| {
-                            position == last || component != "*" || folder != "proc/irq" || name.parse::<u32>().is_ok()
-                        };
+                        // `/proc/irq` and the directory of CPUs have other entries beside those with numbers.
+                        let is_numbered = folder == "proc/irq" || component == "cpu*";
+                        let is_number = |name: &&String| !is_numbered || name[start.len()..].parse::<u32>().is_ok();
                         longer.extend(names.iter().filter(is_match).filter(is_number).map(|name| join(name)));
                     }
                 }

@@ -77,6 +77,8 @@ fn host() -> AuditedHost {
         ("sys/module/kvm/parameters/halt_poll_ns", "400000\n"),
         ("sys/module/kvm/parameters/halt_poll_ns.mode", "644\n"),
         ("sys/devices/system/cpu/online", "0-3\n"),
+        ("sys/devices/system/cpu/cpu2/cpuidle/state1/latency", "2\n"),
+        ("sys/devices/system/cpu/cpufreq/cpuidle/state1/latency", "9\n"),
         ("proc/cpuinfo", "processor : 0\nvmx flags : ept\n\nprocessor : 1\nflags : x2avic\n"),
         ("proc/irq/7/effective_affinity_list", "2\n"),
         ("proc/irq/default_smp_affinity", "f\n"),
@@ -115,6 +117,8 @@ fn settings_are_read_once_with_their_modes_and_nothing_is_changed() {
     assert_eq!(settings.files["sys/module/kvm_intel/parameters/ept"].mode, Ok(0o444));
     assert_eq!(settings.files["sys/module/kvm/parameters/halt_poll_ns"].mode, Ok(0o644));
     assert_eq!(settings.text("proc/cpuinfo"), Ok("processor : 0\nvmx flags : ept"), "only the first CPU");
+    let latency = |cpu: &str| settings.text(&format!("sys/devices/system/cpu/{cpu}/cpuidle/state1/latency"));
+    assert_eq!(["cpu2", "cpufreq"].map(latency), [Ok("2"), Err(Absent::NotOnThisKernel)], "of each CPU");
     assert_eq!(settings.text("proc/irq/7/effective_affinity_list"), Ok("2"));
     assert_eq!(settings.text("sys/bus/pci/devices/0000:3b:00.0/numa_node"), Ok("0"));
     assert_eq!(settings.text("sys/kernel/debug/kvm/nested_run"), Err(Absent::NotOnThisKernel));

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::Duration;
 
 /// One effect on a host.
@@ -98,6 +99,16 @@ pub enum Action {
         /// The node.
         node: u32,
     },
+    /// Sets from which node the kernel takes memory that the process touches first from now on (mbind(2)), by a call
+    /// within the process. Ranges with another policy than the expected one stay and are reported as missed.
+    SetMemoryPolicy {
+        /// The process.
+        process: ProcessId,
+        /// The ranges: ascending, disjoint, whole mappings.
+        ranges: Vec<AddressRange>,
+        /// The policies.
+        policy: Exchange<MemoryPolicy>,
+    },
     /// Replaces a configuration file as a whole, creates it, or removes it. Owner and mode stay; a symbolic link is
     /// refused.
     ReplaceFile {
@@ -147,9 +158,9 @@ impl Action {
             Self::SetQomProperty { property, .. } if property == MERGE_PROPERTY => ResourceClass::Ksm,
             Self::SetQomProperty { .. } => ResourceClass::Settings,
             Self::SetAffinity { .. } | Self::WriteCpuset { file: CpusetFile::Cpus, .. } => ResourceClass::CpuPlacement,
-            Self::MovePages { .. } | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => {
-                ResourceClass::MemoryPlacement
-            }
+            Self::MovePages { .. }
+            | Self::SetMemoryPolicy { .. }
+            | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => ResourceClass::MemoryPlacement,
             Self::ReplaceFile { .. } | Self::DefineDomain { .. } => ResourceClass::Configuration,
             Self::ReloadModule { .. } | Self::MonitorAccesses(_) => ResourceClass::Settings,
         }
@@ -162,7 +173,8 @@ impl Action {
             | Self::MergeAny { process, .. }
             | Self::SetQomProperty { process, .. }
             | Self::Collapse { process, .. }
-            | Self::MovePages { process, .. } => Some(*process),
+            | Self::MovePages { process, .. }
+            | Self::SetMemoryPolicy { process, .. } => Some(*process),
             Self::SetAffinity { thread, .. } => Some(thread.process),
             Self::Write { .. }
             | Self::WriteCpuset { .. }
@@ -186,6 +198,9 @@ impl Action {
             Self::Advise { process, advice, .. } => Self::Advise { process: *process, advice: *advice, ranges },
             Self::Collapse { process, .. } => Self::Collapse { process: *process, ranges },
             Self::MovePages { process, node, .. } => Self::MovePages { process: *process, ranges, node: *node },
+            Self::SetMemoryPolicy { process, policy, .. } => {
+                Self::SetMemoryPolicy { process: *process, ranges, policy: policy.clone() }
+            }
             Self::Write { .. }
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
@@ -201,7 +216,10 @@ impl Action {
     /// The ranges of a process that it changes, if it names any.
     pub fn ranges(&self) -> &[AddressRange] {
         match self {
-            Self::Advise { ranges, .. } | Self::Collapse { ranges, .. } | Self::MovePages { ranges, .. } => ranges,
+            Self::Advise { ranges, .. }
+            | Self::Collapse { ranges, .. }
+            | Self::MovePages { ranges, .. }
+            | Self::SetMemoryPolicy { ranges, .. } => ranges,
             Self::Write { .. }
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
@@ -225,6 +243,7 @@ impl Action {
             | Self::SetAffinity { .. }
             | Self::WriteCpuset { .. }
             | Self::MovePages { .. }
+            | Self::SetMemoryPolicy { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
             | Self::ReloadModule { .. }
@@ -310,6 +329,8 @@ pub enum LibvirtPinTarget {
     Vcpu(u32),
     /// The main thread of the emulator.
     Emulator,
+    /// The iothread with this number.
+    Iothread(u32),
 }
 
 /// A file of the cpuset controller, which is the same in both versions of cgroups.
@@ -331,6 +352,38 @@ impl CpusetFile {
     }
 }
 
+/// From which node the kernel takes memory of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemoryPolicy {
+    /// The policy of the thread that touches the memory first: its own node, unless the thread has another one.
+    Default,
+    /// This node, and near ones if it has no free memory (`MPOL_PREFERRED`).
+    Prefer(u32),
+}
+
+/// As in `/proc/PID/numa_maps` (mm/mempolicy.c, `mpol_to_str`).
+impl fmt::Display for MemoryPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => write!(f, "default"),
+            Self::Prefer(node) => write!(f, "prefer:{node}"),
+        }
+    }
+}
+
+/// Any other policy is none that Pagefold sets.
+impl FromStr for MemoryPolicy {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text.strip_prefix("prefer:") {
+            Some(node) => node.parse().map(Self::Prefer).map_err(drop),
+            None if text == "default" => Ok(Self::Default),
+            None => Err(()),
+        }
+    }
+}
+
 /// Why a range was missed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum MissedReason {
@@ -343,6 +396,9 @@ pub enum MissedReason {
     /// Its pages cannot be moved, because several processes map them.
     #[error("several processes map it")]
     MappedBySeveral,
+    /// It has this memory policy, which another program has set.
+    #[error("another program has set {0}")]
+    OtherPolicy(String),
     /// It cannot be merged, or the kernel refused it: as a phrase.
     #[error("{0}")]
     Refused(String),
@@ -495,6 +551,11 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
         Action::MovePages { process, ranges, node } => {
             let moved_ranges = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);
             moved_ranges.map(|(node, ranges)| Action::MovePages { process: *process, ranges, node }).collect()
+        }
+        Action::SetMemoryPolicy { process, ranges, policy } => {
+            hold(host, *process)?;
+            let (process, ranges) = (*process, ranges.clone());
+            vec![Action::SetMemoryPolicy { process, ranges, policy: policy.inverse() }]
         }
         Action::ReplaceFile { file, content } => {
             vec![Action::ReplaceFile { file: file.clone(), content: content.inverse() }]

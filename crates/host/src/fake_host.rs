@@ -1,11 +1,12 @@
 //! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files
 //! that a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of
 //! processes with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages
-//! with the name [`MERGED_PAGE_NAME`] are merged. DAMON exists if its file `nr_kdamonds` does. The CPUs of a thread are in the file `cpus` of its directory. Its
-//! clock is the real one until [`FakeHost::enable_virtual_time`].
+//! with the name [`MERGED_PAGE_NAME`] are merged. DAMON exists if its file `nr_kdamonds` does. The CPUs of a thread are
+//! in the file `cpus` of its directory, and shown by its `status` unless a test has put that file. Its clock is the real
+//! one until [`FakeHost::enable_virtual_time`].
 
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
-use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
+use crate::action::{Action, ActionError, ActionOutcome, Exchange, MemoryPolicy, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::GuestQuestion;
 use crate::{
@@ -21,8 +22,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// The name of merged pages, which all map one frame.
+/// The name of merged pages, which all map one frame, on node 0.
 pub const MERGED_PAGE_NAME: &str = "merged";
+
+/// The frame of merged pages.
+const MERGED_FRAME: Pfn = Pfn(1);
+
+/// The size of a memory block. Each node has the block of its number.
+const BLOCK_BYTES: u64 = 128 << 20;
 
 /// An in-memory host.
 pub struct FakeHost {
@@ -158,6 +165,16 @@ impl FakeHost {
         self.put_file("proc/meminfo", &text);
     }
 
+    /// Adds a NUMA node of 1,000,000 kB with these CPUs, or replaces it. Other nodes are at distance 20.
+    pub fn put_node(&self, node: u32, cpus: &str, free_kib: u64) {
+        let folder = format!("sys/devices/system/node/node{node}");
+        self.put_file(&format!("{folder}/cpulist"), &format!("{cpus}\n"));
+        let memory = format!("Node {node} MemTotal:       1000000 kB\nNode {node} MemFree:        {free_kib} kB\n");
+        self.put_file(&format!("{folder}/meminfo"), &memory);
+        self.put_file(&format!("{folder}/memory{node}/online"), "1\n");
+        self.put_file("sys/devices/system/memory/block_size_bytes", &format!("{BLOCK_BYTES:x}\n"));
+    }
+
     /// Maps pages and replaces existing ones. Creates the process if necessary.
     pub fn map_pages(&self, pid: u32, range: (u64, u64), name: &'static str, enrolled: bool) {
         self.set_cpu_ticks(pid, 0);
@@ -271,7 +288,8 @@ impl FakeHost {
             writeln!(maps, "{start:x}-{end:x} rw-p 00000000 00:00 0 {name}").unwrap();
             let flag = if enrolled { " mg" } else { "" };
             if entries {
-                writeln!(maps, "Rss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flag}").unwrap();
+                let kib = (end - start) >> 10;
+                writeln!(maps, "Rss: {kib} kB\nAnonymous: {kib} kB\nVmFlags: rd wr{flag}").unwrap();
             }
         }
         Some(maps.into_bytes())
@@ -367,10 +385,16 @@ impl FakeHost {
         Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
     }
 
-    /// Moves pages that are not pinned, and counts the free memory of the nodes.
+    /// Moves pages that are neither merged nor pinned, and counts the free memory of the nodes.
     fn move_pages(&self, pid: Pid, ranges: &[AddressRange], node: u32) -> ActionOutcome {
         let mut outcome = ActionOutcome::default();
         for page in ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize)) {
+            let mapped = self.memory.lock().unwrap().get(&pid).and_then(|pages| pages.get(&page)).copied();
+            if mapped.is_some_and(|(name, _)| name == MERGED_PAGE_NAME) {
+                let range = AddressRange { start: page, end: page + PAGE_BYTES };
+                outcome.missed_ranges.push((range, MissedReason::MappedBySeveral));
+                continue;
+            }
             if self.pinned_pages.lock().unwrap().contains(&(pid, page)) {
                 let why = MissedReason::Refused("it is pinned".to_owned());
                 outcome.missed_ranges.push((AddressRange { start: page, end: page + PAGE_BYTES }, why));
@@ -384,6 +408,31 @@ impl FakeHost {
             }
         }
         outcome
+    }
+
+    /// Replaces policies in `numa_maps`.
+    fn set_memory_policy(
+        &self,
+        pid: Pid,
+        ranges: &[AddressRange],
+        policy: &Exchange<MemoryPolicy>,
+    ) -> Result<ActionOutcome, ActionError> {
+        let path = format!("proc/{pid}/numa_maps");
+        let mut policies = crate::parse::memory_policies(&self.read(&path)?);
+        let mut outcome = ActionOutcome { unchanged: true, ..ActionOutcome::default() };
+        for range in ranges {
+            match policies.get_mut(&range.start) {
+                Some(current) if *current == policy.from.to_string() => {
+                    *current = policy.to.to_string();
+                    outcome.unchanged = false;
+                }
+                Some(current) => outcome.missed_ranges.push((*range, MissedReason::OtherPolicy(current.clone()))),
+                None => outcome.missed_ranges.push((*range, MissedReason::NotMapped)),
+            }
+        }
+        let lines = policies.iter().map(|(start, policy)| format!("{start:x} {policy}\n"));
+        self.put_file(&path, &lines.collect::<String>());
+        Ok(outcome)
     }
 
     fn take_free_memory(&self, node: u32, kib: i64) {
@@ -509,7 +558,8 @@ impl Host for FakeHost {
 
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
         const KSM_FLAG: u64 = 1 << 21;
-        Ok(frames.iter().map(|_| FrameFlags(KSM_FLAG)).collect())
+        let flags = |frame: &Pfn| FrameFlags(if *frame == MERGED_FRAME { KSM_FLAG } else { 0 });
+        Ok(frames.iter().map(flags).collect())
     }
 
     fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
@@ -589,6 +639,7 @@ impl Host for FakeHost {
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
             Action::MovePages { process, ranges, node } => Ok(self.move_pages(process.pid, ranges, *node)),
+            Action::SetMemoryPolicy { process, ranges, policy } => self.set_memory_policy(process.pid, ranges, policy),
             Action::MonitorAccesses(step) => self.monitor_accesses(step),
             _ => Err(ActionError::Vanished),
         }
@@ -665,9 +716,15 @@ impl ProcessHandle for FakeHostProcess<'_> {
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
         let maps =
             ["maps", "smaps"].contains(&file).then(|| self.host.render_maps(self.pid, file == "smaps")).flatten();
-        match maps {
-            Some(maps) => Ok(maps),
-            None => self.host.read(&format!("proc/{}/{file}", self.pid)),
+        if let Some(maps) = maps {
+            return Ok(maps);
+        }
+        let found = self.host.read(&format!("proc/{}/{file}", self.pid));
+        match file.strip_prefix("task/").and_then(|rest| rest.strip_suffix("/status")?.parse().ok()) {
+            Some(tid) if found.is_err() => {
+                Ok(format!("Cpus_allowed_list:\t{}\n", self.thread_cpus(Pid(tid))?).into_bytes())
+            }
+            _ => found,
         }
     }
 
@@ -680,13 +737,17 @@ impl ProcessHandle for FakeHostProcess<'_> {
     }
 
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        let memory = self.host.memory.lock().unwrap();
+        let (memory, nodes) = (self.host.memory.lock().unwrap(), self.host.page_nodes.lock().unwrap());
         let pages = memory.get(&self.pid).ok_or(Absent::Vanished)?;
         let mapping = |page: u64| match pages.get(&page) {
             Some((MERGED_PAGE_NAME, _)) => {
-                PagemapEntry { present: true, frame: Some(Pfn(1)), ..PagemapEntry::default() }
+                PagemapEntry { present: true, frame: Some(MERGED_FRAME), ..PagemapEntry::default() }
             }
-            Some(_) => PagemapEntry { present: true, exclusive: true, frame: Some(Pfn(2)), ..PagemapEntry::default() },
+            Some(_) => {
+                let node = nodes.get(&(self.pid, page)).copied().unwrap_or(0);
+                let frame = Pfn(u64::from(node) * (BLOCK_BYTES / PAGE_BYTES) + MERGED_FRAME.0 + 1);
+                PagemapEntry { present: true, exclusive: true, frame: Some(frame), ..PagemapEntry::default() }
+            }
             None => PagemapEntry::default(),
         };
         Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(mapping).collect())

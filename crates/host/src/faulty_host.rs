@@ -127,6 +127,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::SetAffinity { thread, .. } => format!("proc/{}#set_affinity", thread.process.pid),
             Action::WriteCpuset { cgroup, file, .. } => format!("{cgroup}/{}#write", file.file_name()),
             Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
+            Action::SetMemoryPolicy { process, .. } => format!("proc/{}#set_memory_policy", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
             Action::ReplaceFile { file, .. } => format!("{}#replace", file.path()),
             Action::DefineDomain { name, .. } => format!("{}#define", crate::action::domain_definition_path(name)),

@@ -5,6 +5,7 @@ mod collapse;
 mod config_file;
 mod damon;
 mod kernel_module;
+mod memory_policy;
 mod placement;
 
 pub use advise::ask_merge_any;
@@ -15,7 +16,9 @@ use crate::process::LiveProcess;
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_host::action::{Action, ActionError, ActionOutcome, MissedReason};
 use pagefold_host::knob::Knob;
-use pagefold_sys::{fault, inject};
+use pagefold_sys::fault;
+use pagefold_sys::inject::{self, InjectTarget};
+use rustix::io::Errno;
 use std::fs;
 use std::io::{self, Write};
 use std::sync::atomic::AtomicBool;
@@ -41,6 +44,9 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
         Action::WriteCpuset { cgroup, file, ids } => placement::write_cpuset(host, cgroup, *file, ids),
         Action::MovePages { process, ranges, node } => {
             with_process(host, *process, |process| placement::move_pages(process, ranges, *node))
+        }
+        Action::SetMemoryPolicy { process, ranges, policy } => {
+            with_process(host, *process, |process| memory_policy::set_policy(process, ranges, policy))
         }
         Action::ReplaceFile { file, content } => config_file::replace_file(file, content),
         Action::DefineDomain { uuid, name, definition } => crate::libvirt::define(host, uuid, name, definition),
@@ -98,6 +104,17 @@ fn push_missed_range(missed: &mut Vec<(AddressRange, MissedReason)>, range: Addr
         Some((last, same)) if last.end == range.start && *same == why => last.end = range.end,
         _ => missed.push((range, why)),
     }
+}
+
+/// A process in which system calls are to be made.
+fn inject_target(process: &LiveProcess<'_>) -> Result<InjectTarget, ActionError> {
+    let pid = pagefold_host::ProcessHandle::id(process).pid;
+    InjectTarget::new(process.directory(), pid.0.cast_signed()).map_err(action_error)
+}
+
+/// The error that a system call returned in a process.
+fn errno_from_result(result: i64) -> Option<Errno> {
+    (result < 0).then(|| Errno::from_raw_os_error(i32::try_from(-result).unwrap_or(i32::MAX)))
 }
 
 /// Convert why nothing was injected to an action error.

@@ -2,10 +2,10 @@
 //! domain agrees with the CPUs that the kernel gives them, and replaces the definition with which a domain starts.
 //!
 //! Messages are XDR (RFC 4506) behind a length (src/rpc/virnetprotocol.x). Numbers of calls and their arguments are
-//! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them (to define domains: from 1.2.12 on).
-//! Which domain a process belongs to comes from libvirt's own state files
-//! ([`observe::libvirt_domains`]). The socket's peer must be root. Its answers are not trusted: their length, their
-//! number and the time for them are bounded.
+//! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them (to
+//! define domains: from 1.2.12 on; to pin iothreads: from 1.2.14 on). Which domain a process belongs to comes from
+//! libvirt's own state files ([`observe::libvirt_domains`]). The socket's peer must be root. Its answers are not trusted:
+//! their length, their number and the time for them are bounded.
 
 use crate::LiveHost;
 use crate::unix_socket::{ConnectError, connect_with_timeout};
@@ -54,6 +54,7 @@ const PROC_AUTH_LIST: u32 = 66;
 const PROC_DOMAIN_PIN_VCPU_FLAGS: u32 = 225;
 const PROC_DOMAIN_PIN_EMULATOR: u32 = 279;
 const PROC_DOMAIN_DEFINE_XML_FLAGS: u32 = 350;
+const PROC_DOMAIN_PIN_IOTHREAD: u32 = 352;
 
 /// `VIR_DOMAIN_AFFECT_LIVE`: the running domain, not the definition with which it starts next time.
 const AFFECT_LIVE: u32 = 1;
@@ -257,6 +258,10 @@ impl Connection {
                 PROC_DOMAIN_PIN_VCPU_FLAGS
             }
             LibvirtPinTarget::Emulator => PROC_DOMAIN_PIN_EMULATOR,
+            LibvirtPinTarget::Iothread(iothread) => {
+                arguments.put_number(iothread);
+                PROC_DOMAIN_PIN_IOTHREAD
+            }
         };
         arguments.put_bytes(&cpu_map(cpus));
         arguments.put_number(AFFECT_LIVE);

@@ -337,7 +337,7 @@ fn processes_bound_to_different_nodes_do_not_merge() {
 }
 
 #[test]
-fn vms_are_selected_by_name_patterns() {
+fn vms_are_selected_by_name_patterns_and_uuids() {
     let processes = [
         process_with_pages(1, &[Stable(7)]),
         process_with_pages(1, &[Stable(7)]),
@@ -347,13 +347,16 @@ fn vms_are_selected_by_name_patterns() {
     let chosen = |patterns: &[&str]| -> Result<Vec<u32>, String> {
         let lines = [
             (1, "qemu-system-x86_64\0-name\0guest=web-0\0"),
-            (2, "/usr/bin/qemu-system-x86_64\0-name\0web-1,debug-threads=on\0"),
+            (
+                2,
+                "/usr/bin/qemu-system-x86_64\0-name\0web-1,debug-threads=on\0-uuid\0C7A5FDBD-cdaf-9455-926a-d65c16db1809\0",
+            ),
             (3, "qemu-system-x86_64\0-name\0db[1]\0"),
             (4, "web-2\0-name\0web-2\0"),
         ];
         let host = SyntheticHost { command_lines: lines.into(), ..SyntheticHost::new(&processes) };
         let vms = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
-        let selection = ProcessSelection { vm_name_patterns: vms, ..ProcessSelection::default() };
+        let selection = ProcessSelection { vm_patterns: vms, ..ProcessSelection::default() };
         let options = CensusOptions { selection, ..census_options(false, CHEAP_COSTS) };
         let result = take_census(&host, &options, &ScanProgress::default(), &AtomicBool::new(false));
         let (census, _) = result.map_err(|error| error.to_string())?;
@@ -367,6 +370,8 @@ fn vms_are_selected_by_name_patterns() {
     assert_eq!(chosen(&["web-1", "db*"]), Ok(vec![2, 3]));
     assert_eq!(chosen(&["db[1]"]), Ok(vec![3]), "a name may look like a pattern");
     assert_eq!(chosen(&["web"]), Ok(vec![]));
+    assert_eq!(chosen(&["c7a5fdbd-CDAF-9455-926a-d65c16db1809", "db*"]), Ok(vec![2, 3]));
+    assert_eq!(chosen(&["c7a5fdbd*"]), Ok(vec![]), "a UUID is whole");
     assert!(chosen(&["["]).is_err());
 }
 

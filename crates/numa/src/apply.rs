@@ -11,26 +11,23 @@
 
 use crate::decide::plan::{Pattern, PlacementProblem};
 use crate::decide::schedule::{self, WaitingBatch};
-use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, ThreadToPlace};
+use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, IdSet, Pages, Pid, ProcessId, Reading};
-use pagefold_host::action::{
-    Action, ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, MissedReason, ThreadId,
-};
+use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, LibvirtPin, MissedReason, ThreadId};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
 use pagefold_host::transaction::session::{self, ChangeLifetime, Error, FailedUndo};
-use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe};
+use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe, parse};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// The first pause when tasks of the host wait for memory. It doubles up to [`MAX_PRESSURE_PAUSE`].
@@ -139,12 +136,9 @@ pub struct ApplyLimits {
     pub headroom_share: f64,
 }
 
-/// How far a placement is.
-#[derive(Debug, Default)]
-pub struct ApplyProgress {
-    /// Bytes that have been moved.
-    pub moved_bytes: AtomicU64,
-}
+/// Receives how far a placement is after each batch: the machine of the batch, and the bytes of all machines that have
+/// been moved.
+pub type ProgressObserver<'o> = dyn FnMut(usize, Bytes) + 'o;
 
 /// What was done with a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -157,6 +151,10 @@ pub struct MachineOutcome {
     pub moved_pages: Pages,
     /// Pages that stay on another node, by reason.
     pub kept_pages: BTreeMap<MissedReason, Pages>,
+    /// Memory that will come from the machine's node if it is touched later.
+    pub preferring_bytes: Bytes,
+    /// Memory whose policy stays, with the reason.
+    pub kept_policies: BTreeMap<String, Bytes>,
     /// Why the machine was given up, if it was: it has ended, its nodes have no room, or the kernel refused.
     pub failure: Option<String>,
 }
@@ -170,7 +168,7 @@ impl MachineOutcome {
 
     /// Whether threads or memory were placed.
     pub fn has_changes(&self) -> bool {
-        !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO
+        !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO || self.preferring_bytes > Bytes::ZERO
     }
 
     /// Whether all was done, except that memory of other processes stays.
@@ -219,7 +217,8 @@ pub struct PreparedMachine {
     steps: MachineSteps,
     /// The memory in the ranges of all steps that is on its node already.
     in_place: Bytes,
-    libvirt: Option<LibvirtDomain>,
+    /// The threads that libvirt pins.
+    libvirt_pins: BTreeMap<Pid, LibvirtPin>,
 }
 
 impl PreparedMachine {
@@ -228,7 +227,8 @@ impl PreparedMachine {
         &self.steps
     }
 
-    fn planned_bytes(&self) -> Bytes {
+    /// The memory that is to be moved.
+    pub fn planned_bytes(&self) -> Bytes {
         self.steps.moves.iter().map(|step| step.bytes).sum()
     }
 
@@ -262,8 +262,12 @@ fn prepare_machine(
     stop: &AtomicBool,
 ) -> Reading<PreparedMachine> {
     let process = placement.process.id;
-    let libvirt = placement.libvirt.clone();
-    let ended = PreparedMachine { process, steps: MachineSteps::default(), in_place: Bytes::ZERO, libvirt: None };
+    let ended = PreparedMachine {
+        process,
+        steps: MachineSteps::default(),
+        in_place: Bytes::ZERO,
+        libvirt_pins: BTreeMap::new(),
+    };
     let handle = match pagefold_host::hold(host, process) {
         Err(Absent::Vanished) => return Ok(ended),
         handle => handle?,
@@ -276,12 +280,14 @@ fn prepare_machine(
     let node_of_region = map::assign_regions(&nodes, &regions);
     let mut parts: Vec<PartToPlace> =
         target.parts.iter().map(|nodes| PartToPlace { nodes: nodes.clone(), regions: Vec::new() }).collect();
+    let mut mappings: Vec<Vec<AddressRange>> = vec![Vec::new(); parts.len()];
     let is_device = |region: &&Region| region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO));
     for region in regions.iter().filter(|region| !is_device(region)) {
         let part = node_of_region.get(&region.range.start);
         let part = part.and_then(|id| nodes.iter().position(|node| node.id == *id)).unwrap_or(0);
         let part = if part < parts.len() { part } else { 0 };
         parts[part].regions.extend(movable_ranges(host, &*handle, region)?);
+        mappings[part].extend(Some(region.range).filter(|_| region.is_memory()));
     }
     let threads: Vec<ThreadToPlace> = placement
         .threads
@@ -291,6 +297,14 @@ fn prepare_machine(
         .collect();
     let cpus_of_node: BTreeMap<u32, IdSet> = topology.nodes.iter().map(|(&id, node)| (id, node.cpus.clone())).collect();
     let mut steps = steps::machine_steps(&parts, &threads, &cpus_of_node);
+    // Where policies cannot be read, none is changed.
+    let policies = parse::memory_policies(&handle.read("numa_maps").unwrap_or_default());
+    for (part, mappings) in parts.iter().zip(&mappings) {
+        // Memory that is spread over nodes comes from the node of the thread that touches it.
+        if let [(node, _)] = part.nodes[..] {
+            steps::add_policies(&mut steps, node, mappings, &policies);
+        }
+    }
     let mut in_place = Bytes::ZERO;
     for step in steps.moves.iter_mut().take_while(|_| !stop.load(Ordering::Relaxed)) {
         let (there, elsewhere) = match locate_bytes(host, &*handle, step) {
@@ -301,7 +315,9 @@ fn prepare_machine(
         step.bytes = elsewhere;
     }
     steps.moves.retain(|step| step.bytes > Bytes::ZERO);
-    Ok(PreparedMachine { process, steps, in_place, libvirt })
+    let pin = |thread: &ThreadPlacement| Some((thread.tid, thread.libvirt_pin(placement.libvirt.as_ref()?)?));
+    let libvirt_pins = placement.threads.iter().flatten().filter_map(pin).collect();
+    Ok(PreparedMachine { process, steps, in_place, libvirt_pins })
 }
 
 /// The memory in the ranges of a step that is on its node already, and that is on other nodes.
@@ -359,7 +375,7 @@ pub fn carry_out(
     sessions: &mut PlacementSessions<'_>,
     machines: &[PreparedMachine],
     limits: ApplyLimits,
-    progress: &ApplyProgress,
+    progress: &mut ProgressObserver<'_>,
     stop: &AtomicBool,
 ) -> Result<ApplyOutcome, Error> {
     let outcome = ApplyOutcome {
@@ -382,17 +398,6 @@ pub fn carry_out(
     Ok(placer.outcome)
 }
 
-/// What libvirt calls a thread of a domain, if it pins it.
-fn libvirt_pin(domain: &LibvirtDomain, tid: Pid) -> Option<LibvirtPin> {
-    let vcpu = domain.vcpu_threads.iter().find(|(_, thread)| **thread == tid);
-    let target = match vcpu {
-        Some((&number, _)) => LibvirtPinTarget::Vcpu(number),
-        None if tid == domain.pid => LibvirtPinTarget::Emulator,
-        None => return None,
-    };
-    Some(LibvirtPin { domain: domain.uuid.clone(), target })
-}
-
 /// Apply an action until it is undone; what the host refuses is an answer and no error.
 fn try_apply(session: &mut Session<'_>, action: &Action) -> Result<Result<ActionOutcome, ActionError>, Error> {
     match session.apply(action, ChangeLifetime::Temporary) {
@@ -407,7 +412,7 @@ struct Placer<'s, 'h> {
     sessions: &'s mut PlacementSessions<'h>,
     machines: &'s [PreparedMachine],
     limits: ApplyLimits,
-    progress: &'s ApplyProgress,
+    progress: &'s mut ProgressObserver<'s>,
     stop: &'s AtomicBool,
     moved: Bytes,
     /// For each machine.
@@ -462,6 +467,8 @@ impl Placer<'_, '_> {
         for (machine, prepared) in machines.iter().enumerate() {
             if prepared.is_mostly_elsewhere(page.bytes_of(self.outcome.machines[machine].staying_pages())) {
                 self.restore_threads(machine)?;
+            } else {
+                self.set_policies(machine)?;
             }
         }
         Ok(())
@@ -532,7 +539,7 @@ impl Placer<'_, '_> {
             if self.is_stopped() {
                 break;
             }
-            let pin = prepared.libvirt.as_ref().and_then(|domain| libvirt_pin(domain, step.tid));
+            let pin = prepared.libvirt_pins.get(&step.tid).cloned();
             let result = &mut self.outcome.machines[machine];
             if let (Some(why), Some(_)) = (&self.silent_libvirt, &pin) {
                 result.kept_threads.push((step.tid, why.clone()));
@@ -572,6 +579,34 @@ impl Placer<'_, '_> {
         Ok(())
     }
 
+    /// Lets memory that the machine touches later come from its node. Only once its memory is there: before, new memory
+    /// comes from the node of the thread that touches it.
+    fn set_policies(&mut self, machine: usize) -> Result<(), Error> {
+        let prepared = &self.machines[machine];
+        let other = prepared.steps.other_policies.iter();
+        let mut kept: BTreeMap<String, Bytes> =
+            other.map(|(policy, &bytes)| (MissedReason::OtherPolicy(policy.clone()).to_string(), bytes)).collect();
+        for step in &prepared.steps.policies {
+            if self.is_stopped() {
+                break;
+            }
+            let PolicyStep { ranges, policy } = step.clone();
+            let bytes: Bytes = ranges.iter().map(|range| range.bytes()).sum();
+            let action = Action::SetMemoryPolicy { process: prepared.process, ranges, policy };
+            let missed: Vec<(Bytes, String)> = match try_apply(&mut self.sessions.memory, &action)? {
+                Ok(outcome) => {
+                    outcome.missed_ranges.into_iter().map(|(range, why)| (range.bytes(), why.to_string())).collect()
+                }
+                Err(why) => vec![(bytes, why.to_string())],
+            };
+            let missed_bytes: Bytes = missed.iter().map(|(bytes, _)| *bytes).sum();
+            self.outcome.machines[machine].preferring_bytes += bytes.saturating_sub(missed_bytes);
+            missed.into_iter().for_each(|(bytes, why)| *kept.entry(why).or_default() += bytes);
+        }
+        self.outcome.machines[machine].kept_policies = kept;
+        Ok(())
+    }
+
     /// Moves a batch, and notes the result. If it is refused, the machine is given up.
     fn move_batch(&mut self, machine: usize, step: &MoveStep) -> Result<Result<(), ActionError>, Error> {
         let page = self.sessions.memory.host().page_size();
@@ -585,7 +620,7 @@ impl Placer<'_, '_> {
                     *result.kept_pages.entry(why).or_default() += page.pages_in(range.bytes());
                 }
                 self.moved += page.bytes_of(moved.moved_pages);
-                self.progress.moved_bytes.store(self.moved.0, Ordering::Relaxed);
+                (self.progress)(machine, self.moved);
                 Ok(Ok(()))
             }
             Err(why) => {

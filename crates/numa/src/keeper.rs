@@ -7,7 +7,7 @@
 //! daemon, is undone.
 
 use crate::apply::{
-    self, ApplyLimits, ApplyOutcome, ApplyProgress, MachineOutcome, MachineTarget, PlacementSessions,
+    self, ApplyLimits, ApplyOutcome, MachineOutcome, MachineTarget, PlacementSessions, PreparedMachine,
     STOP_POLL_INTERVAL,
 };
 use crate::decide::keeper::{self, KeeperState, KeeperStep, RunningMachine};
@@ -25,7 +25,7 @@ use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Time limit of the planner.
 const PLAN_DEADLINE: Duration = Duration::from_secs(5);
@@ -48,13 +48,65 @@ pub struct KeeperSettings {
     pub bandwidth: Option<Bytes>,
 }
 
-/// The state of the keeper after a check.
+/// What the keeper does.
+#[derive(Clone, Debug, PartialEq)]
+pub enum KeeperActivity {
+    /// Nothing, for this reason.
+    Idle(String),
+    /// Nothing, because an operator paused it.
+    Paused,
+    /// It reads where the machines are, and plans.
+    Planning,
+    /// It carries a plan out.
+    Placing {
+        /// The name of the machine that is being moved.
+        machine: String,
+        /// Bytes of all machines that have been moved.
+        moved: Bytes,
+        /// Bytes of all machines that are to be moved.
+        planned: Bytes,
+    },
+}
+
+impl Default for KeeperActivity {
+    fn default() -> Self {
+        Self::Idle("it has not checked the host yet".to_owned())
+    }
+}
+
+impl KeeperActivity {
+    /// The reason or the progress, for status and log.
+    pub fn describe(&self) -> String {
+        match self {
+            Self::Idle(why) => why.clone(),
+            Self::Paused => "paused by an operator".to_owned(),
+            Self::Planning => "it reads where memory and threads are, and plans all virtual machines".to_owned(),
+            Self::Placing { machine, moved, planned } => format!("{moved} of {planned} moved, now {machine}"),
+        }
+    }
+}
+
+/// What became of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlanResult {
+    /// When it was carried out or given up.
+    pub time: SystemTime,
+    /// What was done, or why nothing.
+    pub result: String,
+}
+
+/// The state of the keeper.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct KeeperReport {
-    /// What was done, or why nothing.
-    pub outcome: String,
+    /// What it does now.
+    pub activity: KeeperActivity,
+    /// The last plan.
+    pub last_plan: Option<PlanResult>,
     /// Placements of machines since the start.
     pub placed_machines: u64,
+    /// Placements that were given up since the start: the machine ended, a node had no room, the kernel refused, or tasks
+    /// waited for memory.
+    pub failed_machines: u64,
     /// Bytes that were moved since the start.
     pub moved_bytes: u64,
     /// Changes that should have been undone since the start, and were not.
@@ -86,6 +138,9 @@ impl KeeperControl {
     }
 }
 
+/// Receives each new state of the keeper.
+type ReportObserver<'o> = dyn FnMut(&KeeperReport) + 'o;
+
 /// Places machines of a host.
 pub struct PlacementKeeper<'h> {
     host: &'h dyn Host,
@@ -109,58 +164,75 @@ impl<'h> PlacementKeeper<'h> {
         Self { host, directory, settings, state: KeeperState::default(), started, report: KeeperReport::default() }
     }
 
-    /// Checks until `control` ends it, and passes each report to `observe`. Returns at once on a host with one node.
-    pub fn run(&mut self, control: &KeeperControl, observe: &mut dyn FnMut(&KeeperReport)) {
+    /// Checks until `control` ends it, and passes each new state to `observe`. A pause and its end lead to a check at
+    /// once. Returns at once on a host with one node.
+    pub fn run(&mut self, control: &KeeperControl, observe: &mut ReportObserver<'_>) {
         let has_ended = || control.has_ended.load(Ordering::Relaxed);
         while !has_ended() {
-            let has_choice = self.check(&control.interrupts);
+            let was_paused = control.interrupts.load(Ordering::Relaxed);
+            let has_choice = self.check(&control.interrupts, observe);
             observe(&self.report);
             if !has_choice {
                 return;
             }
             let checked = self.host.now();
-            while !has_ended() && elapsed_since(self.host, checked) < self.settings.interval {
+            let is_unchanged = || control.interrupts.load(Ordering::Relaxed) == was_paused && !has_ended();
+            while is_unchanged() && elapsed_since(self.host, checked) < self.settings.interval {
                 self.host.sleep(STOP_POLL_INTERVAL.min(self.settings.interval));
             }
         }
     }
 
     /// Checks once, unless `interrupts` is set. Returns whether the host has several nodes.
-    fn check(&mut self, interrupts: &AtomicBool) -> bool {
+    fn check(&mut self, interrupts: &AtomicBool, observe: &mut ReportObserver<'_>) -> bool {
         let is_node_of_cpus = |node: &&crate::topology::NumaNode| node.cpus.iter().next().is_some();
         match Topology::read(self.host) {
             Ok(topology) if topology.nodes.values().filter(is_node_of_cpus).count() < 2 => {
-                self.report.outcome = "the host has one node".to_owned();
+                self.report.activity = KeeperActivity::Idle("the host has one node".to_owned());
                 return false;
             }
             Ok(_) => {}
             Err(why) => {
-                self.report.outcome = format!("the nodes cannot be read: {why}");
+                self.report.activity = KeeperActivity::Idle(format!("the nodes cannot be read: {why}"));
                 return true;
             }
         }
-        if interrupts.load(Ordering::Relaxed) {
-            self.report.outcome = "paused by an operator".to_owned();
-            return true;
-        }
-        self.report.outcome = match self.check_machines(interrupts) {
-            Ok(outcome) => outcome,
-            Err(error) => {
-                self.state.retry_plan();
-                format!("not finished: {error}")
-            }
+        self.report.activity = match interrupts.load(Ordering::Relaxed) {
+            true => KeeperActivity::Paused,
+            false => KeeperActivity::Idle(self.check_machines(interrupts, observe)),
         };
         true
     }
 
-    fn check_machines(&mut self, interrupts: &AtomicBool) -> Result<String, Box<dyn std::error::Error>> {
-        let machines = running_machines(self.host).map_err(|why| format!("the processes cannot be listed: {why}"))?;
+    /// Places machines if it is time for it. Returns what the next plan waits for.
+    fn check_machines(&mut self, interrupts: &AtomicBool, observe: &mut ReportObserver<'_>) -> String {
+        let machines = match running_machines(self.host) {
+            Ok(machines) => machines,
+            Err(why) => return format!("the processes cannot be listed: {why}"),
+        };
         let is_memory_short = memory_headroom::is_memory_short(self.host, None, DEFAULT_PRESSURE_PERCENT);
         let now = elapsed_since(self.host, self.started);
         let resting = match self.state.step(&machines, is_memory_short, self.settings.replan_interval, now) {
-            KeeperStep::Wait(why) => return Ok(why.describe().to_owned()),
+            KeeperStep::Wait(why) => return why.describe().to_owned(),
             KeeperStep::Plan { resting } => resting,
         };
+        self.report.activity = KeeperActivity::Planning;
+        observe(&self.report);
+        let result = self.plan_and_place(&machines, &resting, interrupts, observe).unwrap_or_else(|error| {
+            self.state.retry_plan();
+            format!("not finished: {error}")
+        });
+        self.report.last_plan = Some(PlanResult { time: self.host.unix_time(), result });
+        self.state.wait_reason().describe().to_owned()
+    }
+
+    fn plan_and_place(
+        &mut self,
+        machines: &[RunningMachine],
+        resting: &BTreeSet<ProcessId>,
+        interrupts: &AtomicBool,
+        observe: &mut ReportObserver<'_>,
+    ) -> Result<String, Box<dyn std::error::Error>> {
         // The locks are taken before the map is read, so that no other pagefold moves memory in between.
         let sessions = match self.settings.acts {
             true => {
@@ -171,12 +243,12 @@ impl<'h> PlacementKeeper<'h> {
             false => None,
         };
         let pids = machines.iter().map(|machine| machine.process.pid).collect();
-        let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, &resting, interrupts)?;
+        let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, resting, interrupts)?;
         if planned.targets.is_empty() {
             return Ok(format!("all {} virtual machines are well placed", machines.len()));
         }
         match sessions {
-            Some(sessions) => self.place(sessions, &planned, interrupts),
+            Some(sessions) => self.place(sessions, &planned, interrupts, observe),
             None => Ok(format!("would place {} of {} virtual machines", planned.targets.len(), machines.len())),
         }
     }
@@ -231,6 +303,7 @@ impl<'h> PlacementKeeper<'h> {
         mut sessions: PlacementSessions<'_>,
         planned: &PlannedMoves,
         interrupts: &AtomicBool,
+        observe: &mut ReportObserver<'_>,
     ) -> Result<String, Box<dyn std::error::Error>> {
         let prepared = apply::prepare(self.host, &planned.map, &planned.targets, interrupts)?;
         let placed: Vec<PlacedMachine> = planned
@@ -242,7 +315,14 @@ impl<'h> PlacementKeeper<'h> {
         let counters = placement_record::read_counters(self.host);
         let limits =
             ApplyLimits { bandwidth: self.settings.bandwidth, headroom_share: self.settings.limits.headroom_share };
-        let outcome = apply::carry_out(&mut sessions, &prepared, limits, &ApplyProgress::default(), interrupts)?;
+        let planned_bytes = prepared.iter().map(PreparedMachine::planned_bytes).sum();
+        let mut report_progress = |machine: usize, moved: Bytes| {
+            let machine = placed[machine].name.clone();
+            self.report.activity = KeeperActivity::Placing { machine, moved, planned: planned_bytes };
+            observe(&self.report);
+        };
+        report_progress(0, Bytes::ZERO);
+        let outcome = apply::carry_out(&mut sessions, &prepared, limits, &mut report_progress, interrupts)?;
         self.count_failed_undos(&outcome.failed_undos);
         if outcome.interrupted {
             let failed = sessions.undo_all()?;
@@ -265,6 +345,8 @@ impl<'h> PlacementKeeper<'h> {
         }
         let bytes = self.host.page_size().bytes_of(outcome.machines.iter().map(|machine| machine.moved_pages).sum());
         self.report.placed_machines += outcome.machines.iter().filter(|machine| machine.has_changes()).count() as u64;
+        self.report.failed_machines +=
+            outcome.machines.iter().filter(|machine| machine.failure.is_some()).count() as u64;
         self.report.moved_bytes += bytes.0;
         let text = describe_placement(&outcome, bytes);
         Ok(match self.record(placed, &outcome, counters) {

@@ -48,6 +48,8 @@ pub struct ProcessPlacement {
     pub threads: Reading<Vec<ThreadPlacement>>,
     /// The nodes from which it may allocate memory (`Mems_allowed_list:`).
     pub allowed_nodes: Reading<IdSet>,
+    /// The nodes to which memory backends are strictly bound that belong to no virtual node; `None` if there are none.
+    pub bound_nodes: Option<IdSet>,
     /// The domain of libvirt that the process runs, if it runs one.
     pub libvirt: Option<LibvirtDomain>,
     /// Devices of the host that are passed through.
@@ -133,6 +135,8 @@ fn read_process(
 ) -> Reading<(ProcessPlacement, FrameReader)> {
     let arguments = process.arguments.as_deref().unwrap_or_default();
     let configured = process.identity.vm.as_ref().map_or_else(Vec::new, |_| virtual_nodes::virtual_nodes(arguments));
+    let bound_nodes =
+        process.identity.vm.as_ref().and_then(|_| virtual_nodes::other_bound_nodes(arguments, &configured));
     let devices = virtual_nodes::passed_through_devices(arguments)
         .into_iter()
         .map(|address| PassedThroughDevice { node: read_device_node(host, &address), address })
@@ -169,7 +173,8 @@ fn read_process(
     let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
     let runs_domain = |domain: &&LibvirtDomain| process.identity.vm.is_some() && domain.pid == process.id.pid;
     let libvirt = domains.iter().find(runs_domain).cloned();
-    let placement = ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, libvirt, devices, cost };
+    let placement =
+        ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, bound_nodes, libvirt, devices, cost };
     Ok((placement, FrameReader { node: main_node, frames }))
 }
 

@@ -23,6 +23,12 @@ pub struct PlanLimits {
     pub headroom_share: f64,
 }
 
+impl Default for PlanLimits {
+    fn default() -> Self {
+        Self { vcpus_per_cpu: 1.0, headroom_share: 0.05 }
+    }
+}
+
 /// The problem of placing the processes of a map, all of which are moved as virtual machines are.
 ///
 /// Memory of other processes stays where it is: a node offers its free memory, its file cache and the memory of the
@@ -80,11 +86,13 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             let vcpus: Vec<&ThreadPlacement> = threads::vcpu_threads(threads, &node.node).collect();
             let pages = node.pages.as_ref().map(movable_pages).unwrap_or_default();
             let part = planned_part(topology, &vcpus, pages, hotness);
+            let part = PlannedPart { bound_nodes: node.node.bound_nodes().cloned(), ..part };
             // Threads without names of vCPUs are not found.
             PlannedPart { vcpus: part.vcpus.max(node.node.vcpus.iter().count() as f64), ..part }
         };
         let mut parts: Vec<PlannedPart> = placement.virtual_nodes.iter().map(part).collect();
-        // The monitor's own memory goes with the first virtual node.
+        // The monitor's own memory and that of other backends go with the first virtual node.
+        parts[0].bound_nodes = permitted_by_all([parts[0].bound_nodes.as_ref(), placement.bound_nodes.as_ref()]);
         for (node, pages) in movable_pages(&placement.pages) {
             let in_parts: f64 = parts.iter().filter_map(|part| part.pages.get(&node)).sum();
             *parts[0].pages.entry(node).or_default() += (pages - in_parts).max(0.0);
@@ -92,7 +100,10 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         parts
     } else {
         let working: Vec<&ThreadPlacement> = threads::working_threads(threads).collect();
-        vec![planned_part(topology, &working, movable_pages(&placement.pages), hotness)]
+        let bindings = placement.virtual_nodes.iter().map(|node| node.node.bound_nodes());
+        let bound_nodes = permitted_by_all(bindings.chain([placement.bound_nodes.as_ref()]));
+        let part = planned_part(topology, &working, movable_pages(&placement.pages), hotness);
+        vec![PlannedPart { bound_nodes, ..part }]
     };
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
@@ -106,8 +117,7 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             && (permitted_cpus.is_empty() || cpu_nodes.contains(*node))
             && placement.allowed_nodes.as_ref().is_ok_and(|nodes| nodes.contains(*node))
     };
-    let allowed_nodes: Vec<u32> = topology.nodes.keys().copied().filter(is_permitted).collect();
-    PlannedVm {
+    let mut vm = PlannedVm {
         name: placement
             .process
             .identity
@@ -116,10 +126,16 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             .and_then(|vm| vm.name.clone())
             .unwrap_or_else(|| placement.process.comm.clone()),
         parts,
-        // Without a permitted node it cannot be placed.
-        fixed: is_pinned || allowed_nodes.is_empty(),
-        allowed_nodes,
-    }
+        allowed_nodes: Some(topology.nodes.keys().copied().filter(is_permitted).collect()),
+        fixed: is_pinned,
+    };
+    vm.fixed |= !vm.is_placeable(topology.nodes.keys().copied());
+    vm
+}
+
+/// The nodes that all bindings permit; `None` if there is none.
+fn permitted_by_all<'n>(bindings: impl IntoIterator<Item = Option<&'n IdSet>>) -> Option<IdSet> {
+    bindings.into_iter().flatten().cloned().reduce(|left, right| left.intersection(&right))
 }
 
 fn planned_part(
@@ -129,9 +145,75 @@ fn planned_part(
     hotness: f64,
 ) -> PlannedPart {
     let cpu_shares = threads::cpu_shares(topology, threads.iter().copied());
-    PlannedPart { vcpus: threads.len() as f64, cpu_shares, pages, hotness }
+    PlannedPart { vcpus: threads.len() as f64, cpu_shares, pages, hotness, bound_nodes: None }
 }
 
 fn movable_pages(pages: &PageNodes) -> BTreeMap<u32, f64> {
     pages.by_node.iter().map(|(&node, kinds)| (node, kinds.movable().0 as f64)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::page_nodes::PageKinds;
+    use pagefold_base::identity::virtual_nodes;
+    use pagefold_base::process::Process;
+    use pagefold_base::{Absent, Pid, ProcessId};
+
+    /// The plan's view of a machine on a host with four nodes, by the command line of QEMU. Each virtual node has pages.
+    fn vm(command: &str) -> PlannedVm {
+        let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let node = || NumaNode { cpus: IdSet::default(), memory: Err(Absent::Denied), distances: BTreeMap::new() };
+        let topology = Topology { nodes: (0..4).map(|id| (id, node())).collect() };
+        let kinds = PageKinds { small: Pages(100), ..PageKinds::default() };
+        let pages = || PageNodes { by_node: [(0, kinds)].into(), ..PageNodes::default() };
+        let nodes = virtual_nodes::virtual_nodes(&arguments);
+        let placement = ProcessPlacement {
+            process: Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied),
+            pages: pages(),
+            bound_nodes: virtual_nodes::other_bound_nodes(&arguments, &nodes),
+            virtual_nodes: nodes
+                .into_iter()
+                .map(|node| VirtualNodePlacement { node, pages: Some(pages()), cost: None })
+                .collect(),
+            threads: Err(Absent::Denied),
+            allowed_nodes: Ok((0..3).collect()),
+            libvirt: None,
+            devices: Vec::new(),
+            cost: None,
+        };
+        planned_vm(&placement, &topology, PageSize::new(4096).unwrap(), 1.0)
+    }
+
+    fn bound_nodes(vm: &PlannedVm) -> Vec<Option<String>> {
+        vm.parts.iter().map(|part| part.bound_nodes.as_ref().map(ToString::to_string)).collect()
+    }
+
+    #[test]
+    fn policy_of_a_memory_backend_binds_the_machine_or_its_virtual_node() {
+        let ram = |id: &str, nodes: &str| {
+            format!("-object memory-backend-ram,id={id},size=1M,policy=bind,host-nodes={nodes} ")
+        };
+        let text = |nodes: &str| Some(nodes.to_owned());
+        let whole = vm(&format!("qemu-system-x86_64 -machine q35,memory-backend=ram {}", ram("ram", "1-3")));
+        assert_eq!((bound_nodes(&whole), whole.fixed), (vec![text("1-3")], false));
+        assert!(
+            [0, 1, 3].map(|node| whole.permits(&whole.parts[0], node)) == [false, true, false],
+            "the cpuset has 0-2"
+        );
+
+        let numa = "-numa node,cpus=0,memdev=a -numa node,cpus=1,memdev=b";
+        let split = vm(&format!("qemu-system-x86_64 {}{}{numa}", ram("a", "0-1"), ram("b", "2")));
+        assert_eq!((bound_nodes(&split), split.fixed), (vec![text("0-1"), text("2")], false));
+        // Memory of other backends goes with the first virtual node.
+        let dimm = vm(&format!("qemu-system-x86_64 {}{}{}{numa}", ram("a", "0-1"), ram("b", "2"), ram("dimm", "1-2")));
+        assert_eq!((bound_nodes(&dimm), dimm.fixed), (vec![text("1"), text("2")], false));
+        // A machine whose virtual CPUs are not known is one part.
+        let unsplit = numa.replace("cpus=0,", "").replace("cpus=1,", "");
+        let together = vm(&format!("qemu-system-x86_64 {}{}{unsplit}", ram("a", "0"), ram("b", "2")));
+        assert_eq!((bound_nodes(&together), together.fixed), (vec![text("")], true), "nowhere but where it is");
+        let outside = vm(&format!("qemu-system-x86_64 {}", ram("ram", "3")));
+        assert!(outside.fixed, "the cpuset does not permit node 3");
+        assert_eq!(bound_nodes(&vm("qemu-system-x86_64 -m 1G")), [None]);
+    }
 }

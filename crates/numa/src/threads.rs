@@ -4,7 +4,9 @@ use crate::decide::{self, NodeShares};
 use crate::topology::Topology;
 pub use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::virtual_nodes::VirtualNode;
+use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::{IdSet, Pid, Reading};
+use pagefold_host::action::{LibvirtPin, LibvirtPinTarget};
 use pagefold_host::{Host, ProcessHandle, parse};
 
 /// A thread of a process.
@@ -31,6 +33,20 @@ impl ThreadPlacement {
     pub fn next_cpu(&self) -> u32 {
         let is_allowed = self.allowed_cpus.is_empty() || self.allowed_cpus.contains(self.last_cpu);
         if is_allowed { self.last_cpu } else { self.allowed_cpus.iter().next().unwrap_or(self.last_cpu) }
+    }
+
+    /// What libvirt calls it, if it is a thread of this domain that libvirt pins. libvirt's state names the threads of
+    /// virtual CPUs and the main thread; an iothread is known by its name. A process that gives itself false names
+    /// changes only its own pins.
+    pub fn libvirt_pin(&self, domain: &LibvirtDomain) -> Option<LibvirtPin> {
+        let vcpu = domain.vcpu_threads.iter().find(|(_, thread)| **thread == self.tid);
+        let target = match (vcpu, self.role.libvirt_iothread()) {
+            (Some((&number, _)), _) => LibvirtPinTarget::Vcpu(number),
+            (None, _) if self.tid == domain.pid => LibvirtPinTarget::Emulator,
+            (None, Some(number)) => LibvirtPinTarget::Iothread(number),
+            (None, None) => return None,
+        };
+        Some(LibvirtPin { domain: domain.uuid.clone(), target })
     }
 }
 
@@ -87,17 +103,39 @@ fn read_thread(handle: &dyn ProcessHandle, tid: Pid, is_vm: bool) -> Reading<Thr
 mod tests {
     use super::*;
 
-    #[test]
-    fn thread_that_was_moved_runs_on_a_permitted_cpu() {
-        let thread = |allowed: &str| ThreadPlacement {
-            tid: Pid(1),
+    fn thread(tid: u32, name: &str, allowed: &str) -> ThreadPlacement {
+        ThreadPlacement {
+            tid: Pid(tid),
             start_time: 1,
-            role: ThreadRole::Other,
+            role: ThreadRole::from_thread_name(name),
             last_cpu: 3,
             allowed_cpus: allowed.parse().unwrap(),
             permitted_cpus: IdSet::default(),
             cpu_ticks: 0,
+        }
+    }
+
+    #[test]
+    fn thread_that_was_moved_runs_on_a_permitted_cpu() {
+        assert_eq!(["0-7", "4-5", ""].map(|allowed| thread(1, "", allowed).next_cpu()), [3, 4, 3]);
+    }
+
+    #[test]
+    fn libvirt_pins_main_thread_vcpus_and_iothreads() {
+        let domain = LibvirtDomain {
+            name: "db".to_owned(),
+            uuid: "uuid".to_owned(),
+            pid: Pid(7),
+            vcpu_threads: [(0, Pid(8)), (1, Pid(9))].into(),
+            strict_nodes: None,
         };
-        assert_eq!(["0-7", "4-5", ""].map(|allowed| thread(allowed).next_cpu()), [3, 4, 3]);
+        let target = |tid, name| thread(tid, name, "0").libvirt_pin(&domain).map(|pin| pin.target);
+        assert_eq!(target(7, "qemu-system-x86"), Some(LibvirtPinTarget::Emulator));
+        // Its state counts, whatever the thread's name is.
+        assert_eq!(target(9, "IO iothread1"), Some(LibvirtPinTarget::Vcpu(1)));
+        assert_eq!(target(10, "IO iothread2"), Some(LibvirtPinTarget::Iothread(2)));
+        for name in ["IO disk", "CPU 0/KVM", "vhost-7", "worker"] {
+            assert_eq!(target(10, name), None, "{name}");
+        }
     }
 }

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{find_program, fixture_status, repository_path};
-use pagefold_daemon::wire::StatusReport;
+use pagefold_daemon::wire::{PlacementStateName, StatusReport};
 use pagefold_watch::top::App;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -169,6 +169,28 @@ fn failed_read_marks_the_status_as_old() {
     app.update(Err("gone".to_owned()));
     let frame = frame_text(&mut app);
     assert!(frame.contains("OLD: gone") && frame.contains("web-1"));
+}
+
+#[test]
+fn placement_is_shown_if_it_is_on() {
+    let mut status = fixture_status();
+    let placement = status.placement.as_mut().expect("a placement");
+    (placement.state, placement.why) =
+        (PlacementStateName::Placing, "1.00 GiB of 2.00 GiB moved, now web-7".to_owned());
+    (placement.last_plan, placement.failed_machines, placement.failed_undos) = (None, 2, 1);
+    let mut app = app(false);
+    app.update(Ok(status.clone()));
+    let frame = frame_text(&mut app);
+    for line in [
+        "Placement   placing  1.00 GiB of 2.00 GiB moved, now web-7; in all 3 placed, 2 given up, 1 changes not undone",
+        "Last plan         -  none since the start",
+    ] {
+        assert!(frame.contains(line), "{line:?} is not in {frame}");
+    }
+    status.placement = None;
+    app.update(Ok(status));
+    let frame = frame_text(&mut app);
+    assert!(!frame.contains("Placement") && !frame.contains("Last plan"), "{frame}");
 }
 
 #[test]

@@ -191,6 +191,7 @@ fn groups_hold_every_process_once() {
     let vm = Vm {
         monitor: Monitor::Qemu,
         name: Some("web".to_owned()),
+        uuid: None,
         memory_bytes: None,
         backends: vec![],
         mem_merge: true,

@@ -40,6 +40,7 @@ fn vm(name: &str) -> Identity {
     let vm = Vm {
         monitor: Monitor::Qemu,
         name: Some(name.to_owned()),
+        uuid: None,
         memory_bytes: None,
         backends: Vec::new(),
         mem_merge: true,

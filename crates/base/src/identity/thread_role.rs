@@ -1,5 +1,9 @@
 //! What the threads of a virtual machine monitor do, by their names.
 
+/// The longest name of an iothread: a thread's name has 15 bytes (`TASK_COMM_LEN`, include/linux/sched.h), of which QEMU
+/// needs three.
+const MAX_IOTHREAD_NAME_BYTES: usize = 12;
+
 /// What a thread of a virtual machine monitor does.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ThreadRole {
@@ -32,11 +36,29 @@ impl ThreadRole {
             Self::Other
         }
     }
+
+    /// The number of an iothread of libvirt, which names the object `iothread1` (src/qemu/qemu_command.c,
+    /// `qemuBuildIOThreadCommandLine`). `None` for other threads, and where the kernel may have cut the name.
+    pub fn libvirt_iothread(&self) -> Option<u32> {
+        let Self::Iothread(name) = self else { return None };
+        let digits = name.strip_prefix("iothread").filter(|_| name.len() < MAX_IOTHREAD_NAME_BYTES)?;
+        digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn iothreads_of_libvirt_have_numbers() {
+        let iothread = |name: &str| ThreadRole::from_thread_name(name).libvirt_iothread();
+        assert_eq!(["IO iothread1", "IO iothread999"].map(iothread), [Some(1), Some(999)]);
+        // 12345, cut by the kernel, and names that libvirt does not give.
+        for name in ["IO iothread1234", "IO iothread", "IO iothread+1", "IO io1", "IO mon_iothread", "CPU 1/KVM"] {
+            assert_eq!(iothread(name), None, "{name}");
+        }
+    }
 
     #[test]
     fn names_of_threads_show_roles() {

@@ -62,6 +62,7 @@ pub(super) fn confidential_technique(arguments: &[String]) -> Option<String> {
 
 fn parse_qemu(arguments: &[String]) -> Vm {
     let mut name = None;
+    let mut uuid = None;
     let mut memory = None;
     let mut machine = Parameters::new();
     let mut objects = Vec::new();
@@ -74,6 +75,7 @@ fn parse_qemu(arguments: &[String]) -> Vm {
             "name" => {
                 name = parse_parameters(value, "guest").remove("guest").filter(|guest| !guest.is_empty()).or(name)
             }
+            "uuid" => uuid = Some(value.to_ascii_lowercase()),
             "m" => {
                 memory = parse_parameters(value, "size").get("size").and_then(|text| parse_size(text, MIB)).or(memory)
             }
@@ -110,6 +112,7 @@ fn parse_qemu(arguments: &[String]) -> Vm {
     Vm {
         monitor: Monitor::Qemu,
         name,
+        uuid,
         memory_bytes: memory.or_else(of_machine),
         backends: objects.iter().filter_map(|object| parse_backend(object, mem_merge)).collect(),
         mem_merge,
@@ -155,6 +158,7 @@ fn parse_firecracker(arguments: &[String]) -> Vm {
     Vm {
         monitor: Monitor::Firecracker,
         name: value("id"),
+        uuid: None,
         memory_bytes: None,
         backends: Vec::new(),
         mem_merge: false,
@@ -180,11 +184,15 @@ fn parse_cloud_hypervisor(arguments: &[String]) -> Vm {
             backends.push(VmMemoryBackend { id, kind: kind.to_owned(), share, merge: mem_merge });
         }
     }
+    let mut platforms = option_values(arguments, "platform").into_iter();
     let control =
         option_values(arguments, "api-socket").first().and_then(|value| parse_parameters(value, "path").remove("path"));
     Vm {
         monitor: Monitor::CloudHypervisor,
         name: control.as_deref().and_then(name_of_socket),
+        uuid: platforms
+            .find_map(|value| parse_parameters(value, "").remove("uuid"))
+            .map(|uuid| uuid.to_ascii_lowercase()),
         memory_bytes: total,
         backends,
         mem_merge,
@@ -372,6 +380,7 @@ mod tests {
         let expected = Vm {
             monitor: Monitor::Qemu,
             name: Some("web01".into()),
+            uuid: Some("36148ac8-b632-4786-a051-87c0226a9703".into()),
             memory_bytes: Some(4 << 30),
             backends: vec![backend("pc.ram", "memory-backend-memfd", true, false)],
             mem_merge: false,
@@ -555,6 +564,7 @@ mod tests {
         let expected = Vm {
             monitor: Monitor::Firecracker,
             name: Some("4f2a".into()),
+            uuid: None,
             memory_bytes: None,
             backends: vec![],
             mem_merge: false,
@@ -570,10 +580,12 @@ mod tests {
     #[test]
     fn cloud_hypervisor_command_line_is_parsed() {
         let guest = vm("cloud-hypervisor --api-socket path=/tmp/build-7.sock --cpus boot=4 \
+             --platform num_pci_segments=1,uuid=A4A4AB0D-6B3A-4DC1-9A5F-6A0F6B7E0E11 \
              --memory size=4G,shared=on,hugepages=on --disk path=a.raw path=b.raw --device path=/sys/bus/pci/devices/x/ -v");
         let expected = Vm {
             monitor: Monitor::CloudHypervisor,
             name: Some("build-7".into()),
+            uuid: Some("a4a4ab0d-6b3a-4dc1-9a5f-6a0f6b7e0e11".into()),
             memory_bytes: Some(4 << 30),
             backends: vec![backend("memory", "memory", true, false)],
             mem_merge: false,

@@ -101,7 +101,7 @@ pub fn run(options: &AccountArguments, global: &GlobalOptions) -> anyhow::Result
         progress::run_census_with_progress(host.page_size(), &never_stopped, |_| {
             take_account(&*host, &selection, options.explain, load_freed_zeros(&*host, global))
         })?;
-    host_selection::check_any_seen(!accounts.is_empty(), &selection, &unscanned, global)?;
+    host_selection::check_any_seen(&*host, !accounts.is_empty(), &selection, &unscanned, global)?;
     let report = AccountReport::from_input(&AccountInput {
         host: host.describe(),
         page_size: host.page_size(),

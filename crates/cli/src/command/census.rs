@@ -87,7 +87,13 @@ pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<
     let (census, _) = progress::run_census_with_progress(host.page_size(), &stop, |progress| {
         pagefold_census::take_census(&*host, &census_options, progress, &stop)
     })?;
-    host_selection::check_any_seen(!census.subjects.is_empty(), &census_options.selection, &census.unscanned, global)?;
+    host_selection::check_any_seen(
+        &*host,
+        !census.subjects.is_empty(),
+        &census_options.selection,
+        &census.unscanned,
+        global,
+    )?;
     let context = ReportContext { host: host.describe(), page_size: host.page_size(), max_extents: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {

@@ -205,7 +205,7 @@ fn prepare_merge(
     if options.whole_processes || options.across_domains {
         plan.targets.iter().filter_map(cross_node_warning).for_each(|warning| eprintln!("pagefold: {warning}"));
     }
-    host_selection::check_any_seen(!census.subjects.is_empty(), &request.selection, &census.unscanned, global)?;
+    host_selection::check_any_seen(host, !census.subjects.is_empty(), &request.selection, &census.unscanned, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
     }

@@ -2,7 +2,9 @@
 
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
 use super::recover;
-use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration};
+use crate::command_line::{
+    GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
+};
 use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
@@ -160,13 +162,6 @@ fn parse_measuring_time(text: &str) -> Result<Duration, String> {
     if time < MIN_MEASURING_TIME { Err("give at least 1s; 10s is accurate".to_owned()) } else { Ok(time) }
 }
 
-fn parse_vcpus_per_cpu(text: &str) -> Result<f64, String> {
-    text.parse()
-        .ok()
-        .filter(|ratio| (0.1..=100.0).contains(ratio))
-        .ok_or_else(|| "give a number of 0.1 to 100".to_owned())
-}
-
 /// Run the subcommand.
 pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
@@ -183,7 +178,7 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
 pub(super) fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
     let selection = host_selection::process_selection(targets, global)?;
     let map = map::read_map(host, &selection).map_err(|error| explain_map_error(error, global))?;
-    host_selection::check_any_seen(!map.processes.is_empty(), &selection, &map.unscanned, global)?;
+    host_selection::check_any_seen(host, !map.processes.is_empty(), &selection, &map.unscanned, global)?;
     Ok(map)
 }
 
@@ -220,6 +215,9 @@ pub(super) fn read_placeable_map(
     if targets.pid.is_empty() {
         map.processes.retain(|placement| placement.process.identity.vm.is_some());
         if map.processes.is_empty() {
+            if !targets.vm.is_empty() {
+                return Err(host_selection::no_such_vm(host, &targets.vm));
+            }
             bail!("no virtual machine is running: name other processes with --pid to place them");
         }
     }
@@ -338,4 +336,22 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         (false, false) => CommandOutcome::Partial,
         (false, true) => CommandOutcome::Done,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct PlanCommandLine {
+        #[command(flatten)]
+        plan: PlanOptions,
+    }
+
+    #[test]
+    fn defaults_of_options_are_those_of_the_planner() {
+        let PlanOptions { vcpus_per_cpu, headroom, .. } = PlanCommandLine::parse_from(["plan"]).plan;
+        assert_eq!(PlanLimits { vcpus_per_cpu, headroom_share: headroom }, PlanLimits::default());
+    }
 }

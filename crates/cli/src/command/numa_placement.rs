@@ -6,11 +6,11 @@ use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_base::{Absent, Bytes, PageSize};
+use pagefold_base::{Absent, Bytes, IdSet, PageSize};
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
-use pagefold_numa::apply::{self, ApplyLimits, ApplyProgress, MachineTarget, PlacementSessions, PreparedMachine};
+use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
 use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::NumaMap;
@@ -114,7 +114,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
-            if let Some(vm) = problem.vms.iter().find(|vm| vm.fixed && !vm.allowed_nodes.is_empty()) {
+            let is_placeable = |vm: &plan::PlannedVm| vm.is_placeable(problem.nodes.iter().map(|node| node.id));
+            if let Some(vm) = problem.vms.iter().find(|vm| vm.fixed && is_placeable(vm)) {
                 bail!("--to: the memory of {} is pinned, as for a passed-through device, and cannot be moved", vm.name);
             }
             requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip()
@@ -184,19 +185,37 @@ pub(super) fn requested_targets(
             _ => placement.virtual_nodes.iter().map(|node| node.node.id).collect(),
         };
         let pattern = nodes.pattern(&virtual_nodes).with_context(|| format!("--to: {}", vm.name))?;
-        if let Some(refused) = nodes.nodes().into_iter().find(|node| !vm.allowed_nodes.contains(node)) {
-            let allowed: Vec<String> = vm.allowed_nodes.iter().map(u32::to_string).collect();
-            bail!(
-                "--to: {} may not use node {refused}: the CPUs of its threads and its cpuset permit {}; change these first",
-                vm.name,
-                if allowed.is_empty() { "no node".to_owned() } else { format!("nodes {}", allowed.join(", ")) }
-            );
-        }
+        check_permitted(vm, &pattern)?;
         let target = MachineTarget::new(position, vm.parts.len(), &pattern, problem);
         let target = target.context("a requested placement has nodes")?;
         Ok((target, pages_to_move(vm, &pattern)))
     };
     problem.vms.iter().enumerate().filter(|(position, _)| is_selected(position)).map(target).collect()
+}
+
+/// Refuse requested nodes that the machine or the memory policy of one of its parts does not permit.
+fn check_permitted(vm: &plan::PlannedVm, pattern: &Pattern) -> anyhow::Result<()> {
+    let Pattern::Nodes(nodes) = pattern else { return Ok(()) };
+    let describe = |nodes: &IdSet| if nodes.is_empty() { "no node".to_owned() } else { format!("nodes {nodes}") };
+    for (part, &node) in vm.parts.iter().zip(nodes) {
+        let refuses = |permitted: &Option<IdSet>| permitted.clone().filter(|nodes| !nodes.contains(node));
+        if let Some(allowed) = refuses(&vm.allowed_nodes) {
+            bail!(
+                "--to: {} may not use node {node}: the CPUs of its threads and its cpuset permit {}; change these first",
+                vm.name,
+                describe(&allowed)
+            );
+        }
+        if let Some(bound) = refuses(&part.bound_nodes) {
+            bail!(
+                "--to: memory of {} may not be on node {node}: its memory backend has policy=bind for {}; start it with \
+                 other host-nodes= (libvirt: <numatune>) to place it elsewhere",
+                vm.name,
+                describe(&bound)
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The pages of a machine that are on other nodes than requested.
@@ -224,7 +243,7 @@ fn carry_out(
     record.forget_ended(host);
     record.counters = placement_record::read_counters(host);
     let total = Bytes(report.machines.iter().map(|machine| machine.planned_pages * report.page_size).sum());
-    let outcome = progress::run_move_with_progress(total, stop, |progress: &ApplyProgress| {
+    let outcome = progress::run_move_with_progress(total, stop, |progress| {
         apply::carry_out(&mut sessions, prepared, limits, progress, stop)
     });
     let outcome = match outcome {

@@ -230,6 +230,7 @@ impl RecordingSession<'_> {
             pagefold_census::take_census_with_hasher(&self.hasher, &recorder, &options, progress, self.stop)
         })?;
         host_selection::check_any_seen(
+            host,
             !requires_process || !census.subjects.is_empty(),
             &options.selection,
             &census.unscanned,

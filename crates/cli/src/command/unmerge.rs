@@ -181,6 +181,7 @@ impl UnmergeJob<'_> {
             return Err(error);
         }
         host_selection::check_any_seen(
+            self.host,
             !plan.targets.is_empty() || plan.not_enrolled > 0,
             &selection,
             &plan.unscanned,

@@ -1,7 +1,7 @@
 //! `[daemon]`: the settings of `pagefold daemon`.
 
 use super::{Config, ConfigText, GroupConditions, schema};
-use crate::command_line::{parse_bytes, parse_cpu_share, parse_duration};
+use crate::command_line::{check_vcpus_per_cpu, parse_bytes, parse_cpu_share, parse_duration};
 use pagefold_daemon::decide::{DaemonMode, DaemonRules, DailyHours};
 use pagefold_daemon::run::DaemonSettings;
 use pagefold_numa::keeper::KeeperSettings;
@@ -86,7 +86,7 @@ pub(super) struct DaemonConfigSection {
     /// `replan_interval`. Read once, when the daemon starts.
     #[schemars(extend("default" = "off"))]
     placement: Option<PlacementModeArgument>,
-    /// The time between two looks at the virtual machines for their placement.
+    /// The time between two checks of the virtual machines for their placement.
     #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
     placement_interval: OptionalWord,
     /// The time after which the placement of all virtual machines is planned again.
@@ -95,6 +95,12 @@ pub(super) struct DaemonConfigSection {
     /// Bytes of memory that placement moves in a second at most, on average. Without it there is no limit.
     #[schemars(with = "Option<schema::Amount>")]
     placement_bandwidth: OptionalWord,
+    /// The share of each node's memory that placement leaves free.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "5%"))]
+    placement_headroom: OptionalWord,
+    /// vCPUs that placement lets a node run for each of its CPUs.
+    #[schemars(with = "Option<f64>", extend("minimum" = 0.1, "maximum" = 100, "default" = 1.0))]
+    placement_vcpus_per_cpu: Option<Spanned<f64>>,
 }
 
 /// The settings of the daemon's HTTP server.
@@ -158,7 +164,7 @@ impl From<DaemonModeArgument> for DaemonMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum PlacementModeArgument {
-    /// It does not look at NUMA nodes
+    /// It does not place virtual machines
     #[default]
     Off,
     /// It reports which virtual machines it would place
@@ -174,11 +180,20 @@ impl DaemonConfigSection {
             let time = config_text.convert_optional(word.take(), |text| parse_duration(&text))?.unwrap_or(default);
             Ok::<_, String>(time.max(Duration::from_secs(1)))
         };
+        let defaults = PlanLimits::default();
+        let limits = PlanLimits {
+            vcpus_per_cpu: config_text
+                .convert_optional(self.placement_vcpus_per_cpu.take(), check_vcpus_per_cpu)?
+                .unwrap_or(defaults.vcpus_per_cpu),
+            headroom_share: config_text
+                .convert_optional(self.placement_headroom.take(), |text| parse_cpu_share(&text))?
+                .unwrap_or(defaults.headroom_share),
+        };
         let settings = KeeperSettings {
             acts: self.placement == Some(PlacementModeArgument::Act),
             interval: time(&mut self.placement_interval, Duration::from_secs(30))?,
             replan_interval: time(&mut self.replan_interval, Duration::from_secs(3600))?,
-            limits: PlanLimits { vcpus_per_cpu: 1.0, headroom_share: 0.05 },
+            limits,
             bandwidth: config_text.convert_optional(self.placement_bandwidth.take(), |text| parse_bytes(&text))?,
         };
         let is_on = self.placement.take().is_some_and(|mode| mode != PlacementModeArgument::Off);
@@ -307,6 +322,31 @@ mod tests {
         assert_eq!(http("http = \"[::1]:9750\"\nhttp_names = [\"node17\", \"node17.example\"]\n").unwrap(), expect);
         for wrong in ["http = \"9750\"", "http = \"localhost:9750\"", "http_names = [\"a:1\"]", "http_names = [\"\"]"] {
             assert!(http(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn placement_settings_take_effect() {
+        let placement = |text: &str| Config::parse(&format!("[daemon]\n{text}")).map(|config| config.placement);
+        assert_eq!(placement("placement_headroom = \"10%\"").unwrap(), None, "it is off");
+        let defaults = KeeperSettings {
+            acts: false,
+            interval: Duration::from_secs(30),
+            replan_interval: Duration::from_secs(3600),
+            limits: PlanLimits::default(),
+            bandwidth: None,
+        };
+        assert_eq!(placement("placement = \"advise\"").unwrap(), Some(defaults));
+        let shown =
+            crate::config::tests::default_config_uncommented().replace("placement = \"off\"", "placement = \"advise\"");
+        let shown = Config::parse(&shown).unwrap().placement;
+        assert_eq!(shown, Some(KeeperSettings { bandwidth: Some(Bytes(500 << 20)), ..defaults }), "the default file");
+        let text = "placement = \"act\"\nplacement_headroom = \"10%\"\nplacement_vcpus_per_cpu = 2\n";
+        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1 };
+        assert_eq!(placement(text).unwrap(), Some(KeeperSettings { acts: true, limits, ..defaults }));
+        for wrong in ["0", "0.05", "101", "nan", "-1"] {
+            let error = placement(&format!("placement_vcpus_per_cpu = {wrong}")).unwrap_err();
+            assert_eq!(error, "2: expected a number of vCPUs for each CPU from 0.1 to 100, such as 1.5", "{wrong}");
         }
     }
 

@@ -5,6 +5,7 @@
 use crate::{kill_at_selected_points, parse_json, reached_points, run_pagefold, was_killed};
 use pagefold_labs::client::{RunningLab, lab_binary};
 use pagefold_labs::ksm::KsmTestGuard;
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
@@ -48,7 +49,10 @@ fn placement_survives_kill() {
     let read = || {
         let status = fs::read_to_string(format!("/proc/{}/status", target.pid())).unwrap();
         let allowed = status.lines().find(|line| line.starts_with("Cpus_allowed_list:")).unwrap().to_owned();
-        (allowed, cpuset.cpus(), fs::read_to_string(HUGE_PAGES_SETTING).ok())
+        let numa_maps = fs::read_to_string(format!("/proc/{}/numa_maps", target.pid())).unwrap_or_default();
+        let policies: BTreeSet<String> =
+            numa_maps.lines().filter_map(|line| line.split(' ').nth(1)).map(str::to_owned).collect();
+        (allowed, cpuset.cpus(), fs::read_to_string(HUGE_PAGES_SETTING).ok(), policies)
     };
     let before = read();
     let run_placement = |state: &Path, fault: &str| -> Output {

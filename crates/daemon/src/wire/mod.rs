@@ -113,14 +113,59 @@ pub struct StatusReport {
 /// The placement of virtual machines on NUMA nodes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PlacementReport {
-    /// What the last check did, or why nothing.
-    pub outcome: String,
+    /// What it may do.
+    pub mode: PlacementModeName,
+    /// Its current state.
+    pub state: PlacementStateName,
+    /// What it waits for, or how far it is, as text.
+    pub why: String,
+    /// The last plan; absent before the first one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub last_plan: Option<LastPlanReport>,
     /// Placements of machines since the daemon started.
     pub placed_machines: u64,
+    /// Placements that were given up since then: the machine ended, a node had no room, the kernel refused, or tasks
+    /// waited for memory.
+    pub failed_machines: u64,
     /// Bytes that were moved since then.
     pub moved_bytes: u64,
     /// Changes that should have been undone since then, and were not.
     pub failed_undos: u64,
+}
+
+/// The last plan of a placement.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct LastPlanReport {
+    /// When it was carried out or given up.
+    pub time: f64,
+    /// What was done, or why nothing, as text.
+    pub result: String,
+}
+
+/// What a placement may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PlacementModeName {
+    /// Report which virtual machines it would place.
+    #[default]
+    Advise,
+    /// Place virtual machines.
+    Act,
+}
+
+/// The current state of a placement.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PlacementStateName {
+    /// It waits.
+    #[default]
+    Idle,
+    /// An operator paused it.
+    Paused,
+    /// It reads where virtual machines are, and plans.
+    Planning,
+    /// It places virtual machines.
+    Placing,
 }
 
 /// What the daemon may do.

@@ -159,6 +159,17 @@ pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<Str
     Some(allowed).filter(binds).map(text)
 }
 
+/// The memory policy of each mapping, by its start, from `/proc/PID/numa_maps`: `default`, `prefer:1`, `bind:0-1`. Of a
+/// mapping without a policy of its own it is that of the main thread (fs/proc/task_mmu.c, `show_numa_map`).
+pub fn memory_policies(numa_maps: &[u8]) -> BTreeMap<u64, String> {
+    let policy = |line: &str| {
+        let (address, rest) = line.split_once(' ')?;
+        let policy = rest.split(' ').next()?;
+        Some((u64::from_str_radix(address, 16).ok()?, policy.to_owned()))
+    };
+    String::from_utf8_lossy(numa_maps).lines().filter_map(policy).collect()
+}
+
 /// Whether the program was started with more privileges than its caller (`AT_SECURE` in `/proc/PID/auxv`,
 /// getauxval(3)): setuid, setgid or with file capabilities. `None` if the file does not contain it.
 ///
@@ -350,6 +361,14 @@ mod tests {
         check("7f00 prefer:1 anon=1\n7f10 prefer (many):1 x\n7f20 interleave:0-1\n7f30 local\n", "0-3", None);
         check("7f00 bind\n7f10\nbind:0\n7f20 bind:x\n", "0-1", None);
         assert_eq!(bound_nodes(b"", b"", &[0, 1]), None);
+    }
+
+    #[test]
+    fn each_mapping_has_a_memory_policy() {
+        let numa_maps = "7f00 default file=/a\n7f10 prefer:1 anon=1\n7f20 prefer (many):0-1 x\nzz bind:1 x\n7f30\n";
+        let expected = [(0x7f00, "default"), (0x7f10, "prefer:1"), (0x7f20, "prefer")];
+        assert_eq!(memory_policies(numa_maps.as_bytes()), expected.map(|(at, policy)| (at, policy.to_owned())).into());
+        assert_eq!(memory_policies(b""), BTreeMap::new());
     }
 
     #[test]

@@ -9,7 +9,7 @@
 //! state before a policy was set. It outlives the command that set the policy.
 
 use crate::access_monitor::MonitorStep;
-use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
+use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MemoryPolicy, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
@@ -328,6 +328,13 @@ enum WireAction {
         ranges: Vec<(u64, u64)>,
         node: u32,
     },
+    SetMemoryPolicy {
+        pid: u32,
+        start_time: u64,
+        ranges: Vec<(u64, u64)>,
+        from: WireMemoryPolicy,
+        to: WireMemoryPolicy,
+    },
     ReplaceFile {
         file: ConfigFile,
         from: ConfigContent,
@@ -354,6 +361,25 @@ enum WireAction {
 enum WireCpusetFile {
     Cpus,
     Nodes,
+}
+
+/// A policy as text: `prefer:1`.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+struct WireMemoryPolicy(MemoryPolicy);
+
+impl TryFrom<String> for WireMemoryPolicy {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse().map(Self).map_err(|()| format!("{text} is not a memory policy that Pagefold sets"))
+    }
+}
+
+impl From<WireMemoryPolicy> for String {
+    fn from(policy: WireMemoryPolicy) -> Self {
+        policy.0.to_string()
+    }
 }
 
 /// A set of numbers as text: `0-3,8`.
@@ -449,6 +475,13 @@ impl WireAction {
                 ranges: address_pairs(ranges),
                 node: *node,
             },
+            Action::SetMemoryPolicy { process, ranges, policy } => Self::SetMemoryPolicy {
+                pid: process.pid.0,
+                start_time: process.start_time,
+                ranges: address_pairs(ranges),
+                from: WireMemoryPolicy(policy.from),
+                to: WireMemoryPolicy(policy.to),
+            },
             Action::ReplaceFile { file, content } => {
                 Self::ReplaceFile { file: file.clone(), from: content.from.clone(), to: content.to.clone() }
             }
@@ -505,6 +538,11 @@ impl From<WireAction> for Action {
             WireAction::MovePages { pid, start_time, ranges: pairs, node } => {
                 Self::MovePages { process: process(pid, start_time), ranges: address_ranges(pairs), node }
             }
+            WireAction::SetMemoryPolicy { pid, start_time, ranges: pairs, from, to } => Self::SetMemoryPolicy {
+                process: process(pid, start_time),
+                ranges: address_ranges(pairs),
+                policy: Exchange { from: from.0, to: to.0 },
+            },
             WireAction::ReplaceFile { file, from, to } => Self::ReplaceFile { file, content: Exchange { from, to } },
             WireAction::DefineDomain { uuid, name, from, to } => {
                 Self::DefineDomain { uuid, name, definition: Exchange { from, to } }
@@ -623,6 +661,11 @@ mod tests {
                 ids: Exchange { from: IdSet::default(), to: "0".parse().unwrap() },
             },
             Action::MovePages { process, ranges: ranges.clone(), node: 1 },
+            Action::SetMemoryPolicy {
+                process,
+                ranges: ranges.clone(),
+                policy: Exchange { from: MemoryPolicy::Prefer(1), to: MemoryPolicy::Default },
+            },
             Action::Write { knob: Knob::from_path("sys/block/sda/queue/scheduler").unwrap(), value: "none".to_owned() },
             Action::ReplaceFile {
                 file: ConfigFile::from_path("etc/modprobe.d/pagefold.conf").unwrap(),

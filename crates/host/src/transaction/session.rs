@@ -110,6 +110,9 @@ impl fmt::Display for UndoDescription<'_> {
             Action::MovePages { process, ranges, node } => {
                 write!(f, "{} ranges of process {} were on node {node}", ranges.len(), process.pid)
             }
+            Action::SetMemoryPolicy { process, ranges, policy } => {
+                write!(f, "{} ranges of process {} had the memory policy {}", ranges.len(), process.pid, policy.to)
+            }
             // A collapse has no undo.
             Action::Collapse { .. } => Ok(()),
         }

@@ -11,14 +11,14 @@
 //! `vma_adjust_trans_huge`). Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: unenrolling a whole process
 //! (`PR_SET_MEMORY_MERGE` off) is one call, and stops the thread until all its pages are unmerged.
 
-use super::{action_error, push_missed_range};
+use super::{action_error, errno_from_result, inject_target, push_missed_range};
 use crate::process::LiveProcess;
 use pagefold_base::AddressRange;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_host::action::{ActionError, ActionOutcome, MergeAdvice, MissedReason};
 use pagefold_host::{PageRun, ProcessHandle, observe};
 use pagefold_sys::fault;
-use pagefold_sys::inject::{self, ARGUMENT_SPACE_BYTES, InjectTarget, StoppedThread};
+use pagefold_sys::inject::{self, ARGUMENT_SPACE_BYTES, StoppedThread};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -160,14 +160,6 @@ fn list_huge_pages(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -
     let mut pages: Vec<_> = starts.map(|start| AddressRange { start, end: start + huge_bytes }).collect();
     pages.dedup();
     pages
-}
-
-fn inject_target(process: &LiveProcess<'_>) -> Result<InjectTarget, ActionError> {
-    InjectTarget::new(process.directory(), process.id().pid.0.cast_signed()).map_err(action_error)
-}
-
-fn errno_from_result(result: i64) -> Option<Errno> {
-    (result < 0).then(|| Errno::from_raw_os_error(i32::try_from(-result).unwrap_or(i32::MAX)))
 }
 
 /// The parts of the ranges that the advice would change, and the parts that it cannot change, with the reason.

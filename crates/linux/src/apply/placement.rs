@@ -141,19 +141,28 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
             let page = process.host.page_size();
             let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
             outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
-            // The kernel may have split a huge page, so its parts are looked for.
-            for unit in units_to_move {
-                let part = AddressRange { start: unit.address, end: unit.end };
-                for unit in units_elsewhere(process, &page_nodes::page_units(process, part)?, node)? {
-                    let range = AddressRange { start: unit.address, end: unit.end };
-                    let why = refusal(refusals.get(&unit.address).copied());
-                    outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
-                    push_missed_range(&mut outcome.missed_ranges, range, why);
-                }
+            for unit in unmoved_units(process, &units_to_move, node)? {
+                let range = AddressRange { start: unit.address, end: unit.end };
+                let why = refusal(refusals.get(&unit.address).copied());
+                outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
+                push_missed_range(&mut outcome.missed_ranges, range, why);
             }
         }
     }
     Ok(outcome)
+}
+
+/// The parts of these units that are on another node after they were moved, all of which are looked for: the kernel may
+/// have split a huge page.
+fn unmoved_units(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> Result<Vec<PageUnit>, ActionError> {
+    let (Some(first), Some(last)) = (units.first(), units.last()) else { return Ok(Vec::new()) };
+    let span = AddressRange { start: first.address, end: last.end };
+    let mut present = page_nodes::page_units(process, span)?;
+    present.retain(|present| {
+        let position = units.partition_point(|unit| unit.end <= present.address);
+        units.get(position).is_some_and(|unit| unit.address < present.end)
+    });
+    units_elsewhere(process, &present, node)
 }
 
 /// The units that are in memory, but on another node.

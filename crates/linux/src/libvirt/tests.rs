@@ -73,6 +73,7 @@ fn domain_is_looked_up_and_pinned() {
         assert_eq!((found.name.as_slice(), found.id), (b"db numa,x=1".as_slice(), 7));
         connection.pin(&found, LibvirtPinTarget::Vcpu(3), &"0,9".parse().unwrap()).unwrap();
         connection.pin(&found, LibvirtPinTarget::Emulator, &"0".parse().unwrap()).unwrap();
+        connection.pin(&found, LibvirtPinTarget::Iothread(1), &"0".parse().unwrap()).unwrap();
         connection.close();
     });
 }

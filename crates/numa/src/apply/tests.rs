@@ -2,9 +2,11 @@
 
 use super::*;
 use crate::decide::steps::ThreadStep;
+use pagefold_host::action::MemoryPolicy;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use std::sync::Mutex;
+use std::sync::atomic::AtomicU64;
 
 const START: u64 = 0x10_0000;
 const PAGE: u64 = 4096;
@@ -16,19 +18,20 @@ fn host() -> FakeHost {
         for tid in [pid, pid + 1] {
             host.put_file(&format!("proc/{pid}/task/{tid}/cpus"), "0-3");
         }
+        host.put_file(&format!("proc/{pid}/numa_maps"), &policy_line("default"));
     }
     for node in 0..2 {
-        let folder = format!("sys/devices/system/node/node{node}");
-        host.put_file(&format!("{folder}/cpulist"), &format!("{}-{}\n", 2 * node, 2 * node + 1));
-        host.put_file(&format!("{folder}/distance"), "10 21\n");
         put_free(&host, node, 900_000);
     }
     host
 }
 
+fn policy_line(policy: &str) -> String {
+    format!("{START:x} {policy}\n")
+}
+
 fn put_free(host: &FakeHost, node: u32, kib: u64) {
-    let memory = format!("Node {node} MemTotal:       1000000 kB\nNode {node} MemFree:        {kib} kB\n");
-    host.put_file(&format!("sys/devices/system/node/node{node}/meminfo"), &memory);
+    host.put_node(node, &format!("{}-{}", 2 * node, 2 * node + 1), kib);
 }
 
 fn cpus(text: &str) -> IdSet {
@@ -46,12 +49,17 @@ fn machines() -> Vec<PreparedMachine> {
             moves: [0, 4]
                 .map(|first| MoveStep { ranges: vec![range(first)], node: 1, bytes: Bytes(4 * PAGE) })
                 .to_vec(),
+            policies: vec![PolicyStep {
+                ranges: vec![AddressRange { start: START, end: START + 8 * PAGE }],
+                policy: Exchange { from: MemoryPolicy::Default, to: MemoryPolicy::Prefer(1) },
+            }],
+            other_policies: BTreeMap::new(),
         };
         PreparedMachine {
             process: ProcessId { pid: Pid(pid), start_time: 1 },
             steps,
             in_place: Bytes::ZERO,
-            libvirt: None,
+            libvirt_pins: BTreeMap::new(),
         }
     };
     vec![machine(7), machine(17)]
@@ -59,13 +67,27 @@ fn machines() -> Vec<PreparedMachine> {
 
 const LIMITS: ApplyLimits = ApplyLimits { bandwidth: None, headroom_share: 0.05 };
 
-/// The CPUs of all threads, and the nodes of all pages.
-fn state(host: &FakeHost) -> (Vec<String>, Vec<Vec<Option<u32>>>) {
+/// The CPUs of all threads, the nodes of all pages, and the memory policies.
+fn state(host: &FakeHost) -> (Vec<String>, Vec<Vec<Option<u32>>>, Vec<String>) {
     let range = AddressRange { start: START, end: START + 8 * PAGE };
     let threads = [7, 17].into_iter().flat_map(|pid| [(pid, pid), (pid, pid + 1)]);
     let read = |(pid, tid)| String::from_utf8(host.read(&format!("proc/{pid}/task/{tid}/cpus")).unwrap()).unwrap();
     let nodes = [7, 17].map(|pid| host.open(Pid(pid)).unwrap().page_nodes(range).unwrap());
-    (threads.map(read).collect(), nodes.to_vec())
+    (threads.map(read).collect(), nodes.to_vec(), [7, 17].map(|pid| read_policies(host, pid)).to_vec())
+}
+
+/// Whether an action on a path places threads or memory.
+fn is_placement(path: &str) -> bool {
+    ["#set_affinity", "#move_pages", "#set_memory_policy"].iter().any(|end| path.ends_with(end))
+}
+
+/// The state after [`machines`] were placed.
+fn state_when_placed() -> (Vec<String>, Vec<Vec<Option<u32>>>, Vec<String>) {
+    (vec!["2-3".to_owned(); 4], vec![vec![Some(1); 8]; 2], vec![policy_line("prefer:1"); 2])
+}
+
+fn read_policies(host: &FakeHost, pid: u32) -> String {
+    String::from_utf8(host.read(&format!("proc/{pid}/numa_maps")).unwrap()).unwrap()
 }
 
 fn place(host: &dyn Host, directory: &Path, limits: ApplyLimits) -> Result<ApplyOutcome, Error> {
@@ -80,7 +102,7 @@ fn place_until(
 ) -> Result<ApplyOutcome, Error> {
     let (mut sessions, undone) = PlacementSessions::begin(host, directory).unwrap();
     assert_eq!(undone, (Vec::new(), Vec::new()));
-    let outcome = carry_out(&mut sessions, &machines(), limits, &ApplyProgress::default(), stop)?;
+    let outcome = carry_out(&mut sessions, &machines(), limits, &mut |_, _| (), stop)?;
     if outcome.interrupted {
         assert_eq!(sessions.undo_all().unwrap(), Vec::new());
     } else {
@@ -91,8 +113,7 @@ fn place_until(
 
 fn place_machines(host: &dyn Host, directory: &Path, machines: &[PreparedMachine]) -> ApplyOutcome {
     let (mut sessions, _) = PlacementSessions::begin(host, directory).unwrap();
-    let progress = ApplyProgress::default();
-    let outcome = carry_out(&mut sessions, machines, LIMITS, &progress, &AtomicBool::new(false)).unwrap();
+    let outcome = carry_out(&mut sessions, machines, LIMITS, &mut |_, _| (), &AtomicBool::new(false)).unwrap();
     assert_eq!(sessions.keep().unwrap(), Vec::new());
     outcome
 }
@@ -105,15 +126,44 @@ fn placement_is_kept_and_undone() {
     let whole = |pid: u32| MachineOutcome {
         placed_threads: vec![Pid(pid), Pid(pid + 1)],
         moved_pages: Pages(8),
+        preferring_bytes: Bytes(8 * PAGE),
         ..MachineOutcome::default()
     };
     assert!(outcome.is_complete() && outcome.machines == [whole(7), whole(17)], "{outcome:?}");
-    assert_eq!(state(&host), (vec!["2-3".to_owned(); 4], vec![vec![Some(1); 8]; 2]));
+    assert_eq!(state(&host), state_when_placed());
     let kept = read_kept_cpus(&host, directory.path()).unwrap();
     assert_eq!(kept.len(), 4);
     let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
     assert_eq!(sessions.undo_kept().unwrap().1, Vec::new());
     assert_eq!(state(&host), before);
+}
+
+#[test]
+fn policies_of_others_stay() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    host.put_file("proc/7/numa_maps", &policy_line("bind:0"));
+    let denied = InjectedFault::Absent(Absent::Denied);
+    let faulty = FaultyHost::new(&host, |path| (path == "proc/17#set_memory_policy").then(|| denied.clone()));
+    let outcome = place(&faulty, directory.path(), LIMITS).unwrap();
+    assert!(outcome.is_complete(), "{outcome:?}");
+    for (machine, why) in outcome.machines.iter().zip(["another program has set bind:0", "permission denied"]) {
+        let kept: Vec<_> = machine.kept_policies.iter().collect();
+        assert!(
+            matches!(kept[..], [(reason, &bytes)] if reason.starts_with(why) && bytes == Bytes(8 * PAGE)),
+            "{machine:?}"
+        );
+        assert_eq!(machine.preferring_bytes, Bytes::ZERO);
+    }
+    let before = [policy_line("bind:0"), policy_line("default")];
+    assert_eq!([7, 17].map(|pid| read_policies(&host, pid)), before);
+    // A policy that another program has set since stays at the undo, and is not tried again.
+    let machine = &machines()[1..];
+    place_machines(&host, directory.path(), machine);
+    host.put_file("proc/17/numa_maps", &policy_line("interleave:0-1"));
+    let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
+    let (_, failed) = sessions.undo_kept().unwrap();
+    assert!(matches!(&failed[..], [failed] if !failed.will_retry), "{failed:?}");
+    assert_eq!(read_policies(&host, 17), policy_line("interleave:0-1"));
 }
 
 #[test]
@@ -174,12 +224,12 @@ fn unreadable_host_leaves_nothing_changed() {
 #[test]
 fn interrupted_placement_is_undone() {
     let before = state(&host());
-    // Interrupted at each of the eight actions.
-    for interrupted in 0..8 {
+    // Interrupted at each of the ten actions.
+    for interrupted in 0..10 {
         let (fake, directory) = (host(), tempfile::tempdir().unwrap());
         let (stop, actions) = (AtomicBool::new(false), AtomicU64::new(0));
         let faulty = FaultyHost::new(&fake, |path| {
-            if path.ends_with("#set_affinity") || path.ends_with("#move_pages") {
+            if is_placement(path) {
                 let number = actions.fetch_add(1, Ordering::Relaxed);
                 stop.fetch_or(number == interrupted, Ordering::Relaxed);
             }
@@ -220,7 +270,7 @@ fn threads_get_their_cpus_back_if_most_memory_stays() {
         let last = steps[1].clone();
         steps.resize(batches, last);
         let outcome = place_machines(&faulty, directory.path(), &machines);
-        let (cpus, nodes) = state(&fake);
+        let (cpus, nodes, _) = state(&fake);
         assert_eq!(cpus, [cpus_after, cpus_after, "2-3", "2-3"], "{batches} batches");
         assert_eq!(nodes[0].iter().filter(|node| **node == Some(1)).count(), 4);
         let restored = outcome.machines[0].kept_threads.iter().filter(|(_, why)| why.contains("memory stays")).count();
@@ -266,6 +316,8 @@ fn threads_are_where_most_memory_is() {
         let staying = if has_room { pinned_pages } else { 8 };
         assert_eq!(outcome.machines[0].staying_pages(), Pages(staying));
         assert_eq!(state(&host).0[..2], [cpus_after, cpus_after], "{pinned_pages} {in_place} {has_room}");
+        let policy = if cpus_after == "2-3" { "prefer:1" } else { "default" };
+        assert_eq!(read_policies(&host, 7), policy_line(policy), "{pinned_pages} {in_place} {has_room}");
         assert_eq!(outcome.machines[0].placed_threads.is_empty(), cpus_after == "0-3");
     }
 }
@@ -275,11 +327,11 @@ fn short_interruption_is_not_forgotten() {
     let before = state(&host());
     // The flag is set during one action and reset during the next one. If it was seen, all is undone, else all is done.
     let mut seen = 0;
-    for interrupted in 0..8 {
+    for interrupted in 0..10 {
         let (fake, directory) = (host(), tempfile::tempdir().unwrap());
         let (stop, actions) = (AtomicBool::new(false), AtomicU64::new(0));
         let faulty = FaultyHost::new(&fake, |path| {
-            if path.ends_with("#set_affinity") || path.ends_with("#move_pages") {
+            if is_placement(path) {
                 stop.store(actions.fetch_add(1, Ordering::Relaxed) == interrupted, Ordering::Relaxed);
             }
             None
@@ -289,7 +341,7 @@ fn short_interruption_is_not_forgotten() {
             seen += 1;
             assert_eq!(state(&fake), before, "{interrupted}");
         } else {
-            assert_eq!(state(&fake), (vec!["2-3".to_owned(); 4], vec![vec![Some(1); 8]; 2]), "{interrupted}");
+            assert_eq!(state(&fake), state_when_placed(), "{interrupted}");
         }
     }
     assert!(seen >= 4, "{seen}");

@@ -55,6 +55,8 @@ pub enum WaitReason {
     Settling,
     /// Nothing has changed since the last plan, which is recent.
     RecentPlan,
+    /// The last plan was not completed, and the next check makes it again.
+    Retry,
 }
 
 impl WaitReason {
@@ -65,6 +67,7 @@ impl WaitReason {
             Self::MemoryPressure => "tasks of the host wait for memory",
             Self::Settling => "a new virtual machine still fills its memory",
             Self::RecentPlan => "no new virtual machine since the last plan",
+            Self::Retry => "the last plan was not completed, and is made again",
         }
     }
 }
@@ -106,8 +109,7 @@ impl KeeperState {
         let is_due = self.last_plan.is_none_or(|last| now.saturating_sub(last) >= replan_interval);
         let has_new = self.machines.values().any(|machine| machine.has_settled && !machine.is_planned);
         if !has_new && (!is_due || self.machines.values().all(|machine| !machine.has_settled)) {
-            let is_settling = self.machines.values().any(|machine| !machine.has_settled);
-            return KeeperStep::Wait(if is_settling { WaitReason::Settling } else { WaitReason::RecentPlan });
+            return KeeperStep::Wait(self.wait_reason());
         }
         self.last_plan = Some(now);
         let mut resting = BTreeSet::new();
@@ -118,6 +120,15 @@ impl KeeperState {
             machine.is_planned |= machine.has_settled;
         }
         KeeperStep::Plan { resting }
+    }
+
+    /// What the next plan waits for if memory is not short.
+    pub fn wait_reason(&self) -> WaitReason {
+        match self.last_plan {
+            _ if self.machines.values().any(|machine| !machine.has_settled) => WaitReason::Settling,
+            Some(_) => WaitReason::RecentPlan,
+            None => WaitReason::Retry,
+        }
     }
 
     /// Plans again at the next step, because the last plan could not be made or carried out.

@@ -5,11 +5,15 @@
 //! of all accesses, whichever addresses the guest uses.
 
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
+use pagefold_host::action::{Exchange, MemoryPolicy};
 use std::collections::BTreeMap;
 
 /// Bytes that are moved together: large enough that calls of the kernel take most of the time, and small enough for a
 /// bound on bandwidth and a prompt end. A multiple of all sizes of transparent huge pages.
 pub const BATCH_BYTES: u64 = 32 << 20;
+
+/// Smaller mappings keep their memory policy: they hold no memory of a guest, but stacks and heaps of its monitor.
+const MIN_POLICY_BYTES: u64 = 32 << 20;
 
 /// The most blocks into which a region is divided if it is spread over several nodes.
 const MAX_SPREAD_BLOCKS: u64 = 256;
@@ -65,6 +69,15 @@ pub struct MoveStep {
     pub bytes: Bytes,
 }
 
+/// Memory that shall come from a node if the machine touches it later.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PolicyStep {
+    /// The mappings, ascending.
+    pub ranges: Vec<AddressRange>,
+    /// Their policies.
+    pub policy: Exchange<MemoryPolicy>,
+}
+
 /// All steps for a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineSteps {
@@ -74,6 +87,10 @@ pub struct MachineSteps {
     pub restricted_threads: Vec<Pid>,
     /// Memory to move.
     pub moves: Vec<MoveStep>,
+    /// New memory policies.
+    pub policies: Vec<PolicyStep>,
+    /// Memory whose owner has set another policy than that of a preferred node, by that policy. It stays.
+    pub other_policies: BTreeMap<String, Bytes>,
 }
 
 /// The steps for a machine with these parts and threads. `cpus_of_node` has the CPUs of each node that are online.
@@ -105,6 +122,22 @@ pub fn machine_steps(
         steps.moves.extend(ranges_by_node.into_iter().flat_map(|(node, ranges)| batches(&ranges, node)));
     }
     steps
+}
+
+/// The policies of mappings that shall prefer a node, in `steps`. Mappings below [`MIN_POLICY_BYTES`] stay. `current` has
+/// the present policies by the start of each mapping, as in `/proc/PID/numa_maps`.
+pub fn add_policies(steps: &mut MachineSteps, node: u32, mappings: &[AddressRange], current: &BTreeMap<u64, String>) {
+    let mut ranges: BTreeMap<MemoryPolicy, Vec<AddressRange>> = BTreeMap::new();
+    for &range in mappings.iter().filter(|range| range.bytes().0 >= MIN_POLICY_BYTES) {
+        let Some(text) = current.get(&range.start) else { continue };
+        match text.parse() {
+            Ok(policy) => ranges.entry(policy).or_default().push(range),
+            Err(()) => *steps.other_policies.entry(text.clone()).or_default() += range.bytes(),
+        }
+    }
+    let to = MemoryPolicy::Prefer(node);
+    let changes = ranges.into_iter().filter(|&(from, _)| from != to);
+    steps.policies.extend(changes.map(|(from, ranges)| PolicyStep { ranges, policy: Exchange { from, to } }));
 }
 
 /// The blocks of a region, each with its node. Each node gets its share of the bytes, as nearly as blocks permit.
@@ -170,6 +203,24 @@ mod tests {
 
     fn nodes() -> BTreeMap<u32, IdSet> {
         [(0, cpus("0-3")), (1, cpus("4-7")), (2, IdSet::default())].into()
+    }
+
+    #[test]
+    fn policies_are_set_unless_they_are_others() {
+        let mapping = |first_mib: u64, mib: u64| AddressRange { start: first_mib * MIB, end: (first_mib + mib) * MIB };
+        let mappings = [mapping(0, 64), mapping(64, 32), mapping(100, 31), mapping(200, 64), mapping(300, 64)];
+        let policies = ["default", "prefer:0", "default", "bind:0", "prefer:1"];
+        let current = mappings.iter().zip(policies).map(|(range, policy)| (range.start, policy.to_owned())).collect();
+        let mut steps = MachineSteps::default();
+        // A mapping that began since has no policy in the file.
+        add_policies(&mut steps, 1, &[&mappings[..], &[mapping(400, 64)]].concat(), &current);
+        let change = |range: AddressRange, from| PolicyStep {
+            ranges: vec![range],
+            policy: Exchange { from, to: MemoryPolicy::Prefer(1) },
+        };
+        let expected = [change(mappings[0], MemoryPolicy::Default), change(mappings[1], MemoryPolicy::Prefer(0))];
+        assert_eq!(steps.policies, expected);
+        assert_eq!(steps.other_policies, [("bind:0".to_owned(), Bytes(64 * MIB))].into());
     }
 
     #[test]

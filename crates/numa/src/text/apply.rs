@@ -102,6 +102,9 @@ fn machine_notes(machine: &MachineApplyReport, page_size: u64) -> Vec<String> {
     notes.extend(
         threads.into_iter().map(|(why, tids)| format!("threads {} stay: {}", tids.join(", "), escape_unprintable(why))),
     );
+    notes.extend(machine.kept_policies.iter().map(|(why, &bytes)| {
+        format!("{} keeps its policy for memory touched later: {}", format_bytes(bytes), escape_unprintable(why))
+    }));
     notes
 }
 

@@ -100,17 +100,30 @@ fn render_machines(report: &NumaPlanReport, shown: &[&MachinePlanReport], style:
             right(bytes(machine.moved_pages as f64)),
             right(bytes(machine.remote_reads_before)),
             right(bytes(machine.remote_reads_after)),
-            Cell::new(describe_reason(machine.reason)),
+            Cell::new(match &machine.parts[..] {
+                [part] => format!("{}{}", describe_reason(machine.reason), describe_binding(part, "; ")),
+                _ => describe_reason(machine.reason).to_owned(),
+            }),
         ]);
         table.add_row(row);
         for part in machine.parts.iter().filter(|part| part.virtual_node.is_some()) {
             let name = format!("  virtual node {}", part.virtual_node.unwrap_or_default());
             let mut row = vec![Cell::new(""), Cell::new(name)];
             row.extend(part_cells(part));
+            row.extend([Cell::new(""), Cell::new(""), Cell::new(""), Cell::new(describe_binding(part, ""))]);
             table.add_row(row);
         }
     }
     style.render_table(&table)
+}
+
+/// The nodes to which a policy binds the memory, if there is one.
+fn describe_binding(part: &PartPlanReport, separator: &str) -> String {
+    match part.bound_nodes.as_deref() {
+        None => String::new(),
+        Some("") => format!("{separator}memory bound to no common node"),
+        Some(nodes) => format!("{separator}memory bound to {nodes}"),
+    }
 }
 
 /// `16 MiB (25 %)`, the share of the resident memory.
@@ -124,6 +137,7 @@ fn format_working_set(part: &PartPlanReport) -> String {
 fn describe_reason(reason: &str) -> &'static str {
     match reason {
         "fixed" => "stays: its memory is pinned",
+        "no_permitted_node" => "stays: no node is permitted by its CPUs, its cpuset and policies of its memory",
         "already_local" => "stays: all of it is local",
         "no_better_placement" => "stays: no placement is better",
         "not_worth_moving" => "stays: moving costs more than remote reads",

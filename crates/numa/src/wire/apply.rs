@@ -66,6 +66,10 @@ pub struct MachineApplyReport {
     pub kept_pages: BTreeMap<String, u64>,
     /// Threads that stay, with the reason.
     pub kept_threads: Vec<KeptThreadReport>,
+    /// Bytes of memory that comes from the machine's node if it is touched later.
+    pub preferring_bytes: u64,
+    /// Bytes of memory whose policy stays, by reason.
+    pub kept_policies: BTreeMap<String, u64>,
     /// Why the machine was given up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
@@ -125,6 +129,8 @@ impl NumaApplyReport {
             placed_threads: 0,
             kept_pages: BTreeMap::new(),
             kept_threads: Vec::new(),
+            preferring_bytes: 0,
+            kept_policies: BTreeMap::new(),
             failure: None,
             remote_share_before: placed.remote_share_before,
             predicted_remote_share: placed.predicted_remote_share,
@@ -192,6 +198,8 @@ impl MachineApplyReport {
         self.kept_pages = done.kept_pages.iter().map(|(why, pages)| (why.to_string(), pages.0)).collect();
         let kept = |(tid, why): &(pagefold_base::Pid, String)| KeptThreadReport { tid: tid.0, why: why.clone() };
         self.kept_threads = done.kept_threads.iter().map(kept).collect();
+        self.preferring_bytes = done.preferring_bytes.0;
+        self.kept_policies = done.kept_policies.iter().map(|(why, bytes)| (why.clone(), bytes.0)).collect();
         self.failure.clone_from(&done.failure);
     }
 }

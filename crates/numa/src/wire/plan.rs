@@ -85,7 +85,7 @@ pub struct MachinePlanReport {
     pub remote_reads_after: f64,
     /// How often a page of its hottest part is read, relative to the hottest machine.
     pub hotness: f64,
-    /// `fixed`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
+    /// `fixed`, `no_permitted_node`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
     pub reason: &'static str,
 }
 
@@ -101,6 +101,9 @@ pub struct PartPlanReport {
     pub pages: u64,
     /// The nodes for its memory and virtual CPUs; as now if the machine is not moved.
     pub nodes: Vec<u32>,
+    /// The only nodes that the policy of its memory backend permits (`policy=bind`), as a list; absent if it permits all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bound_nodes: Option<String>,
     /// Bytes of its memory that are accessed within 100 ms, on average; absent if not measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub working_set_bytes: Option<u64>,
@@ -210,6 +213,7 @@ fn machine_report(
                 Pattern::Nodes(nodes) => vec![nodes[position]],
                 Pattern::Spread(nodes) => nodes.clone(),
             },
+            bound_nodes: part.bound_nodes.as_ref().map(ToString::to_string),
             working_set_bytes: working_sets.get(position).map(|set| set.accessed.0),
             accessed_share: working_sets.get(position).map(|set| set.accessed_share()),
         }
@@ -229,6 +233,7 @@ fn machine_report(
 fn reason_word(reason: PlanReason) -> &'static str {
     match reason {
         PlanReason::Fixed => "fixed",
+        PlanReason::NoPermittedNode => "no_permitted_node",
         PlanReason::AlreadyLocal => "already_local",
         PlanReason::NoBetterPlacement => "no_better_placement",
         PlanReason::NotWorthMoving => "not_worth_moving",

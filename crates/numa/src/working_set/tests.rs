@@ -88,12 +88,7 @@ fn hot_machine_gets_the_node_of_its_memory() {
         hotness: 1.0,
         ..PlannedPart::default()
     };
-    let vm = |name: &str| PlannedVm {
-        name: name.to_owned(),
-        parts: vec![part.clone()],
-        allowed_nodes: vec![0, 1],
-        ..PlannedVm::default()
-    };
+    let vm = |name: &str| PlannedVm { name: name.to_owned(), parts: vec![part.clone()], ..PlannedVm::default() };
     let mut problem = PlacementProblem {
         nodes: vec![
             NodeCapacity { id: 0, vcpus: 4.0, pages: 0.0 },

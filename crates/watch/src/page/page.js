@@ -45,6 +45,7 @@ function duration(seconds) {
   const [d, hours, m] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
   return d ? `${d} d ${hours} h` : hours ? `${hours} h ${m} min` : m ? `${m} min` : `${Math.floor(seconds)} s`;
 }
+const word = (text) => h("span", { class: "word" }, text);
 const nothing = (text) => h("p", { class: "note" }, text);
 const words = (name) => name.replaceAll("_", " ");
 
@@ -65,7 +66,6 @@ function glance(status) {
   const below = known(wanted) && known(memory.available) && memory.available < wanted;
   const goalOf = below ? "below the goal of" : "goal";
   const goalInWords = known(wanted) ? `${goalOf} ${bytes(wanted)}` : "goal: all profitable merges";
-  const word = (text) => h("span", { class: "word" }, text);
   $("who").textContent = `${status.host}, ${status.version}, up for ${duration(status.uptime_seconds)}`;
   $("state").replaceChildren(word(status.mode), word(status.state), status.why);
   const tile = (name, big, small, bad) => h("div", {}, h("dt", {}, name),
@@ -366,6 +366,20 @@ function drawSharing(sharing) {
     ...shared[row].map((value, column) => cell(value, row, column))));
   $("sharing").replaceChildren(h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows)));
 }
+function drawPlacement(placement) {
+  $("placement").hidden = !placement;
+  if (!placement) return;
+  $("placement-state").replaceChildren(word(placement.mode), word(placement.state), placement.why);
+  const last = placement.last_plan;
+  const row = (name, value, bad) => h("tr", {}, h("th", { scope: "row" }, name), h("td", { class: bad && "bad" }, value));
+  const failures = (name, n) => row(name, count(n), n > 0);
+  $("placement-figures").tBodies[0].replaceChildren(
+    row("Last plan", last ? `${clock(last.time, true)}: ${last.result}` : "none since the start"),
+    row("Virtual machines placed", count(placement.placed_machines)),
+    row("Memory moved", bytes(placement.moved_bytes)),
+    failures("Placements given up", placement.failed_machines),
+    failures("Changes not undone", placement.failed_undos));
+}
 function drawDecisions(decisions) {
   $("decisions").tBodies[0].replaceChildren(...decisions.map((d) => h("tr", {},
     h("td", {}, clock(d.time_ms / 1000, true)), h("th", { scope: "row" }, d.kind), h("td", {}, d.subject),
@@ -404,6 +418,7 @@ function draw(status) {
   part("census", status.census, drawCensus);
   part("domains", status.domains, drawDomains);
   part("sharing", status.sharing, drawSharing);
+  part("placement", status.placement, drawPlacement);
   part("decisions", status.decisions, drawDecisions);
   part("findings", status.findings, drawFindings);
   part("ksm", status.ksm, drawKsm);

@@ -3,7 +3,8 @@
 use super::app::{App, TableView};
 use super::table::{DataTable, RowMark, format_duration, format_optional};
 use pagefold_base::Bytes;
-use pagefold_daemon::wire::{DaemonModeName, DaemonStateName, StatusReport};
+use pagefold_daemon::text::{format_placement_totals, json_word};
+use pagefold_daemon::wire::{DaemonModeName, DaemonStateName, PlacementReport, StatusReport};
 use pagefold_output::text::{ZEROS_IN_SPLIT_HUGE_PAGES, escape_unprintable, format_net, format_number};
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
@@ -33,7 +34,12 @@ impl App {
     /// Draw the frame at any terminal size.
     pub fn draw(&mut self, frame: &mut Frame) {
         let area = frame.area();
-        let summary_height = if area.height >= 16 { 5 } else { 2 };
+        let placement = self.status.as_ref().and_then(|status| status.placement.as_ref());
+        let summary_height = match (area.height, placement) {
+            (0..16, _) => 2,
+            (_, None) => 5,
+            (_, Some(_)) => 7,
+        };
         let detail_height = match area.height {
             0..20 => 0,
             30.. if self.view == TableView::Findings => 9,
@@ -73,13 +79,14 @@ impl App {
     }
 
     fn draw_summary(&self, frame: &mut Frame, area: Rect, status: &StatusReport) {
-        let lines = vec![
+        let mut lines = vec![
             self.title_line(status),
             self.savings_line(status),
             self.cpu_line(status),
             self.available_memory_line(status),
             self.measured_savings_line(status),
         ];
+        lines.extend(status.placement.iter().flat_map(|placement| self.placement_lines(placement, status.time)));
         let [text_area, chart_area] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(area);
         // The title may use the whole width.
         frame.render_widget(Paragraph::new(Text::from(lines)), area);
@@ -195,6 +202,31 @@ impl App {
                 format_optional(status.huge_pages_split, format_number)
             ),
         )
+    }
+
+    /// The placement on NUMA nodes, and its last plan.
+    fn placement_lines(&self, placement: &PlacementReport, now: f64) -> [Line<'static>; 2] {
+        let has_failures = placement.failed_machines + placement.failed_undos > 0;
+        let (age, result) = match &placement.last_plan {
+            Some(plan) => {
+                (format_duration((now - plan.time).max(0.0)), format!("ago: {}", escape_unprintable(&plan.result)))
+            }
+            None => ("-".to_owned(), "none since the start".to_owned()),
+        };
+        [
+            self.figure_line(
+                "Placement",
+                &json_word(&placement.state),
+                has_failures,
+                &format!(
+                    "{}; in all {}; mode {}",
+                    escape_unprintable(&placement.why),
+                    format_placement_totals(placement),
+                    json_word(&placement.mode)
+                ),
+            ),
+            self.figure_line("Last plan", &age, false, &result),
+        ]
     }
 
     /// A line of the summary: the name of a figure, its value, and details. `is_bad` highlights the value.

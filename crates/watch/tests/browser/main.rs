@@ -69,6 +69,8 @@ fn page_shows_the_status() {
         status.findings[0].title.as_str(),
         status.domains[0].name.as_str(),
         "pages_sharing",
+        "all 8 virtual machines are well placed",
+        "12.0 GiB",
     ] {
         assert!(text.contains(shown), "{shown:?} is not in {text}");
     }
@@ -141,6 +143,7 @@ fn page_says_what_is_unknown() {
     {
         assert!(text.contains(labels), "{labels:?} is not in {text}");
     }
+    assert_eq!(browser.evaluate("document.querySelector('#placement').hidden"), true, "placement is off");
     for never in ["NaN", "undefined", "null", "[object"] {
         assert!(!text.contains(never), "{never} is in {text}");
     }

@@ -51,7 +51,7 @@ Examples:
                                          runs until stopped, a trace (`record --interval`) at once
 
 The configuration sets what it does (`pagefold config default`). SIGHUP reads the configuration again, \
-except http, http_names and history.
+except http, http_names, history and placement.
 
 SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
 all that it enrolled, as far as there is memory, even if it is paused. It skips this if its mode is observe or \
@@ -265,7 +265,7 @@ fn handle_signals(
             let message = match signal {
                 SIGHUP => match load_settings(&options, &global) {
                     Ok(settings) => {
-                        log_line("the configuration was read again, except http, http_names and history");
+                        log_line("the configuration was read again, except http, http_names, history and placement");
                         Message::Settings(Box::new(settings))
                     }
                     Err(error) => {

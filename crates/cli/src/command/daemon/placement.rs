@@ -4,11 +4,12 @@ use super::log_line;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
-use pagefold_daemon::wire::PlacementReport;
+use pagefold_daemon::wire::{LastPlanReport, PlacementModeName, PlacementReport, PlacementStateName};
 use pagefold_host::Host;
-use pagefold_numa::keeper::{KeeperControl, KeeperReport, PlacementKeeper};
+use pagefold_numa::keeper::{KeeperActivity, KeeperControl, KeeperReport, PlacementKeeper};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::SystemTime;
 
 /// The running thread. Dropping this ends it, and undoes a placement that is under way.
 pub struct PlacementThread {
@@ -19,6 +20,7 @@ pub struct PlacementThread {
 /// What the thread shares with the daemon.
 #[derive(Debug, Default)]
 pub struct SharedPlacement {
+    mode: PlacementModeName,
     control: KeeperControl,
     report: Mutex<KeeperReport>,
 }
@@ -27,9 +29,23 @@ impl SharedPlacement {
     /// The state of the placement, for the status.
     pub fn report(&self) -> PlacementReport {
         let report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
+        let unix_seconds = |time: SystemTime| {
+            time.duration_since(SystemTime::UNIX_EPOCH).map_or(0.0, |since_epoch| since_epoch.as_secs_f64())
+        };
+        let last_plan = report.last_plan.as_ref();
         PlacementReport {
-            outcome: report.outcome.clone(),
+            mode: self.mode,
+            state: match report.activity {
+                KeeperActivity::Idle(_) => PlacementStateName::Idle,
+                KeeperActivity::Paused => PlacementStateName::Paused,
+                KeeperActivity::Planning => PlacementStateName::Planning,
+                KeeperActivity::Placing { .. } => PlacementStateName::Placing,
+            },
+            why: report.activity.describe(),
+            last_plan: last_plan
+                .map(|plan| LastPlanReport { time: unix_seconds(plan.time), result: plan.result.clone() }),
             placed_machines: report.placed_machines,
+            failed_machines: report.failed_machines,
             moved_bytes: report.moved_bytes,
             failed_undos: report.failed_undos,
         }
@@ -61,20 +77,33 @@ impl Drop for PlacementThread {
 pub fn start(host: &'static dyn Host, global: &GlobalOptions) -> anyhow::Result<Option<PlacementThread>> {
     let Some(mut settings) = Config::load(global)?.placement else { return Ok(None) };
     settings.acts &= global.host == "live";
-    let first = KeeperReport { outcome: "not checked yet".to_owned(), ..KeeperReport::default() };
-    let shared = Arc::new(SharedPlacement { report: Mutex::new(first), ..SharedPlacement::default() });
+    let mode = if settings.acts { PlacementModeName::Act } else { PlacementModeName::Advise };
+    let shared = Arc::new(SharedPlacement { mode, ..SharedPlacement::default() });
     let (directory, own) = (global.state.clone(), Arc::clone(&shared));
     let keep = move || {
+        let mut last_logged = String::new();
         PlacementKeeper::new(host, directory, settings).run(&own.control, &mut |report| {
             let last = {
                 let mut shared = own.report.lock().unwrap_or_else(PoisonError::into_inner);
                 std::mem::replace(&mut *shared, report.clone())
             };
-            if report.outcome != last.outcome {
-                log_line(&format!("placement on NUMA nodes: {}", report.outcome));
+            if let Some(news) = describe_news(&last, report)
+                && news != last_logged
+            {
+                log_line(&format!("placement on NUMA nodes: {news}"));
+                last_logged = news;
             }
         });
     };
     let thread = thread::Builder::new().name("placement".to_owned()).spawn(keep).context("cannot start a thread")?;
     Ok(Some(PlacementThread { shared, thread: Some(thread) }))
+}
+
+/// What the log says of a new report: the result of a plan, else why the placement is idle or paused.
+fn describe_news(last: &KeeperReport, report: &KeeperReport) -> Option<String> {
+    match (&report.last_plan, &report.activity) {
+        (Some(plan), _) if report.last_plan != last.last_plan => Some(plan.result.clone()),
+        (_, KeeperActivity::Idle(_) | KeeperActivity::Paused) => Some(report.activity.describe()),
+        (_, KeeperActivity::Planning | KeeperActivity::Placing { .. }) => None,
+    }
 }

@@ -1,10 +1,10 @@
 //! Clock, frequency, idle states and hardware threads of the host's CPUs.
 
 use super::facts::SettingFacts;
-use super::{Judge, SettingRule, has_cpu_flag, is_virtual, with_boot_parameter, with_write};
+use super::{Judge, SettingRule, has_cpu_flag, is_virtual, require_command_lines, with_boot_parameter, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
 use crate::decide::{HostFacts, RuleInfo, RuleResult};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
@@ -50,7 +50,7 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "cpu-idle-states",
-            source: "/sys/devices/system/cpu/cpu0/cpuidle/state*",
+            source: "/sys/devices/system/cpu/cpu*/cpuidle/state*",
             why: "A CPU in a deep idle state takes its exit latency to run a virtual CPU that was woken.",
             needs_ksm: false,
         },
@@ -189,41 +189,48 @@ fn judge_governor(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 /// `throughput-performance` keeps the states below it.
 const MAX_EXIT_LATENCY_US: u64 = 200;
 
-/// The states of the first CPU stand for those of all.
 fn judge_idle_states(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
-    let folder = "sys/devices/system/cpu/cpu0/cpuidle";
-    let states = settings.numbered(folder, "state")?;
+    // By number, name and exit latency: on how many CPUs the state exists, and on how many it is disabled.
+    let mut states = BTreeMap::<(u32, &str, u64), (u32, u32)>::new();
+    let mut deep = Vec::new();
+    for cpu in super::online_cpus(settings)?.iter() {
+        let folder = format!("sys/devices/system/cpu/cpu{cpu}/cpuidle");
+        for state in settings.numbered(&folder, "state")? {
+            let path = format!("{folder}/state{state}");
+            let name = settings.find_text(&format!("{path}/name"))?.unwrap_or("?");
+            let latency = settings.find_number(&format!("{path}/latency"))?.unwrap_or(0);
+            let is_disabled = settings.find_flag(&format!("{path}/disable"))? == Some(true);
+            let (cpus, disabled) = states.entry((state, name, latency)).or_default();
+            *cpus += 1;
+            *disabled += u32::from(is_disabled);
+            if latency > MAX_EXIT_LATENCY_US && !is_disabled {
+                deep.push((state, path));
+            }
+        }
+    }
     if states.is_empty() || is_virtual(settings)? {
         return Ok(rule.not_applicable("the kernel does not control idle states of a physical CPU", "absent"));
     }
-    let (mut deep, mut shown) = (Vec::new(), Vec::new());
-    for state in states {
-        let path = format!("{folder}/state{state}");
-        let name = settings.find_text(&format!("{path}/name"))?.unwrap_or("?");
-        let latency = settings.find_number(&format!("{path}/latency"))?.unwrap_or(0);
-        let is_disabled = settings.find_flag(&format!("{path}/disable"))? == Some(true);
-        shown.push(format!("{name} {latency} us{}", if is_disabled { " (disabled)" } else { "" }));
-        if latency > MAX_EXIT_LATENCY_US && !is_disabled {
-            deep.push(state);
-        }
-    }
-    let value = shown.join(", ");
-    if deep.is_empty() {
+    let shown = states.into_iter().map(|((_, name, latency), (cpus, disabled))| match disabled {
+        0 => format!("{name} {latency} us"),
+        disabled if disabled == cpus => format!("{name} {latency} us (disabled)"),
+        disabled => format!("{name} {latency} us (disabled on {disabled} of {cpus} CPUs)"),
+    });
+    let value = shown.collect::<Vec<_>>().join(", ");
+    let numbers: BTreeSet<u32> = deep.iter().map(|(state, _)| *state).collect();
+    let Some(first) = numbers.first() else {
         return Ok(rule.ok("CPUs leave each idle state soon", value));
-    }
+    };
+    let files = |state: &u32| format!("/sys/devices/system/cpu/cpu*/cpuidle/state{state}/disable");
     let mut finding = rule
         .warn("CPUs enter idle states that they leave late", value)
-        .remedy(
-            deep.iter().map(|state| format!("echo 1 | tee /sys/devices/system/cpu/cpu*/cpuidle/state{state}/disable")),
-        )
-        .verify(format!("grep -x 1 /{folder}/state{}/disable", deep[0]));
-    let cpus: Vec<u32> = super::online_cpus(settings)?.iter().collect();
-    let change = |cpu: u32, state: u32| SettingChange::Write {
-        path: format!("sys/devices/system/cpu/cpu{cpu}/cpuidle/state{state}/disable"),
-        value: "1".to_owned(),
-    };
-    finding.changes = deep.iter().flat_map(|&state| cpus.iter().map(move |&cpu| change(cpu, state))).collect();
+        .remedy(numbers.iter().map(|state| format!("echo 1 | tee {}", files(state))))
+        .verify(format!("! grep -Lx 1 {} | grep .", files(first)));
+    finding.changes = deep
+        .into_iter()
+        .map(|(_, path)| SettingChange::Write { path: format!("{path}/disable"), value: "1".to_owned() })
+        .collect();
     Ok(finding)
 }
 
@@ -252,6 +259,7 @@ fn judge_smt(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.ok("the CPU does not expose data between hardware threads by l1tf or mds", value));
     }
     if settings.vms.len() < 2 {
+        require_command_lines(facts)?;
         return Ok(rule.ok("the CPU is affected, and fewer than two virtual machines run", value));
     }
     Ok(rule

@@ -19,7 +19,7 @@ mod tests;
 mod vm;
 
 use super::change::{SettingChange, SettingDetails};
-use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Scope};
+use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Scope, require};
 use facts::{GuestFacts, SettingFacts, VmFacts};
 use pagefold_base::reading::Absent;
 
@@ -243,6 +243,15 @@ fn online_cpus(settings: &SettingFacts) -> Result<pagefold_base::IdSet, MissingR
     let path = "sys/devices/system/cpu/online";
     let text = settings.find_text(path)?.ok_or_else(|| facts::malformed(path, "absent"))?;
     text.parse().map_err(|_| facts::malformed(path, text))
+}
+
+/// The command lines of all processes, by which virtual machines are known. Without them there may be more machines.
+fn require_command_lines(facts: &HostFacts) -> Result<(), MissingReading> {
+    let mut lines = facts.processes.iter().map(|process| &process.process.arguments);
+    match lines.find(|arguments| matches!(arguments, Err(absent) if *absent != Absent::Vanished)) {
+        Some(unreadable) => require("the command lines of all processes", unreadable).map(drop),
+        None => Ok(()),
+    }
 }
 
 /// The number of virtual CPUs of all machines.

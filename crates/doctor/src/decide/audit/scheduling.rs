@@ -1,7 +1,7 @@
 //! The scheduler, isolated CPUs and interrupts of the host.
 
 use super::facts::{SettingFacts, malformed};
-use super::{Judge, SettingRule, online_cpus, with_write};
+use super::{Judge, SettingRule, is_overcommitted, online_cpus, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
 use pagefold_base::IdSet;
@@ -47,6 +47,47 @@ pub(super) const RULES: &[SettingRule] = &[
             citation: "kernel/sched/autogroup.c (task_wants_autogroup); sched(7)",
         },
         judge: Judge::Host(judge_autogroup),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "sched-base-slice",
+            source: "/sys/kernel/debug/sched/base_slice_ns, /sys/devices/system/cpu/online",
+            why: "EEVDF lets a thread run for a slice before another one of equal weight takes its CPU. With short \
+                  slices virtual CPUs are preempted more often, also while their guests hold a lock.",
+            needs_ksm: false,
+        },
+        expected: "while virtual CPUs outnumber CPUs, at least the kernel's default: 0.7 ms times 1 + log2 of the CPUs, \
+                   of which at most 8 count",
+        details: SettingDetails {
+            benefit: "fewer switches between virtual CPUs, and fewer that spin for a lock whose holder does not run",
+            risk: "a thread that wakes up waits longer for a busy CPU",
+            method: ApplyMethod::Live,
+            undo: "write the value that was there",
+            counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
+            versions: "Linux 6.6 and later, with a mounted debugfs",
+            citation: "kernel/sched/fair.c (sysctl_sched_base_slice, get_update_sysctl_factor)",
+        },
+        judge: Judge::Host(judge_base_slice),
+    },
+    SettingRule {
+        rule: RuleInfo {
+            id: "preemption-model",
+            source: "/sys/kernel/debug/sched/preempt, /sys/devices/system/cpu/online",
+            why: "Under the model full, a thread that wakes up preempts kernel code at once, such as the exit of a \
+                  virtual CPU or a vhost worker. The other models let it end first, with fewer switches.",
+            needs_ksm: false,
+        },
+        expected: "none, voluntary or lazy while virtual CPUs outnumber CPUs",
+        details: SettingDetails {
+            benefit: "fewer switches in the middle of exits, and more throughput of an over-committed host",
+            risk: "longer wake-ups of threads that need a prompt answer",
+            method: ApplyMethod::Live,
+            undo: "write the name that was in parentheses",
+            counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
+            versions: "Linux 5.12 and later with CONFIG_PREEMPT_DYNAMIC; lazy since 6.13",
+            citation: "kernel/Kconfig.preempt; kernel/sched/debug.c (sched_dynamic_show)",
+        },
+        judge: Judge::Host(judge_preemption),
     },
     SettingRule {
         rule: RuleInfo {
@@ -125,6 +166,55 @@ fn judge_dead_knobs(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
             "# remove the lines; see sched(7) and base_slice_ns in /sys/kernel/debug/sched for what replaced them",
         ])
         .verify("pagefold doctor"))
+}
+
+/// The default of a host with one CPU (`sysctl_sched_base_slice`, kernel/sched/fair.c): 0.7 ms since 6.15, 0.75 ms before.
+const DEFAULT_SLICE_NS: u64 = 700_000;
+
+/// CPUs at most by which the default grows (`get_update_sysctl_factor`).
+const MAX_SCALING_CPUS: u32 = 8;
+
+fn judge_base_slice(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+    let settings = &facts.settings;
+    let path = "sys/kernel/debug/sched/base_slice_ns";
+    let Some(slice) = settings.find_number(path)? else {
+        return Ok(rule.not_applicable("the kernel has no base slice, or debugfs is not mounted", "absent"));
+    };
+    let value = format!("base_slice_ns = {slice}");
+    let cpus = online_cpus(settings)?.iter().count() as u32;
+    let default = DEFAULT_SLICE_NS * u64::from(1 + cpus.clamp(1, MAX_SCALING_CPUS).ilog2());
+    if slice >= default {
+        return Ok(rule.ok("slices are not shorter than by default", value));
+    }
+    if !is_overcommitted(settings)? {
+        return Ok(rule.ok("slices are short, and virtual CPUs do not outnumber CPUs", value));
+    }
+    Ok(with_write(rule.warn("short slices preempt virtual CPUs often", value), path, &default.to_string()))
+}
+
+/// The file lists the models that can be chosen, with the present one in parentheses.
+fn judge_preemption(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+    let settings = &facts.settings;
+    let path = "sys/kernel/debug/sched/preempt";
+    let Some(text) = settings.find_text(path)? else {
+        return Ok(rule.not_applicable("the model cannot be chosen, or debugfs is not mounted", "absent"));
+    };
+    let mut models = text.split_whitespace();
+    let present = models.clone().find_map(|model| model.strip_prefix('(')?.strip_suffix(')'));
+    let present = present.ok_or_else(|| malformed(path, text))?;
+    if present != "full" {
+        return Ok(rule.ok("kernel code is not preempted at once", present));
+    }
+    if !is_overcommitted(settings)? {
+        return Ok(rule.ok("the model is full, and virtual CPUs do not outnumber CPUs", present));
+    }
+    let Some(other) = models.find(|model| ["voluntary", "lazy"].contains(model)) else {
+        return Ok(rule.not_applicable("the kernel has no other model for virtual machines", present));
+    };
+    Ok(rule
+        .warn("threads that wake up preempt kernel code at once", present)
+        .remedy([format!("echo {other} > /{path}"), format!("# at each boot: the parameter preempt={other}")])
+        .verify(format!("grep -q '({other})' /{path}")))
 }
 
 /// Only processes in the root group of the CPU controller are grouped by session.

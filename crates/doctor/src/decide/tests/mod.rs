@@ -131,6 +131,7 @@ fn qemu() -> Vm {
     Vm {
         monitor: Monitor::Qemu,
         name: Some("guest1".into()),
+        uuid: None,
         memory_bytes: Some(GIB),
         backends: vec![],
         mem_merge: true,

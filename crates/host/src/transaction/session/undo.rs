@@ -131,7 +131,9 @@ impl Session<'_> {
                 Ok(false) => return UndoResult::success(entry),
                 Err((why, will_retry)) => return UndoResult::failure(entry, why, will_retry),
             },
-            Action::Advise { process, ranges, .. } | Action::MovePages { process, ranges, .. } => {
+            Action::Advise { process, ranges, .. }
+            | Action::MovePages { process, ranges, .. }
+            | Action::SetMemoryPolicy { process, ranges, .. } => {
                 return self.undo_ranges(entry, *process, ranges, deadline);
             }
             _ => {}
@@ -262,9 +264,11 @@ impl Session<'_> {
                 if missed.is_empty() {
                     result.undone = Some(remaining_entry.undo);
                 }
-                // Pages that several processes map now, such as those merged by KSM since, stay where they are.
+                // Pages that several processes map now, such as those merged by KSM since, stay where they are, and
+                // policies of other programs stay as they are.
                 result.failed.extend(missed.into_iter().map(|(why, pairs)| {
-                    (partial_entry(&pairs), why.to_string(), why != MissedReason::MappedBySeveral)
+                    let will_retry = !matches!(why, MissedReason::MappedBySeveral | MissedReason::OtherPolicy(_));
+                    (partial_entry(&pairs), why.to_string(), will_retry)
                 }));
             }
             Err(ActionError::Vanished) => result.undone = Some(remaining_entry.undo),

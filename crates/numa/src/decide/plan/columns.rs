@@ -13,13 +13,12 @@ pub(super) fn columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column>
     if vm.fixed || vm.parts.is_empty() {
         return columns;
     }
-    let allowed: Vec<usize> = (0..problem.nodes.len())
-        .filter(|&position| vm.allowed_nodes.is_empty() || vm.allowed_nodes.contains(&problem.nodes[position].id))
-        .collect();
-    let mut assigned = node_columns(problem, vm, &allowed);
+    let mut assigned = node_columns(problem, vm);
     // Where it fits on single nodes, other machines may still leave no room for it there.
     let least_nodes = if assigned.is_empty() { 1 } else { 2 };
-    assigned.extend(spread_columns(problem, vm, &allowed, least_nodes));
+    let is_permitted = |&position: &usize| vm.parts.iter().all(|part| vm.permits(part, problem.nodes[position].id));
+    let permitted: Vec<usize> = (0..problem.nodes.len()).filter(is_permitted).collect();
+    assigned.extend(spread_columns(problem, vm, &permitted, least_nodes));
     assigned.sort_by(|left, right| left.cost.total_cmp(&right.cost));
     assigned.truncate(MAX_COLUMNS);
     columns.extend(assigned);
@@ -64,7 +63,7 @@ pub(super) fn remote_pages(
 
 /// Each part wholly on a node. Empty if a part fits on no permitted node. Parts are added one after the other, and the
 /// cheapest beginnings are kept.
-fn node_columns(problem: &PlacementProblem, vm: &PlannedVm, allowed: &[usize]) -> Vec<Column> {
+fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
     let mut beginnings = vec![Column {
         pattern: Pattern::Nodes(Vec::new()),
         remote_reads: 0.0,
@@ -75,7 +74,8 @@ fn node_columns(problem: &PlacementProblem, vm: &PlannedVm, allowed: &[usize]) -
     for part in &vm.parts {
         let mut longer = Vec::new();
         for column in &beginnings {
-            for &position in allowed {
+            let is_permitted = |&position: &usize| vm.permits(part, problem.nodes[position].id);
+            for position in (0..problem.nodes.len()).filter(is_permitted) {
                 longer.extend(with_part(problem, column, part, position));
             }
         }

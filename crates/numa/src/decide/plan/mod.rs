@@ -21,6 +21,7 @@ mod search;
 mod tests;
 
 use microlp::{ComparisonOp, OptimizationDirection, Problem, SolveOptions, Variable};
+use pagefold_base::IdSet;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -63,6 +64,8 @@ pub struct PlannedPart {
     pub pages: BTreeMap<u32, f64>,
     /// How often its pages are read, relative to other parts: 1 for the hottest.
     pub hotness: f64,
+    /// The nodes to which a policy strictly binds its memory (`MPOL_BIND`); `None` if there is no such policy.
+    pub bound_nodes: Option<IdSet>,
 }
 
 impl PlannedPart {
@@ -79,10 +82,22 @@ pub struct PlannedVm {
     pub name: String,
     /// Its parts.
     pub parts: Vec<PlannedPart>,
-    /// The nodes that it may use; all if empty.
-    pub allowed_nodes: Vec<u32>,
+    /// The nodes that it may use; all if `None`.
+    pub allowed_nodes: Option<IdSet>,
     /// Whether it must stay as it is, for example because its memory is pinned.
     pub fixed: bool,
+}
+
+impl PlannedVm {
+    /// Whether it may have a part on a node.
+    pub fn permits(&self, part: &PlannedPart, node: u32) -> bool {
+        [&self.allowed_nodes, &part.bound_nodes].into_iter().flatten().all(|nodes| nodes.contains(node))
+    }
+
+    /// Whether it may have each part on one of the nodes of the host at least.
+    pub fn is_placeable(&self, nodes: impl Iterator<Item = u32> + Clone) -> bool {
+        self.parts.iter().all(|part| nodes.clone().any(|node| self.permits(part, node)))
+    }
 }
 
 /// Virtual CPUs and pages: on a node, or above its capacity.
@@ -165,6 +180,8 @@ pub struct PlannedMove {
 pub enum PlanReason {
     /// It is fixed.
     Fixed,
+    /// It may use no node, or a part of it may not.
+    NoPermittedNode,
     /// It has no remote reads.
     AlreadyLocal,
     /// No pattern has fewer remote reads.
@@ -213,7 +230,7 @@ pub fn plan(problem: &PlacementProblem, time_limit: Duration) -> PlacementPlan {
         .iter()
         .zip(&columns)
         .zip(&chosen)
-        .map(|((vm, columns), &chosen)| planned_move(vm, columns, chosen))
+        .map(|((vm, columns), &chosen)| planned_move(problem, vm, columns, chosen))
         .collect();
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
     PlacementPlan {
@@ -224,11 +241,12 @@ pub fn plan(problem: &PlacementProblem, time_limit: Duration) -> PlacementPlan {
     }
 }
 
-fn planned_move(vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
+fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
     let (leave, column) = (&columns[0], &columns[chosen]);
     let best = columns.iter().map(|column| column.remote_reads).fold(f64::INFINITY, f64::min);
     let cheapest = columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
     let reason = match &column.pattern {
+        _ if !vm.is_placeable(problem.nodes.iter().map(|node| node.id)) => PlanReason::NoPermittedNode,
         _ if vm.fixed => PlanReason::Fixed,
         Pattern::Leave if leave.remote_reads <= 1e-6 => PlanReason::AlreadyLocal,
         Pattern::Leave if leave.remote_reads <= best => PlanReason::NoBetterPlacement,

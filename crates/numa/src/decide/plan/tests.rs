@@ -13,7 +13,18 @@ fn host(nodes: u32, vcpus: f64, pages: f64) -> PlacementProblem {
 /// A part whose pages and CPU time are on these nodes in equal shares.
 fn part(vcpus: f64, pages: f64, memory_nodes: &[u32], cpu_nodes: &[u32]) -> PlannedPart {
     let spread = |total: f64, nodes: &[u32]| nodes.iter().map(|&node| (node, total / nodes.len() as f64)).collect();
-    PlannedPart { vcpus, cpu_shares: spread(1.0, cpu_nodes), pages: spread(pages, memory_nodes), hotness: 1.0 }
+    PlannedPart {
+        vcpus,
+        cpu_shares: spread(1.0, cpu_nodes),
+        pages: spread(pages, memory_nodes),
+        hotness: 1.0,
+        bound_nodes: None,
+    }
+}
+
+/// The part with its memory bound to nodes.
+fn bound(part: PlannedPart, nodes: &[u32]) -> PlannedPart {
+    PlannedPart { bound_nodes: Some(nodes.iter().copied().collect()), ..part }
 }
 
 fn vm(name: &str, parts: Vec<PlannedPart>) -> PlannedVm {
@@ -108,11 +119,32 @@ fn fixed_and_bound_machines_are_respected() {
     let remote = || vec![part(2.0, 1e5, &[0], &[1])];
     problem.vms = vec![
         PlannedVm { fixed: true, ..vm("pinned", remote()) },
-        PlannedVm { allowed_nodes: vec![1], ..vm("bound", remote()) },
+        PlannedVm { allowed_nodes: Some([1].into_iter().collect()), ..vm("bound", remote()) },
     ];
     let plan = plan_quickly(&problem);
     assert_eq!((&plan.moves[0].pattern, plan.moves[0].reason), (&Pattern::Leave, PlanReason::Fixed));
     assert_eq!(plan.moves[1].pattern, Pattern::Nodes(vec![1]));
+}
+
+#[test]
+fn memory_stays_within_the_nodes_of_its_policy() {
+    let mut problem = host(2, 8.0, 1e6);
+    let remote = |nodes: &[u32]| bound(part(2.0, 1e5, &[0], &[1]), nodes);
+    problem.vms = vec![
+        vm("follows its CPUs", vec![remote(&[0, 1])]),
+        vm("its CPUs follow", vec![remote(&[0])]),
+        vm("bound to another node", vec![remote(&[1]), remote(&[0])]),
+        vm("contradiction", vec![remote(&[])]),
+        PlannedVm { allowed_nodes: Some([1].into_iter().collect()), ..vm("cpuset", vec![remote(&[0])]) },
+    ];
+    let plan = plan_quickly(&problem);
+    let nodes = |nodes: &[u32]| Pattern::Nodes(nodes.to_vec());
+    assert!(plan.moves[0].pattern != Pattern::Leave, "{plan:?}");
+    assert_eq!(plan.moves[1].pattern, nodes(&[0]));
+    assert_eq!(plan.moves[2].pattern, nodes(&[1, 0]));
+    for stays in &plan.moves[3..] {
+        assert_eq!((&stays.pattern, stays.reason), (&Pattern::Leave, PlanReason::NoPermittedNode));
+    }
 }
 
 #[test]
@@ -211,15 +243,18 @@ fn cost_of_plan(problem: &PlacementProblem, plan: &PlacementPlan) -> f64 {
     total_cost(problem, &columns, OverloadCosts::new(problem), &chosen)
 }
 
-fn small_hosts() -> impl Strategy<Value = PlacementProblem> {
+fn small_machine() -> impl Strategy<Value = PlannedVm> {
     let part =
         (1u8..5, 1u32..9, 0u32..3, 0u32..3, 1u8..5).prop_map(|(vcpus, pages, memory, cpu, hotness)| PlannedPart {
             hotness: f64::from(hotness) / 4.0,
             ..part(f64::from(vcpus), f64::from(pages) * 1e5, &[memory], &[cpu])
         });
-    let vm = (prop::collection::vec(part, 1..3), prop::bool::weighted(0.1))
-        .prop_map(|(parts, fixed)| PlannedVm { fixed, ..vm("vm", parts) });
-    prop::collection::vec(vm, 0..4).prop_map(|vms| PlacementProblem { vms, ..host(3, 8.0, 1.2e6) })
+    (prop::collection::vec(part, 1..3), prop::bool::weighted(0.1))
+        .prop_map(|(parts, fixed)| PlannedVm { fixed, ..vm("vm", parts) })
+}
+
+fn small_hosts() -> impl Strategy<Value = PlacementProblem> {
+    prop::collection::vec(small_machine(), 0..4).prop_map(|vms| PlacementProblem { vms, ..host(3, 8.0, 1.2e6) })
 }
 
 proptest! {
@@ -230,6 +265,27 @@ proptest! {
         let (cost, optimum) = (cost_of_plan(&problem, &plan), brute_force_cost(&problem));
         prop_assert!(cost <= optimum * (1.0 + 2.0 * TARGET_GAP) + 1.0, "{cost} > {optimum}: {plan:?}");
         prop_assert!(plan.gap.is_some_and(|gap| gap <= 0.02));
+    }
+
+    #[test]
+    fn parts_come_only_to_nodes_of_their_bindings(
+        problem in small_hosts(),
+        bindings in prop::collection::vec(prop::option::of(prop::collection::btree_set(0u32..3, 0..3)), 8),
+    ) {
+        let mut problem = problem;
+        let parts = problem.vms.iter_mut().flat_map(|vm| &mut vm.parts);
+        parts.zip(bindings).for_each(|(part, nodes)| part.bound_nodes = nodes.map(|nodes| nodes.into_iter().collect()));
+        let plan = plan_quickly(&problem);
+        for (vm, planned) in problem.vms.iter().zip(&plan.moves) {
+            for (position, part) in vm.parts.iter().enumerate() {
+                let nodes = match &planned.pattern {
+                    Pattern::Leave => Vec::new(),
+                    Pattern::Nodes(nodes) => vec![nodes[position]],
+                    Pattern::Spread(nodes) => nodes.clone(),
+                };
+                prop_assert!(nodes.iter().all(|&node| vm.permits(part, node)), "{vm:?} {planned:?}");
+            }
+        }
     }
 
     #[test]
@@ -308,6 +364,7 @@ fn generated_host(seed: u64) -> PlacementProblem {
                 cpu_shares: spread(1.0, 2),
                 pages: spread(pages, 3),
                 hotness: 0.1 + 0.1 * (number % 10) as f64,
+                bound_nodes: None,
             })
             .collect();
         problem.vms.push(vm(&format!("vm{number}"), parts));

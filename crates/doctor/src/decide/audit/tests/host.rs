@@ -21,6 +21,9 @@ const POOL0: &str = "sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr
 const POOL1: &str = "sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages";
 const NODE1_CPUS: &str = "sys/devices/system/node/node1/cpulist";
 const AUTOGROUP: &str = "proc/sys/kernel/sched_autogroup_enabled";
+const ONLINE: &str = "sys/devices/system/cpu/online";
+const SLICE: &str = "sys/kernel/debug/sched/base_slice_ns";
+const PREEMPT: &str = "sys/kernel/debug/sched/preempt";
 const ISOLATED: &str = "sys/devices/system/cpu/isolated";
 const TICKLESS: &str = "sys/devices/system/cpu/nohz_full";
 const SYSCTL: &str = "etc/sysctl.d/kvm.conf";
@@ -102,6 +105,21 @@ const SCHEDULING_CASES: &[Case] = &[
     ("sched-autogroup", &[(AUTOGROUP, "1")], Warn),
     ("sched-autogroup", &[(AUTOGROUP, DENIED)], Unknown),
     ("sched-autogroup", &[(AUTOGROUP, ABSENT)], NotApplicable),
+    // Three virtual CPUs; the default of two CPUs is 1.4 ms.
+    ("sched-base-slice", &[], Fine),
+    ("sched-base-slice", &[(SLICE, "700000")], Fine),
+    ("sched-base-slice", &[(ONLINE, "0-1"), (SLICE, "1400000")], Fine),
+    ("sched-base-slice", &[(ONLINE, "0-1"), (SLICE, "1399999")], Warn),
+    ("sched-base-slice", &[(SLICE, DENIED)], Unknown),
+    ("sched-base-slice", &[(SLICE, ABSENT)], NotApplicable),
+    ("preemption-model", &[], Fine),
+    ("preemption-model", &[(PREEMPT, "(full) lazy")], Fine),
+    ("preemption-model", &[(ONLINE, "0-1"), (PREEMPT, "full (lazy)")], Fine),
+    ("preemption-model", &[(ONLINE, "0-1"), (PREEMPT, "none voluntary (full)")], Warn),
+    ("preemption-model", &[(ONLINE, "0-1"), (PREEMPT, "(full)")], NotApplicable),
+    ("preemption-model", &[(PREEMPT, "full lazy")], Unknown),
+    ("preemption-model", &[(PREEMPT, DENIED)], Unknown),
+    ("preemption-model", &[(PREEMPT, ABSENT)], NotApplicable),
     ("isolated-cpus", &[], NotApplicable),
     ("isolated-cpus", &[(ISOLATED, "2"), (TICKLESS, "2")], Fine),
     ("isolated-cpus", &[(TICKLESS, "(null)"), (ISOLATED, "2-3")], Warn),
@@ -197,7 +215,10 @@ fn interrupts_matter_only_to_virtual_cpus_with_a_cpu_of_their_own() {
 #[test]
 fn hardware_threads_matter_only_to_several_machines() {
     let affected = [(SMT, "on"), (MDS, "Vulnerable; SMT vulnerable")];
-    assert_eq!(finding(&host_with(&affected, machines()[..1].to_vec()), "smt-control").verdict, Fine);
+    let mut facts = host_with(&affected, machines()[..1].to_vec());
+    assert_eq!(finding(&facts, "smt-control").verdict, Fine);
+    facts.processes[0].process.arguments = Err(Absent::Denied);
+    assert_eq!(finding(&facts, "smt-control").verdict, Unknown, "it may run another machine");
 }
 
 #[test]
@@ -221,8 +242,20 @@ fn all_policies_and_states_are_changed() {
         ("sys/devices/system/cpu/cpufreq/policy4/scaling_available_governors", "performance ondemand"),
     ];
     assert_eq!(finding(&host_with(&governors, vec![]), "cpu-governor").changes.len(), 2);
-    let found = finding(&host_with(&[(LATENCY, "890")], vec![]), "cpu-idle-states");
-    assert_eq!(found.changes.len(), 8, "one for each CPU");
+    let deep = |cpu| {
+        [("name", "C6"), ("latency", "890"), ("disable", if cpu == 5 { "1" } else { "0" })]
+            .map(|(file, text)| (format!("sys/devices/system/cpu/cpu{cpu}/cpuidle/state3/{file}"), text))
+    };
+    // CPU 9 is offline.
+    let states: Vec<(String, &str)> = [2, 4, 5, 9].into_iter().flat_map(deep).collect();
+    let states: Vec<(&str, &str)> = states.iter().map(|(path, text)| (path.as_str(), *text)).collect();
+    let found = finding(&host_with(&states, vec![]), "cpu-idle-states");
+    let write = |cpu| SettingChange::Write {
+        path: format!("sys/devices/system/cpu/cpu{cpu}/cpuidle/state3/disable"),
+        value: "1".to_owned(),
+    };
+    assert_eq!(found.changes, [write(2), write(4)]);
+    assert_eq!(found.value, "POLL 0 us, C1 2 us, C6 890 us (disabled on 1 of 3 CPUs)");
     let boot = finding(&host_with(&[(CMDLINE, "mitigations=off")], vec![]), "cpu-mitigations").changes;
     assert_eq!(boot, [SettingChange::BootParameter { remove: Some("mitigations=off".into()), add: None }]);
 }

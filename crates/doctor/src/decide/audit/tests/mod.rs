@@ -61,6 +61,8 @@ const GOOD: &[(&str, &str)] = &[
     ("sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages", "0"),
     ("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal:       67108864 kB"),
     ("sys/kernel/debug/kvm/nested_run", "0"),
+    ("sys/kernel/debug/sched/base_slice_ns", "2800000"),
+    ("sys/kernel/debug/sched/preempt", "none (voluntary) full lazy"),
     ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never"),
     ("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always within_size [advise] never deny force"),
     ("sys/module/kvm/parameters/halt_poll_ns", "200000"),
