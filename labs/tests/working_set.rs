@@ -88,15 +88,17 @@ fn check_measurement(scenes: &Scenes) {
     let measured = scenes.json("measured");
     assert_eq!((scenes.exit("measured"), scenes.kdamonds("measured")), (0, (0, 0)), "{measured}");
     assert_eq!(measured["hotness_source"], serde_json::json!({"figures": "working_set"}), "{measured}");
-    let pids: Vec<&str> = scenes.0.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap().split(' ').collect();
+    let pids = scenes.0.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap();
+    let pids: Vec<u32> = pids.split(' ').map(|pid| pid.parse().unwrap()).collect();
     let part = |number: usize| -> (f64, f64) {
         let machines = measured["machines"].as_array().unwrap();
-        let machine = machines.iter().find(|machine| machine["pid"].as_u64() == pids[number].parse().ok()).unwrap();
+        let machine = machines.iter().find(|machine| machine["pid"] == pids[number]).unwrap();
         let part = &machine["parts"][0];
         (part["accessed_share"].as_f64().unwrap(), part["working_set_bytes"].as_f64().unwrap() / f64::from(1 << 20))
     };
     for (number, share, mib) in [(0, 4.0 / 16.0, 16.0), (1, 1.0 / 16.0, 16.0), (2, 0.0, 64.0)] {
         let (measured_share, measured_mib) = part(number);
+        println!("process {number}: {share} of its memory is accessed, {measured_share} measured");
         let tolerance = if share == 0.0 { 0.01 } else { MAX_SHARE_ERROR };
         assert!((measured_share - share).abs() <= tolerance, "{number}: {measured_share}, not {share}: {measured}");
         // The process has a few more pages than its layout.
