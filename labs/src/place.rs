@@ -3,8 +3,9 @@
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{AddressRange, IdSet, Pid};
-use pagefold_host::action::{Action, CpusetFile, Exchange, MemoryPolicy, ThreadId, domain_definition_path};
+use pagefold_host::action::{Action, CpusetFile, Exchange, ThreadId, domain_definition_path};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;

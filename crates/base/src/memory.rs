@@ -2,6 +2,8 @@
 
 use crate::reading::Reading;
 use crate::units::Bytes;
+use std::fmt;
+use std::str::FromStr;
 
 /// The share of memory, or of a limit, below which it counts as short even without pressure. Without swap no task waits
 /// for anonymous memory until none is left and the OOM killer acts. Unmerging is refused in the last 1 % anyway
@@ -86,6 +88,38 @@ impl Shortage {
 /// The share of a whole that is left. For a whole of 0, the share is 0.
 fn share_left(left: Bytes, total: Bytes) -> f64 {
     left.0 as f64 / total.0.max(1) as f64
+}
+
+/// From which node the kernel takes memory of a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemoryPolicy {
+    /// The policy of the thread that touches the memory first: its own node, unless the thread has another one.
+    Default,
+    /// This node, and near ones if it has no free memory (`MPOL_PREFERRED`).
+    Prefer(u32),
+}
+
+/// As in `/proc/PID/numa_maps` (mm/mempolicy.c, `mpol_to_str`).
+impl fmt::Display for MemoryPolicy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => write!(f, "default"),
+            Self::Prefer(node) => write!(f, "prefer:{node}"),
+        }
+    }
+}
+
+/// Any other policy is none that Pagefold sets.
+impl FromStr for MemoryPolicy {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        match text.strip_prefix("prefer:") {
+            Some(node) => node.parse().map(Self::Prefer).map_err(drop),
+            None if text == "default" => Ok(Self::Default),
+            None => Err(()),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -9,13 +9,13 @@ use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
 use crate::resource::ResourceClass;
 use crate::{Host, ProcessHandle, hold, observe, parse};
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::region::VmFlags;
 use pagefold_base::{Absent, AddressRange, IdSet, Pages, Pid, ProcessId, Reading};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
 /// One effect on a host.
@@ -348,38 +348,6 @@ impl CpusetFile {
         match self {
             Self::Cpus => "cpuset.cpus",
             Self::Nodes => "cpuset.mems",
-        }
-    }
-}
-
-/// From which node the kernel takes memory of a mapping.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum MemoryPolicy {
-    /// The policy of the thread that touches the memory first: its own node, unless the thread has another one.
-    Default,
-    /// This node, and near ones if it has no free memory (`MPOL_PREFERRED`).
-    Prefer(u32),
-}
-
-/// As in `/proc/PID/numa_maps` (mm/mempolicy.c, `mpol_to_str`).
-impl fmt::Display for MemoryPolicy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Default => write!(f, "default"),
-            Self::Prefer(node) => write!(f, "prefer:{node}"),
-        }
-    }
-}
-
-/// Any other policy is none that Pagefold sets.
-impl FromStr for MemoryPolicy {
-    type Err = ();
-
-    fn from_str(text: &str) -> Result<Self, ()> {
-        match text.strip_prefix("prefer:") {
-            Some(node) => node.parse().map(Self::Prefer).map_err(drop),
-            None if text == "default" => Ok(Self::Default),
-            None => Err(()),
         }
     }
 }

@@ -6,13 +6,14 @@
 //! one until [`FakeHost::enable_virtual_time`].
 
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
-use crate::action::{Action, ActionError, ActionOutcome, Exchange, MemoryPolicy, MergeAdvice, MissedReason};
+use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::GuestQuestion;
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
 use pagefold_base::ksm::Setting;
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;

@@ -590,7 +590,8 @@ impl Placer<'_, '_> {
             if self.is_stopped() {
                 break;
             }
-            let PolicyStep { ranges, policy } = step.clone();
+            let PolicyStep { ranges, from, to } = step.clone();
+            let policy = Exchange { from, to };
             let bytes: Bytes = ranges.iter().map(|range| range.bytes()).sum();
             let action = Action::SetMemoryPolicy { process: prepared.process, ranges, policy };
             let missed: Vec<(Bytes, String)> = match try_apply(&mut self.sessions.memory, &action)? {

@@ -9,11 +9,12 @@
 //! state before a policy was set. It outlives the command that set the policy.
 
 use crate::access_monitor::MonitorStep;
-use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MemoryPolicy, MergeAdvice, ThreadId};
+use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
 use pagefold_base::id_set::{IdSet, InvalidIdSet};
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_sys::fault;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};

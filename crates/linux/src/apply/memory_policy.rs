@@ -6,7 +6,8 @@
 use super::{action_error, errno_from_result, inject_target, push_missed_range};
 use crate::process::LiveProcess;
 use pagefold_base::AddressRange;
-use pagefold_host::action::{ActionError, ActionOutcome, Exchange, MemoryPolicy, MissedReason};
+use pagefold_base::memory::MemoryPolicy;
+use pagefold_host::action::{ActionError, ActionOutcome, Exchange, MissedReason};
 use pagefold_host::{ProcessHandle, parse};
 use pagefold_sys::inject::{self, InjectError, StoppedThread};
 use rustix::io::Errno;

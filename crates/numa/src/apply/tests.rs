@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::decide::steps::ThreadStep;
-use pagefold_host::action::MemoryPolicy;
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use std::sync::Mutex;
@@ -51,7 +51,8 @@ fn machines() -> Vec<PreparedMachine> {
                 .to_vec(),
             policies: vec![PolicyStep {
                 ranges: vec![AddressRange { start: START, end: START + 8 * PAGE }],
-                policy: Exchange { from: MemoryPolicy::Default, to: MemoryPolicy::Prefer(1) },
+                from: MemoryPolicy::Default,
+                to: MemoryPolicy::Prefer(1),
             }],
             other_policies: BTreeMap::new(),
         };

@@ -4,8 +4,8 @@
 //! A part that is spread over several nodes gets its memory in alternating blocks, so that each node serves a share
 //! of all accesses, whichever addresses the guest uses.
 
+use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
-use pagefold_host::action::{Exchange, MemoryPolicy};
 use std::collections::BTreeMap;
 
 /// Bytes that are moved together: large enough that calls of the kernel take most of the time, and small enough for a
@@ -74,8 +74,10 @@ pub struct MoveStep {
 pub struct PolicyStep {
     /// The mappings, ascending.
     pub ranges: Vec<AddressRange>,
-    /// Their policies.
-    pub policy: Exchange<MemoryPolicy>,
+    /// Their policy now.
+    pub from: MemoryPolicy,
+    /// Their new policy.
+    pub to: MemoryPolicy,
 }
 
 /// All steps for a machine.
@@ -137,7 +139,7 @@ pub fn add_policies(steps: &mut MachineSteps, node: u32, mappings: &[AddressRang
     }
     let to = MemoryPolicy::Prefer(node);
     let changes = ranges.into_iter().filter(|&(from, _)| from != to);
-    steps.policies.extend(changes.map(|(from, ranges)| PolicyStep { ranges, policy: Exchange { from, to } }));
+    steps.policies.extend(changes.map(|(from, ranges)| PolicyStep { ranges, from, to }));
 }
 
 /// The blocks of a region, each with its node. Each node gets its share of the bytes, as nearly as blocks permit.
@@ -214,10 +216,7 @@ mod tests {
         let mut steps = MachineSteps::default();
         // A mapping that began since has no policy in the file.
         add_policies(&mut steps, 1, &[&mappings[..], &[mapping(400, 64)]].concat(), &current);
-        let change = |range: AddressRange, from| PolicyStep {
-            ranges: vec![range],
-            policy: Exchange { from, to: MemoryPolicy::Prefer(1) },
-        };
+        let change = |range: AddressRange, from| PolicyStep { ranges: vec![range], from, to: MemoryPolicy::Prefer(1) };
         let expected = [change(mappings[0], MemoryPolicy::Default), change(mappings[1], MemoryPolicy::Prefer(0))];
         assert_eq!(steps.policies, expected);
         assert_eq!(steps.other_policies, [("bind:0".to_owned(), Bytes(64 * MIB))].into());
