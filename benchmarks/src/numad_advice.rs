@@ -12,7 +12,7 @@ use pagefold_labs::machine::EmulatedMachine;
 use pagefold_numa::decide::plan::{self, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const NUMAD: &str = "/usr/bin/numad";
 
@@ -117,7 +117,8 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
             .collect(),
         ..PlacementProblem::default()
     };
-    let plan = plan::plan(&problem, &mut || false);
+    let started = Instant::now();
+    let plan = plan::plan(&problem, &mut || started.elapsed() >= Duration::from_secs(5));
     let chosen = |pattern: &Pattern| match pattern {
         Pattern::Leave => (0..nodes).collect(),
         Pattern::Nodes(nodes) | Pattern::Spread(nodes) => nodes.iter().copied().collect(),

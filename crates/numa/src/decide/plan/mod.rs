@@ -68,6 +68,11 @@ impl PlannedPart {
     pub fn total_pages(&self) -> f64 {
         self.pages.values().sum()
     }
+
+    /// What it needs in all.
+    fn load(&self) -> Load {
+        Load { vcpus: self.vcpus, pages: self.total_pages() }
+    }
 }
 
 /// A machine.
@@ -296,11 +301,16 @@ fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: Overlo
 /// The cost of machines without a choice, and of load above the capacity of the whole host.
 fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> f64 {
     let fixed: f64 = columns.iter().filter(|columns| columns.len() == 1).map(|columns| columns[0].cost).sum();
-    let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
+    fixed + costs.cost(host_excess(problem))
+}
+
+/// The load above the capacity of the whole host.
+fn host_excess(problem: &PlacementProblem) -> Load {
+    let parts = problem.vms.iter().flat_map(|vm| &vm.parts);
+    let load = parts.fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0));
     let capacity = |axis: fn(&NodeCapacity) -> f64| problem.nodes.iter().map(axis).sum::<f64>();
-    let vcpus: f64 = parts().map(|part| part.vcpus).sum::<f64>() - capacity(|node| node.vcpus);
-    let pages: f64 = parts().map(PlannedPart::total_pages).sum::<f64>() - capacity(|node| node.pages);
-    fixed + costs.cost(Load { vcpus: vcpus.max(0.0), pages: pages.max(0.0) })
+    let (vcpus, pages) = (capacity(|node| node.vcpus), capacity(|node| node.pages));
+    load.excess(&NodeCapacity { id: 0, vcpus, pages })
 }
 
 /// The gap between a cost and its lower bound; no cost is negative.
