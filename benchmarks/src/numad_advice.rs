@@ -101,7 +101,12 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
     let everywhere = |total: f64| (0..nodes).map(|node| (node, total / f64::from(nodes))).collect::<BTreeMap<_, _>>();
     let problem = PlacementProblem {
         nodes: (0..nodes)
-            .map(|id| NodeCapacity { id, vcpus: f64::from(NODE_CPUS), pages: (USABLE_MIB << 8) as f64 })
+            .map(|id| NodeCapacity {
+                id,
+                vcpus: f64::from(NODE_CPUS),
+                pages: (USABLE_MIB << 8) as f64,
+                hugetlb_pages: 0.0,
+            })
             .collect(),
         vms: machines
             .iter()
@@ -111,6 +116,7 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
                     cpu_shares: everywhere(1.0),
                     pages: everywhere((machine.mib << 8) as f64),
                     hotness: 1.0,
+                    ..PlannedPart::default()
                 }],
                 ..PlannedVm::default()
             })
