@@ -12,7 +12,7 @@ use pagefold_labs::machine::EmulatedMachine;
 use pagefold_numa::decide::plan::{self, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const NUMAD: &str = "/usr/bin/numad";
 
@@ -101,7 +101,12 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
     let everywhere = |total: f64| (0..nodes).map(|node| (node, total / f64::from(nodes))).collect::<BTreeMap<_, _>>();
     let problem = PlacementProblem {
         nodes: (0..nodes)
-            .map(|id| NodeCapacity { id, vcpus: f64::from(NODE_CPUS), pages: (USABLE_MIB << 8) as f64 })
+            .map(|id| NodeCapacity {
+                id,
+                vcpus: f64::from(NODE_CPUS),
+                pages: (USABLE_MIB << 8) as f64,
+                hugetlb_pages: 0.0,
+            })
             .collect(),
         vms: machines
             .iter()
@@ -111,14 +116,15 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
                     cpu_shares: everywhere(1.0),
                     pages: everywhere((machine.mib << 8) as f64),
                     hotness: 1.0,
-                    bound_nodes: None,
+                    ..PlannedPart::default()
                 }],
                 ..PlannedVm::default()
             })
             .collect(),
         ..PlacementProblem::default()
     };
-    let plan = plan::plan(&problem, &mut || false);
+    let started = Instant::now();
+    let plan = plan::plan(&problem, &mut || started.elapsed() >= Duration::from_secs(5));
     let chosen = |pattern: &Pattern| match pattern {
         Pattern::Leave => (0..nodes).collect(),
         Pattern::Nodes(nodes) | Pattern::Spread(nodes) => nodes.iter().copied().collect(),

@@ -6,9 +6,9 @@ use crate::decide::{AccessCost, FrameReader};
 use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::placement_record::predicted_cost;
-use pagefold_base::{Absent, Bytes, PageSize, Pages, Pfn, Reading};
+use pagefold_base::{Bytes, PageSize, Pages, Pfn, Reading};
+use pagefold_host::Host;
 use pagefold_host::observe::NumaNodes;
-use pagefold_host::{Host, parse};
 use std::collections::BTreeMap;
 
 /// The consequences of a placement.
@@ -86,8 +86,7 @@ pub fn predict(
     let memory = part_memory(placement, target.parts.len());
     let arrivals = arrivals(&memory, &target.parts);
     let page = host.page_size();
-    let nodes =
-        arrivals.iter().map(|(&node, kinds)| node_arrival(host, map, (node, *kinds), page, headroom_share)).collect();
+    let nodes = arrivals.iter().map(|(&node, kinds)| node_arrival(map, (node, *kinds), page, headroom_share)).collect();
     Ok(PlacementPrediction {
         cost_before: placement.cost,
         cost_after: predicted_cost(&map.topology, placement, &target.parts),
@@ -156,42 +155,15 @@ fn kept_pages(parts: &[PageNodes], targets: &[PartNodes]) -> PageKinds {
     kept
 }
 
-fn node_arrival(
-    host: &dyn Host,
-    map: &NumaMap,
-    (node, arriving): (u32, PageKinds),
-    page: PageSize,
-    headroom_share: f64,
-) -> NodeArrival {
-    let memory = map.topology.nodes.get(&node).map(|node| node.memory.clone());
+fn node_arrival(map: &NumaMap, (node, arriving): (u32, PageKinds), page: PageSize, headroom_share: f64) -> NodeArrival {
+    let on_node = map.topology.nodes.get(&node);
+    let memory = on_node.map(|node| node.memory.clone());
     NodeArrival {
         node,
         arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
         room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),
         arriving_hugetlb: page.bytes_of(arriving.hugetlb),
-        free_hugetlb: read_free_hugetlb(host, node),
-    }
-}
-
-/// The free hugetlb pages on a node (drivers/base/node.c, mm/hugetlb_sysfs.c).
-///
-/// # Errors
-/// `NotOnThisKernel` if there are pools of several sizes.
-pub fn read_free_hugetlb(host: &dyn Host, node: u32) -> Reading<Bytes> {
-    let folder = format!("sys/devices/system/node/node{node}/hugepages");
-    let count = |pool: &str, file: &str| -> Option<u64> {
-        parse::number(&host.read(&format!("{folder}/{pool}/{file}")).ok()?).ok()
-    };
-    let pool = |name: &String| {
-        let kib: u64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
-        let is_used = count(name, "nr_hugepages")? > 0;
-        is_used.then(|| Some(Bytes::from_kib(kib.saturating_mul(count(name, "free_hugepages")?))))?
-    };
-    let pools: Vec<Bytes> = host.list(&folder).unwrap_or_default().iter().filter_map(pool).collect();
-    match pools[..] {
-        [] => Ok(Bytes::ZERO),
-        [free] => Ok(free),
-        _ => Err(Absent::NotOnThisKernel),
+        free_hugetlb: on_node.map_or(Ok(Bytes::ZERO), |node| node.free_hugetlb.clone()),
     }
 }
 

@@ -2,10 +2,10 @@
 
 use crate::decide::plan::{self, NodeCapacity, PlacementPlan, PlacementProblem, PlannedPart, PlannedVm};
 use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
-use crate::page_nodes::PageNodes;
+use crate::page_nodes::{PageKinds, PageNodes};
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{NumaNode, Topology};
-use pagefold_base::{IdSet, PageSize, Pages, Reading};
+use pagefold_base::{Bytes, IdSet, PageSize, Pages, Reading};
 use pagefold_host::{Host, elapsed_since};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -33,22 +33,18 @@ impl Default for PlanLimits {
 
 /// The problem of placing the processes of a map, all of which are moved as virtual machines are.
 ///
-/// Memory of other processes stays where it is: a node offers its free memory, its file cache and the memory of the
-/// placed processes. CPU time of other processes is not considered. Pages that are merged are not part of the problem,
+/// Memory of other processes stays where it is: a node offers its free memory, its file cache, its free hugetlb pages and
+/// the memory of the placed processes. If it is not known which hugetlb pages are free, it offers those of the placed
+/// processes only. CPU time of other processes is not considered. Pages that are merged are not part of the problem,
 /// because several processes map them.
 pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits) -> PlacementProblem {
-    let used = |node: u32| -> Pages {
-        let pages = map.processes.iter().filter_map(|placement| placement.pages.by_node.get(&node));
-        pages.map(|kinds| kinds.movable()).sum()
-    };
-    let capacity = |(&id, node): (&u32, &NumaNode)| {
-        let memory = node.memory.clone().unwrap_or_default();
-        let free = memory.room(limits.headroom_share).0 as f64 / page_size.bytes() as f64;
-        NodeCapacity {
-            id,
-            vcpus: node.cpus.iter().count() as f64 * limits.vcpus_per_cpu,
-            pages: free + used(id).0 as f64,
-        }
+    let used = |node: u32| {
+        let mut used = PageKinds::default();
+        map.processes
+            .iter()
+            .filter_map(|placement| placement.pages.by_node.get(&node))
+            .for_each(|&kinds| used += kinds);
+        used
     };
     let cpu_shares: Vec<f64> =
         map.processes.iter().map(|placement| cpu_share_per_page(placement, &map.uptime_ticks)).collect();
@@ -56,7 +52,12 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
     let relative = |cpu_share: f64| if hottest > 0.0 { (cpu_share / hottest).max(MIN_HOTNESS) } else { 1.0 };
     let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
     PlacementProblem {
-        nodes: map.topology.nodes.iter().map(capacity).collect(),
+        nodes: map
+            .topology
+            .nodes
+            .iter()
+            .map(|(&id, node)| node_capacity((id, node), used(id), page_size, limits))
+            .collect(),
         distances: ids
             .iter()
             .flat_map(|&from| ids.iter().map(move |&to| (from, to)))
@@ -68,6 +69,24 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .zip(cpu_shares)
             .map(|(placement, cpu_share)| planned_vm(placement, &map.topology, page_size, relative(cpu_share)))
             .collect(),
+    }
+}
+
+/// What a node offers to the placed processes, which use these pages of it.
+fn node_capacity(
+    (id, node): (u32, &NumaNode),
+    used: PageKinds,
+    page_size: PageSize,
+    limits: PlanLimits,
+) -> NodeCapacity {
+    let room = node.memory.clone().unwrap_or_default().room(limits.headroom_share);
+    let free_hugetlb = node.free_hugetlb.clone().unwrap_or_default();
+    let in_pages = |bytes: Bytes| bytes.0 as f64 / page_size.bytes() as f64;
+    NodeCapacity {
+        id,
+        vcpus: node.cpus.iter().count() as f64 * limits.vcpus_per_cpu,
+        pages: in_pages(room) + used.movable().saturating_sub(used.hugetlb).0 as f64,
+        hugetlb_pages: in_pages(free_hugetlb) + used.hugetlb.0 as f64,
     }
 }
 
@@ -92,8 +111,7 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
     let parts = if has_parts {
         let part = |node: &VirtualNodePlacement| {
             let vcpus: Vec<&ThreadPlacement> = threads::vcpu_threads(threads, &node.node).collect();
-            let pages = node.pages.as_ref().map(movable_pages).unwrap_or_default();
-            let part = planned_part(topology, &vcpus, pages, hotness);
+            let part = planned_part(topology, &vcpus, &node.pages.clone().unwrap_or_default(), hotness);
             let part = PlannedPart { bound_nodes: node.node.bound_nodes().cloned(), ..part };
             // Threads without names of vCPUs are not found.
             PlannedPart { vcpus: part.vcpus.max(node.node.vcpus.iter().count() as f64), ..part }
@@ -101,17 +119,21 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         let mut parts: Vec<PlannedPart> = placement.virtual_nodes.iter().map(part).collect();
         // The monitor's own memory and that of other backends go with the first virtual node.
         parts[0].bound_nodes = permitted_by_all([parts[0].bound_nodes.as_ref(), placement.bound_nodes.as_ref()]);
-        for (node, pages) in movable_pages(&placement.pages) {
-            let in_parts: f64 = parts.iter().filter_map(|part| part.pages.get(&node)).sum();
-            *parts[0].pages.entry(node).or_default() += (pages - in_parts).max(0.0);
+        for (&node, kinds) in &placement.pages.by_node {
+            let in_parts = |pages: fn(&PlannedPart) -> &BTreeMap<u32, f64>| -> f64 {
+                parts.iter().filter_map(|part| pages(part).get(&node)).sum()
+            };
+            let pages = kinds.movable().0 as f64 - in_parts(|part| &part.pages);
+            let hugetlb_pages = kinds.hugetlb.0 as f64 - in_parts(|part| &part.hugetlb_pages);
+            *parts[0].pages.entry(node).or_default() += pages.max(0.0);
+            *parts[0].hugetlb_pages.entry(node).or_default() += hugetlb_pages.max(0.0);
         }
         parts
     } else {
         let working: Vec<&ThreadPlacement> = threads::working_threads(threads).collect();
         let bindings = placement.virtual_nodes.iter().map(|node| node.node.bound_nodes());
         let bound_nodes = permitted_by_all(bindings.chain([placement.bound_nodes.as_ref()]));
-        let part = planned_part(topology, &working, movable_pages(&placement.pages), hotness);
-        vec![PlannedPart { bound_nodes, ..part }]
+        vec![PlannedPart { bound_nodes, ..planned_part(topology, &working, &placement.pages, hotness) }]
     };
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
@@ -146,24 +168,24 @@ fn permitted_by_all<'n>(bindings: impl IntoIterator<Item = Option<&'n IdSet>>) -
     bindings.into_iter().flatten().cloned().reduce(|left, right| left.intersection(&right))
 }
 
-fn planned_part(
-    topology: &Topology,
-    threads: &[&ThreadPlacement],
-    pages: BTreeMap<u32, f64>,
-    hotness: f64,
-) -> PlannedPart {
-    let cpu_shares = threads::cpu_shares(topology, threads.iter().copied());
-    PlannedPart { vcpus: threads.len() as f64, cpu_shares, pages, hotness, bound_nodes: None }
-}
-
-fn movable_pages(pages: &PageNodes) -> BTreeMap<u32, f64> {
-    pages.by_node.iter().map(|(&node, kinds)| (node, kinds.movable().0 as f64)).collect()
+fn planned_part(topology: &Topology, threads: &[&ThreadPlacement], pages: &PageNodes, hotness: f64) -> PlannedPart {
+    let by_node = |count: fn(&PageKinds) -> Pages| {
+        pages.by_node.iter().map(|(&node, kinds)| (node, count(kinds).0 as f64)).collect()
+    };
+    PlannedPart {
+        vcpus: threads.len() as f64,
+        cpu_shares: threads::cpu_shares(topology, threads.iter().copied()),
+        pages: by_node(|kinds| kinds.movable()),
+        hugetlb_pages: by_node(|kinds| kinds.hugetlb),
+        hotness,
+        bound_nodes: None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page_nodes::PageKinds;
+    use crate::topology::NodeMemory;
     use pagefold_base::identity::virtual_nodes;
     use pagefold_base::process::Process;
     use pagefold_base::{Absent, Pid, ProcessId};
@@ -171,7 +193,12 @@ mod tests {
     /// The plan's view of a machine on a host with four nodes, by the command line of QEMU. Each virtual node has pages.
     fn vm(command: &str) -> PlannedVm {
         let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-        let node = || NumaNode { cpus: IdSet::default(), memory: Err(Absent::Denied), distances: BTreeMap::new() };
+        let node = || NumaNode {
+            cpus: IdSet::default(),
+            memory: Err(Absent::Denied),
+            free_hugetlb: Err(Absent::Denied),
+            distances: BTreeMap::new(),
+        };
         let topology = Topology { nodes: (0..4).map(|id| (id, node())).collect() };
         let kinds = PageKinds { small: Pages(100), ..PageKinds::default() };
         let pages = || PageNodes { by_node: [(0, kinds)].into(), ..PageNodes::default() };
@@ -191,6 +218,24 @@ mod tests {
             cost: None,
         };
         planned_vm(&placement, &topology, PageSize::new(4096).unwrap(), 1.0)
+    }
+
+    #[test]
+    fn node_offers_free_memory_and_what_the_processes_use() {
+        let page_size = PageSize::new(4096).unwrap();
+        let memory = |pages| page_size.bytes_of(Pages(pages));
+        let mut node = NumaNode {
+            cpus: "0-3".parse().unwrap(),
+            memory: Ok(NodeMemory { total: memory(1000), free: memory(300), file_cache: memory(100) }),
+            free_hugetlb: Ok(memory(512)),
+            distances: BTreeMap::new(),
+        };
+        let used = PageKinds { small: Pages(50), hugetlb: Pages(1024), merged: Pages(7), ..PageKinds::default() };
+        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1 };
+        let expected = NodeCapacity { id: 1, vcpus: 8.0, pages: 350.0, hugetlb_pages: 1536.0 };
+        assert_eq!(node_capacity((1, &node), used, page_size, limits), expected);
+        node.free_hugetlb = Err(Absent::NotOnThisKernel);
+        assert_eq!(node_capacity((1, &node), used, page_size, limits).hugetlb_pages, 1024.0, "only what they use");
     }
 
     fn bound_nodes(vm: &PlannedVm) -> Vec<Option<String>> {

@@ -20,6 +20,9 @@ pub struct NumaNode {
     pub cpus: IdSet,
     /// Its memory; zero for a node with CPUs only.
     pub memory: Reading<NodeMemory>,
+    /// Free hugetlb pages. `NotOnThisKernel` if there are pools of several sizes, because it is not known which one a
+    /// machine uses.
+    pub free_hugetlb: Reading<Bytes>,
     /// The distance of its CPUs to the memory of each node, [`LOCAL_DISTANCE`] for itself.
     pub distances: BTreeMap<u32, u32>,
 }
@@ -68,7 +71,8 @@ impl Topology {
             let memory = pagefold_host::observe::memory(host).and_then(|memory| {
                 Ok(NodeMemory { total: memory.total?, free: memory.free?, file_cache: Bytes::ZERO })
             });
-            let node = NumaNode { cpus, memory, distances: [(0, LOCAL_DISTANCE)].into() };
+            let free_hugetlb = read_free_hugetlb(host, "sys/kernel/mm/hugepages");
+            let node = NumaNode { cpus, memory, free_hugetlb, distances: [(0, LOCAL_DISTANCE)].into() };
             return Ok(Self { nodes: [(0, node)].into() });
         }
         let nodes = ids.iter().map(|&id| Ok((id, read_node(host, id, &ids)?))).collect::<Reading<_>>()?;
@@ -103,6 +107,7 @@ fn read_node(host: &dyn Host, id: u32, ids: &[u32]) -> Reading<NumaNode> {
     Ok(NumaNode {
         cpus: read_ids(host, &format!("{folder}/cpulist"))?,
         memory: host.read(&format!("{folder}/meminfo")).and_then(|bytes| parse_node_memory(&bytes)),
+        free_hugetlb: read_free_hugetlb(host, &format!("{folder}/hugepages")),
         // The kernel lists the nodes that are online, ascending (`node_read_distance`).
         distances: ids.iter().copied().zip(distances).filter_map(|(to, distance)| Some((to, distance.ok()?))).collect(),
     })
@@ -110,6 +115,24 @@ fn read_node(host: &dyn Host, id: u32, ids: &[u32]) -> Reading<NumaNode> {
 
 fn read_ids(host: &dyn Host, path: &str) -> Reading<IdSet> {
     Ok(parse::number_list(&host.read(path)?)?.into_iter().collect())
+}
+
+/// The free hugetlb pages of the pools in a folder (mm/hugetlb_sysfs.c).
+fn read_free_hugetlb(host: &dyn Host, folder: &str) -> Reading<Bytes> {
+    let count = |pool: &str, file: &str| -> Option<u64> {
+        parse::number(&host.read(&format!("{folder}/{pool}/{file}")).ok()?).ok()
+    };
+    let pool = |name: &String| {
+        let kib: u64 = name.strip_prefix("hugepages-")?.strip_suffix("kB")?.parse().ok()?;
+        let is_used = count(name, "nr_hugepages")? > 0;
+        is_used.then(|| Some(Bytes::from_kib(kib.saturating_mul(count(name, "free_hugepages")?))))?
+    };
+    let pools: Vec<Bytes> = host.list(folder).unwrap_or_default().iter().filter_map(pool).collect();
+    match pools[..] {
+        [] => Ok(Bytes::ZERO),
+        [free] => Ok(free),
+        _ => Err(Absent::NotOnThisKernel),
+    }
 }
 
 /// Parses lines such as `Node 0 MemTotal:       24680 kB` (`node_read_meminfo`).
@@ -154,6 +177,24 @@ mod tests {
         assert_eq!(topology.distance(0, 9), REMOTE_DISTANCE, "an unknown node");
         assert_eq!([4, 3, 9].map(|cpu| topology.node_of_cpu(cpu)), [Some(0), Some(2), None]);
         assert_eq!(topology.nodes_of_cpus(&"1-2".parse().unwrap()).to_string(), "0,2");
+    }
+
+    #[test]
+    fn free_hugetlb_pages_are_known_for_a_single_pool() {
+        let host = FakeHost::booted();
+        let put_pool = |node: u32, kib: u32, count: u32, free: u32| {
+            let folder = format!("{NODE_DIRECTORY}/node{node}/hugepages/hugepages-{kib}kB");
+            host.put_file(&format!("{folder}/nr_hugepages"), &format!("{count}\n"));
+            host.put_file(&format!("{folder}/free_hugepages"), &format!("{free}\n"));
+        };
+        (0..3).for_each(|id| put_node(&host, id, "", 1000, "10 20 20"));
+        put_pool(1, 2048, 8, 3);
+        put_pool(1, 1_048_576, 0, 0);
+        put_pool(2, 2048, 8, 3);
+        put_pool(2, 1_048_576, 1, 0);
+        let topology = Topology::read(&host).unwrap();
+        let free = [0, 1, 2].map(|node| topology.nodes[&node].free_hugetlb.clone());
+        assert_eq!(free, [Ok(Bytes::ZERO), Ok(Bytes(3 << 21)), Err(Absent::NotOnThisKernel)]);
     }
 
     #[test]

@@ -23,7 +23,6 @@ use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
 use pagefold_numa::map::{read_device_node, read_uptime_ticks};
-use pagefold_numa::predict::read_free_hugetlb;
 use pagefold_numa::threads::read_threads;
 use pagefold_numa::topology::Topology;
 use pagefold_recording::HostRecorder;
@@ -276,10 +275,7 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     let _ = tune_facts::read_possible_state(recorder, &examine_host(&facts), &machines);
     let _ = tune_facts::check_vcpus(recorder);
     // For `numa`.
-    let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder));
-    if let Ok(topology) = Topology::read(recorder) {
-        topology.nodes.keys().for_each(|&node| _ = read_free_hugetlb(recorder, node));
-    }
+    let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));
     for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
         for address in passed_through_devices(arguments) {
             let _ = read_device_node(recorder, &address);

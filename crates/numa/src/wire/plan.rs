@@ -62,8 +62,10 @@ pub struct NodeCapacityReport {
     pub node: u32,
     /// Virtual CPUs that it may run.
     pub vcpus: f64,
-    /// Pages for the machines, including those that they have there now.
+    /// Pages for the machines, including those that they have there now, without hugetlb pages.
     pub pages: u64,
+    /// Base pages of hugetlb pages for the machines, including those that they have there now.
+    pub hugetlb_pages: u64,
 }
 
 /// The plan for a machine.
@@ -122,7 +124,7 @@ pub struct ComparedPlacementReport {
     pub moved_pages: u64,
     /// Virtual CPUs above the capacity of nodes.
     pub excess_vcpus: f64,
-    /// Pages above the capacity of nodes.
+    /// Pages above the capacity of nodes, also hugetlb pages.
     pub excess_pages: u64,
 }
 
@@ -152,7 +154,12 @@ impl NumaPlanReport {
             nodes: problem
                 .nodes
                 .iter()
-                .map(|node| NodeCapacityReport { node: node.id, vcpus: node.vcpus, pages: node.pages as u64 })
+                .map(|node| NodeCapacityReport {
+                    node: node.id,
+                    vcpus: node.vcpus,
+                    pages: node.pages as u64,
+                    hugetlb_pages: node.hugetlb_pages as u64,
+                })
                 .collect(),
             machines: map
                 .processes
@@ -182,7 +189,7 @@ fn placement_report(placement: &'static str, result: BaselineResult) -> Compared
         remote_reads: result.remote_reads,
         moved_pages: result.moved_pages.round() as u64,
         excess_vcpus: result.overload.vcpus,
-        excess_pages: result.overload.pages.round() as u64,
+        excess_pages: (result.overload.pages + result.overload.hugetlb_pages).round() as u64,
     }
 }
 

@@ -91,8 +91,8 @@ fn hot_machine_gets_the_node_of_its_memory() {
     let vm = |name: &str| PlannedVm { name: name.to_owned(), parts: vec![part.clone()], ..PlannedVm::default() };
     let mut problem = PlacementProblem {
         nodes: vec![
-            NodeCapacity { id: 0, vcpus: 4.0, pages: 0.0 },
-            NodeCapacity { id: 1, vcpus: 2.0, pages: 2.0 * pages },
+            NodeCapacity { id: 0, vcpus: 4.0, pages: 0.0, hugetlb_pages: 0.0 },
+            NodeCapacity { id: 1, vcpus: 2.0, pages: 2.0 * pages, hugetlb_pages: 0.0 },
         ],
         distances: [((0, 0), 10), ((0, 1), 20), ((1, 0), 20), ((1, 1), 10)].into(),
         vms: vec![vm("cold"), vm("hot")],

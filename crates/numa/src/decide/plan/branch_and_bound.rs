@@ -8,7 +8,7 @@
 //! last of them, the ones before have bounded the gap.
 
 use super::relaxation::{Ascent, PartialPlan, Relaxation, Totals};
-use super::{Column, OverloadCosts, PlacementProblem};
+use super::{Column, OverloadCosts, PlacementProblem, host_excess};
 
 /// The gaps at which a part of the tree is left out, relative to the avoidable cost of the best plan.
 const TOLERANCES: [f64; 2] = [0.02, 0.0];
@@ -64,7 +64,7 @@ pub(super) fn improve(
 ) -> BoundedChoice {
     let plan = PartialPlan::new(problem, columns, costs);
     let equal_before = equal_machines(problem);
-    let mut multipliers = vec![0.0; plan.resource_count()];
+    let mut multipliers = plan.first_multipliers(host_excess(problem));
     let mut best = first;
     for tolerance in TOLERANCES {
         let known_bound = best.bound;

@@ -1,6 +1,8 @@
 //! The patterns of a machine, with their cost and load.
 
-use super::{Column, FIXED_MOVE_COST, Load, MOVE_COST, Pattern, PlacementProblem, PlannedPart, PlannedVm};
+use super::{
+    Column, FIXED_MOVE_COST, Load, MOVE_COST, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm,
+};
 use std::collections::BTreeMap;
 
 /// Patterns of a machine at most, those of the lowest cost. All patterns of two parts on 16 nodes, or of four parts on
@@ -34,7 +36,9 @@ fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
         for (position, node) in problem.nodes.iter().enumerate() {
             let cpu_share = cpu_shares.get(&node.id).copied().unwrap_or(0.0);
             load[position].vcpus += part.vcpus * cpu_share;
-            load[position].pages += part.pages.get(&node.id).copied().unwrap_or(0.0);
+            let hugetlb_pages = part.hugetlb_pages.get(&node.id).copied().unwrap_or(0.0);
+            load[position].pages += part.pages.get(&node.id).copied().unwrap_or(0.0) - hugetlb_pages;
+            load[position].hugetlb_pages += hugetlb_pages;
         }
         remote_reads += part.hotness * remote_pages(problem, &cpu_shares, &part.pages);
     }
@@ -91,9 +95,8 @@ fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
 fn with_part(problem: &PlacementProblem, column: &Column, part: &PlannedPart, position: usize) -> Option<Column> {
     let node = &problem.nodes[position];
     let mut longer = column.clone();
-    longer.load[position].vcpus += part.vcpus;
-    longer.load[position].pages += part.total_pages();
-    if longer.load[position].vcpus > node.vcpus || longer.load[position].pages > node.pages {
+    longer.load[position] = longer.load[position].plus(part.load(), 1.0);
+    if !longer.load[position].fits(node) {
         return None;
     }
     let moved = part.total_pages() - part.pages.get(&node.id).copied().unwrap_or(0.0);
@@ -107,17 +110,18 @@ fn with_part(problem: &PlacementProblem, column: &Column, part: &PlannedPart, po
 
 /// All parts over the fewest nodes that suffice, but at least so many, starting from each node with the nearest others.
 fn spread_columns(problem: &PlacementProblem, vm: &PlannedVm, allowed: &[usize], least_nodes: usize) -> Vec<Column> {
-    let vcpus: f64 = vm.parts.iter().map(|part| part.vcpus).sum();
-    let pages: f64 = vm.parts.iter().map(PlannedPart::total_pages).sum();
+    let load = vm.parts.iter().fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0));
     let mut found: Vec<Column> = Vec::new();
     for &first in allowed {
         let mut nearest = allowed.to_vec();
         let distance = |position: usize| problem.extra_distance(problem.nodes[first].id, problem.nodes[position].id);
         nearest.sort_by(|&left, &right| distance(left).total_cmp(&distance(right)).then(left.cmp(&right)));
-        let (mut room, mut count) = (Load::default(), 0);
-        while count < nearest.len() && (count < least_nodes || room.vcpus < vcpus || room.pages < pages) {
+        let mut room = NodeCapacity { id: problem.nodes[first].id, vcpus: 0.0, pages: 0.0, hugetlb_pages: 0.0 };
+        let mut count = 0;
+        while count < nearest.len() && (count < least_nodes || !load.fits(&room)) {
             room.vcpus += problem.nodes[nearest[count]].vcpus;
             room.pages += problem.nodes[nearest[count]].pages;
+            room.hugetlb_pages += problem.nodes[nearest[count]].hugetlb_pages;
             count += 1;
         }
         let mut chosen = nearest[..count].to_vec();
@@ -145,8 +149,9 @@ pub(super) fn spread_column(problem: &PlacementProblem, vm: &PlannedVm, chosen: 
         remote_reads += part.hotness * remote_pages(problem, &cpu_shares, &part_pages);
         for &at in chosen {
             let node = problem.nodes[at].id;
+            let memory = Load { vcpus: 0.0, ..part.load() };
+            load[at] = load[at].plus(memory, problem.nodes[at].pages / pages);
             load[at].vcpus += part.vcpus * cpu_shares[&node];
-            load[at].pages += part_pages[&node];
             moved_pages += (part_pages[&node] - part.pages.get(&node).copied().unwrap_or(0.0)).max(0.0);
         }
     }

@@ -40,6 +40,9 @@ const MEMORY_OVERLOAD_COST: f64 = 1000.0;
 /// The cost of a virtual CPU above the capacity of a node, relative to the mean pages of a virtual CPU.
 const CPU_OVERLOAD_COST: f64 = 100.0;
 
+/// Base pages of a hugetlb page of 2 MiB.
+const PAGES_PER_HUGETLB_PAGE: f64 = 512.0;
+
 /// A node of the host as the planner sees it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NodeCapacity {
@@ -47,8 +50,10 @@ pub struct NodeCapacity {
     pub id: u32,
     /// Virtual CPUs that it may run: its CPUs times the permitted over-commit.
     pub vcpus: f64,
-    /// Pages that machines may use, including those that they use now.
+    /// Pages that machines may use, including those that they use now, without hugetlb pages.
     pub pages: f64,
+    /// Base pages of hugetlb pages that machines may use, including those that they use now.
+    pub hugetlb_pages: f64,
 }
 
 /// A part of a machine: a virtual node, or the whole machine.
@@ -60,6 +65,8 @@ pub struct PlannedPart {
     pub cpu_shares: BTreeMap<u32, f64>,
     /// Its pages by node.
     pub pages: BTreeMap<u32, f64>,
+    /// Base pages of hugetlb pages by node; `pages` includes them.
+    pub hugetlb_pages: BTreeMap<u32, f64>,
     /// How often its pages are read, relative to other parts: 1 for the hottest.
     pub hotness: f64,
     /// The nodes to which a policy strictly binds its memory (`MPOL_BIND`); `None` if there is no such policy.
@@ -70,6 +77,12 @@ impl PlannedPart {
     /// Its pages on all nodes.
     pub fn total_pages(&self) -> f64 {
         self.pages.values().sum()
+    }
+
+    /// What it needs in all.
+    fn load(&self) -> Load {
+        let hugetlb_pages: f64 = self.hugetlb_pages.values().sum();
+        Load { vcpus: self.vcpus, pages: self.total_pages() - hugetlb_pages, hugetlb_pages }
     }
 }
 
@@ -98,24 +111,39 @@ impl PlannedVm {
     }
 }
 
-/// Virtual CPUs and pages: on a node, or above its capacity.
+/// Virtual CPUs and memory: on a node, or above its capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
 pub struct Load {
     /// Virtual CPUs.
     pub vcpus: f64,
-    /// Pages.
+    /// Pages without hugetlb pages.
     pub pages: f64,
+    /// Base pages of hugetlb pages.
+    pub hugetlb_pages: f64,
 }
 
 impl Load {
     /// The load after more is added, or a multiple of it.
     fn plus(self, added: Self, factor: f64) -> Self {
-        Self { vcpus: self.vcpus + factor * added.vcpus, pages: self.pages + factor * added.pages }
+        Self {
+            vcpus: self.vcpus + factor * added.vcpus,
+            pages: self.pages + factor * added.pages,
+            hugetlb_pages: self.hugetlb_pages + factor * added.hugetlb_pages,
+        }
     }
 
     /// The part of the load above the capacity of a node.
     fn excess(self, node: &NodeCapacity) -> Self {
-        Self { vcpus: (self.vcpus - node.vcpus).max(0.0), pages: (self.pages - node.pages).max(0.0) }
+        Self {
+            vcpus: (self.vcpus - node.vcpus).max(0.0),
+            pages: (self.pages - node.pages).max(0.0),
+            hugetlb_pages: (self.hugetlb_pages - node.hugetlb_pages).max(0.0),
+        }
+    }
+
+    /// Whether a node without other load has the capacity.
+    fn fits(self, node: &NodeCapacity) -> bool {
+        self.vcpus <= node.vcpus && self.pages <= node.pages && self.hugetlb_pages <= node.hugetlb_pages
     }
 }
 
@@ -274,6 +302,9 @@ fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], 
 struct OverloadCosts {
     vcpu: f64,
     page: f64,
+    /// For a base page of a hugetlb page. A hugetlb page costs more than an overload by all virtual CPUs, because the
+    /// kernel gives none beyond those that are free.
+    hugetlb_page: f64,
 }
 
 impl OverloadCosts {
@@ -281,11 +312,13 @@ impl OverloadCosts {
         let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
         let vcpus: f64 = parts().map(|part| part.vcpus).sum();
         let pages: f64 = parts().map(PlannedPart::total_pages).sum();
-        Self { vcpu: CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0), page: MEMORY_OVERLOAD_COST }
+        let vcpu = CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0);
+        let hugetlb_page = MEMORY_OVERLOAD_COST.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE);
+        Self { vcpu, page: MEMORY_OVERLOAD_COST, hugetlb_page }
     }
 
     fn cost(self, overload: Load) -> f64 {
-        self.vcpu * overload.vcpus + self.page * overload.pages
+        self.vcpu * overload.vcpus + self.page * overload.pages + self.hugetlb_page * overload.hugetlb_pages
     }
 }
 
@@ -314,11 +347,20 @@ fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: Overlo
 /// The cost of machines without a choice, and of load above the capacity of the whole host.
 fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> f64 {
     let fixed: f64 = columns.iter().filter(|columns| columns.len() == 1).map(|columns| columns[0].cost).sum();
-    let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
+    fixed + costs.cost(host_excess(problem))
+}
+
+/// The load above the capacity of the whole host.
+fn host_excess(problem: &PlacementProblem) -> Load {
+    let parts = problem.vms.iter().flat_map(|vm| &vm.parts);
+    let load = parts.fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0));
     let capacity = |axis: fn(&NodeCapacity) -> f64| problem.nodes.iter().map(axis).sum::<f64>();
-    let vcpus: f64 = parts().map(|part| part.vcpus).sum::<f64>() - capacity(|node| node.vcpus);
-    let pages: f64 = parts().map(PlannedPart::total_pages).sum::<f64>() - capacity(|node| node.pages);
-    fixed + costs.cost(Load { vcpus: vcpus.max(0.0), pages: pages.max(0.0) })
+    load.excess(&NodeCapacity {
+        id: 0,
+        vcpus: capacity(|node| node.vcpus),
+        pages: capacity(|node| node.pages),
+        hugetlb_pages: capacity(|node| node.hugetlb_pages),
+    })
 }
 
 /// The gap between a cost and its lower bound; no cost is negative.

@@ -4,7 +4,7 @@
 //! numad takes one process after another, the largest product of CPUs and memory first, and binds it to nodes by their
 //! free resources, with a bias to where its memory is. It knows nothing of virtual nodes. Each process is bound once
 //! here, as all are when numad starts. Memory on the chosen nodes stays, and all other memory is distributed over them.
-//! A virtual CPU counts as a whole CPU.
+//! A virtual CPU counts as a whole CPU. Hugetlb pages count like other memory.
 
 use super::{Column, Load, Pattern, PlacementProblem, PlannedPart, PlannedVm, columns};
 use std::collections::BTreeMap;
@@ -59,7 +59,7 @@ fn free_resources(problem: &PlacementProblem, placed: &[Column]) -> Vec<Load> {
         |position: usize| placed.iter().fold(Load::default(), |sum, column| sum.plus(column.load[position], 1.0));
     let free = |(position, node): (usize, &super::NodeCapacity)| {
         let used = used(position);
-        Load { vcpus: (node.vcpus - used.vcpus).max(0.0), pages: (node.pages - used.pages).max(0.0) }
+        Load { vcpus: (node.vcpus - used.vcpus).max(0.0), pages: (node.pages - used.pages).max(0.0), ..Load::default() }
     };
     problem.nodes.iter().enumerate().map(free).collect()
 }
@@ -67,7 +67,7 @@ fn free_resources(problem: &PlacementProblem, placed: &[Column]) -> Vec<Load> {
 /// The positions of the nodes to which a process is bound.
 fn pick_nodes(problem: &PlacementProblem, vm: &PlannedVm, mut free: Vec<Load>, has_enough_cpus: bool) -> Vec<usize> {
     let (vcpus, pages) = (total_vcpus(vm), total_pages(vm));
-    let mut needed = Load { vcpus, pages: pages / TARGET_UTILIZATION };
+    let mut needed = Load { vcpus, pages: pages / TARGET_UTILIZATION, ..Load::default() };
     for (node, free) in problem.nodes.iter().zip(&mut free) {
         let own: f64 = vm.parts.iter().filter_map(|part| part.pages.get(&node.id)).sum();
         free.pages = (free.pages + own * OWN_MEMORY_BIAS).min(node.pages);
@@ -131,15 +131,21 @@ fn bind(problem: &PlacementProblem, vm: &PlannedVm, chosen: &[usize]) -> Column 
     let mut load = vec![Load::default(); problem.nodes.len()];
     let (mut remote_reads, mut moved_pages) = (0.0, 0.0);
     for part in &vm.parts {
-        let elsewhere: f64 = part.pages.iter().filter(|(node, _)| !nodes.contains(node)).map(|(_, pages)| pages).sum();
-        let on_node = |node: &u32| part.pages.get(node).copied().unwrap_or(0.0) + elsewhere / nodes.len() as f64;
-        let pages: BTreeMap<u32, f64> = nodes.iter().map(|node| (*node, on_node(node))).collect();
+        let elsewhere = |pages: &BTreeMap<u32, f64>| -> f64 {
+            pages.iter().filter(|(node, _)| !nodes.contains(node)).map(|(_, pages)| pages).sum()
+        };
+        let bound = |pages: &BTreeMap<u32, f64>| -> BTreeMap<u32, f64> {
+            let share = elsewhere(pages) / nodes.len() as f64;
+            nodes.iter().map(|node| (*node, pages.get(node).copied().unwrap_or(0.0) + share)).collect()
+        };
+        let (pages, hugetlb_pages) = (bound(&part.pages), bound(&part.hugetlb_pages));
         remote_reads += part.hotness * columns::remote_pages(problem, &cpu_shares, &pages);
-        moved_pages += elsewhere;
+        moved_pages += elsewhere(&part.pages);
         for &position in chosen {
             let node = problem.nodes[position].id;
             load[position].vcpus += part.vcpus * cpu_shares[&node];
-            load[position].pages += pages[&node];
+            load[position].pages += pages[&node] - hugetlb_pages[&node];
+            load[position].hugetlb_pages += hugetlb_pages[&node];
         }
     }
     Column { pattern: Pattern::Spread(nodes), remote_reads, moved_pages, cost: remote_reads, load }

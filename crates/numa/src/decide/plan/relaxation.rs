@@ -11,7 +11,7 @@
 //! The excess on the right counts for the chosen columns, and for each open machine that is added to them alone; the
 //! excess of all is not less. So a column that no longer fits costs its overload, and the bound grows as nodes fill up.
 
-use super::{Column, OverloadCosts, PlacementProblem};
+use super::{Column, Load, OverloadCosts, PlacementProblem};
 
 /// Steps without a better bound after which the step length is reduced.
 const STEPS_PER_LENGTH: usize = 5;
@@ -86,14 +86,17 @@ impl PartialPlan {
         let mut resources = Vec::new();
         let mut scales = Vec::new();
         for node in &problem.nodes {
-            for (capacity, cost) in [(node.vcpus, costs.vcpu), (node.pages, costs.page)] {
+            for (capacity, cost) in
+                [(node.vcpus, costs.vcpu), (node.pages, costs.page), (node.hugetlb_pages, costs.hugetlb_page)]
+            {
                 let scale = capacity.max(1.0);
                 resources.push(Resource { capacity: capacity / scale, overload_cost: cost * scale });
                 scales.push(scale);
             }
         }
         let choice = |(position, column): (usize, &Column)| {
-            let amounts = column.load.iter().flat_map(|load| [load.vcpus, load.pages]).zip(&scales).enumerate();
+            let loads = column.load.iter().flat_map(|load| [load.vcpus, load.pages, load.hugetlb_pages]);
+            let amounts = loads.zip(&scales).enumerate();
             let uses = amounts.map(|(resource, (amount, scale))| Use { resource, amount: amount / scale });
             Choice { column: position, cost: column.cost, uses: uses.filter(|used| used.amount > 0.0).collect() }
         };
@@ -109,9 +112,12 @@ impl PartialPlan {
         plan
     }
 
-    /// The number of multipliers.
-    pub(super) fn resource_count(&self) -> usize {
-        self.resources.len()
+    /// Multipliers to begin with. A resource of which the whole host has too little costs its overload wherever it is
+    /// used; any other one is free.
+    pub(super) fn first_multipliers(&self, host_excess: Load) -> Vec<f64> {
+        let scarce = [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages].map(|excess| excess > 0.0);
+        let resources = self.resources.iter().zip(scarce.into_iter().cycle());
+        resources.map(|(resource, is_scarce)| if is_scarce { resource.overload_cost } else { 0.0 }).collect()
     }
 
     /// The machines that are open.
