@@ -364,8 +364,8 @@ pub enum MissedReason {
     /// Its pages cannot be moved, because several processes map them.
     #[error("several processes map it")]
     MappedBySeveral,
-    /// It has this memory policy, which another program has set.
-    #[error("another program has set {0}")]
+    /// It has this memory policy, which its owner has set.
+    #[error("its owner has set {0}")]
     OtherPolicy(String),
     /// It cannot be merged, or the kernel refused it: as a phrase.
     #[error("{0}")]

@@ -427,6 +427,7 @@ impl FakeHost {
                     *current = policy.to.to_string();
                     outcome.unchanged = false;
                 }
+                Some(current) if *current == policy.to.to_string() => {}
                 Some(current) => outcome.missed_ranges.push((*range, MissedReason::OtherPolicy(current.clone()))),
                 None => outcome.missed_ranges.push((*range, MissedReason::NotMapped)),
             }

@@ -16,7 +16,7 @@ use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
+use pagefold_base::memory::{DEFAULT_PRESSURE_PERCENT, MemoryPolicy};
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, IdSet, Pages, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, LibvirtPin, MissedReason, ThreadId};
@@ -153,8 +153,8 @@ pub struct MachineOutcome {
     pub kept_pages: BTreeMap<MissedReason, Pages>,
     /// Memory that will come from the machine's node if it is touched later.
     pub preferring_bytes: Bytes,
-    /// Memory whose policy stays, with the reason.
-    pub kept_policies: BTreeMap<String, Bytes>,
+    /// Memory whose policy could not be changed, with the reason.
+    pub refused_policies: BTreeMap<String, Bytes>,
     /// Why the machine was given up, if it was: it has ended, its nodes have no room, or the kernel refused.
     pub failure: Option<String>,
 }
@@ -173,7 +173,8 @@ impl MachineOutcome {
 
     /// Whether all was done, except that memory of other processes stays.
     pub fn is_complete(&self) -> bool {
-        self.failure.is_none() && self.kept_threads.is_empty() && self.staying_pages() == Pages::ZERO
+        let is_placed = self.kept_threads.is_empty() && self.staying_pages() == Pages::ZERO;
+        self.failure.is_none() && is_placed && self.refused_policies.is_empty()
     }
 }
 
@@ -287,7 +288,9 @@ fn prepare_machine(
         let part = part.and_then(|id| nodes.iter().position(|node| node.id == *id)).unwrap_or(0);
         let part = if part < parts.len() { part } else { 0 };
         parts[part].regions.extend(movable_ranges(host, &*handle, region)?);
-        mappings[part].extend(Some(region.range).filter(|_| region.is_memory()));
+        if region.is_memory() && !has_lasting_file(region) {
+            mappings[part].push(region.range);
+        }
     }
     let threads: Vec<ThreadToPlace> = placement
         .threads
@@ -300,10 +303,12 @@ fn prepare_machine(
     // Where policies cannot be read, none is changed.
     let policies = parse::memory_policies(&handle.read("numa_maps").unwrap_or_default());
     for (part, mappings) in parts.iter().zip(&mappings) {
-        // Memory that is spread over nodes comes from the node of the thread that touches it.
-        if let [(node, _)] = part.nodes[..] {
-            steps::add_policies(&mut steps, node, mappings, &policies);
-        }
+        steps::add_policies(&mut steps, &part.nodes, mappings, &policies);
+    }
+    let lasting = regions.iter().filter(|region| region.is_memory() && has_lasting_file(region));
+    let lasting_bytes: Bytes = lasting.map(|region| region.range.bytes()).sum();
+    if lasting_bytes > Bytes::ZERO {
+        steps.kept_policies.insert("it is of a file, which would keep the policy".to_owned(), lasting_bytes);
     }
     let mut in_place = Bytes::ZERO;
     for step in steps.moves.iter_mut().take_while(|_| !stop.load(Ordering::Relaxed)) {
@@ -346,6 +351,12 @@ fn movable_ranges(host: &dyn Host, handle: &dyn ProcessHandle, region: &Region) 
     let end = |run: &PageRun| run.address + host.page_size().bytes_of(Pages(run.pages.into())).0;
     let runs = handle.resident(&[region.range])?;
     Ok(runs.iter().map(|run| AddressRange { start: run.address, end: end(run) }).collect())
+}
+
+/// Whether memory is of a file that other processes may open, now or later. Its policy is the file's (mm/shmem.c,
+/// `shmem_set_policy`) and would outlive the process.
+fn has_lasting_file(region: &Region) -> bool {
+    region.inode != 0 && !region.name.ends_with(" (deleted)")
 }
 
 fn thread_to_place(thread: &ThreadPlacement, part: Option<usize>) -> ThreadToPlace {
@@ -583,9 +594,6 @@ impl Placer<'_, '_> {
     /// comes from the node of the thread that touches it.
     fn set_policies(&mut self, machine: usize) -> Result<(), Error> {
         let prepared = &self.machines[machine];
-        let other = prepared.steps.other_policies.iter();
-        let mut kept: BTreeMap<String, Bytes> =
-            other.map(|(policy, &bytes)| (MissedReason::OtherPolicy(policy.clone()).to_string(), bytes)).collect();
         for step in &prepared.steps.policies {
             if self.is_stopped() {
                 break;
@@ -594,17 +602,20 @@ impl Placer<'_, '_> {
             let policy = Exchange { from, to };
             let bytes: Bytes = ranges.iter().map(|range| range.bytes()).sum();
             let action = Action::SetMemoryPolicy { process: prepared.process, ranges, policy };
-            let missed: Vec<(Bytes, String)> = match try_apply(&mut self.sessions.memory, &action)? {
-                Ok(outcome) => {
-                    outcome.missed_ranges.into_iter().map(|(range, why)| (range.bytes(), why.to_string())).collect()
-                }
-                Err(why) => vec![(bytes, why.to_string())],
+            let missed = match try_apply(&mut self.sessions.memory, &action)? {
+                Ok(outcome) => outcome.missed_ranges.into_iter().map(|(range, why)| (range.bytes(), why)).collect(),
+                Err(ActionError::Vanished) => vec![(bytes, MissedReason::NotMapped)],
+                Err(why) => vec![(bytes, MissedReason::Refused(why.to_string()))],
             };
-            let missed_bytes: Bytes = missed.iter().map(|(bytes, _)| *bytes).sum();
-            self.outcome.machines[machine].preferring_bytes += bytes.saturating_sub(missed_bytes);
-            missed.into_iter().for_each(|(bytes, why)| *kept.entry(why).or_default() += bytes);
+            let result = &mut self.outcome.machines[machine];
+            if let MemoryPolicy::Prefer(_) = to {
+                let missed_bytes: Bytes = missed.iter().map(|(bytes, _)| *bytes).sum();
+                result.preferring_bytes += bytes.saturating_sub(missed_bytes);
+            }
+            for (bytes, why) in missed.into_iter().filter(|(_, why)| !why.is_not_mapped()) {
+                *result.refused_policies.entry(why.to_string()).or_default() += bytes;
+            }
         }
-        self.outcome.machines[machine].kept_policies = kept;
         Ok(())
     }
 

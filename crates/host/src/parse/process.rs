@@ -164,8 +164,12 @@ pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<Str
 pub fn memory_policies(numa_maps: &[u8]) -> BTreeMap<u64, String> {
     let policy = |line: &str| {
         let (address, rest) = line.split_once(' ')?;
-        let policy = rest.split(' ').next()?;
-        Some((u64::from_str_radix(address, 16).ok()?, policy.to_owned()))
+        let mut words = rest.split(' ');
+        let first = words.next()?;
+        // Two policies have two words: `prefer (many):0-1` and `weighted interleave:0-1`.
+        let second = words.next().filter(|word| word.starts_with("(many)") || word.starts_with("interleave"));
+        let policy = second.map_or_else(|| first.to_owned(), |second| format!("{first} {second}"));
+        Some((u64::from_str_radix(address, 16).ok()?, policy))
     };
     String::from_utf8_lossy(numa_maps).lines().filter_map(policy).collect()
 }
@@ -366,7 +370,7 @@ mod tests {
     #[test]
     fn each_mapping_has_a_memory_policy() {
         let numa_maps = "7f00 default file=/a\n7f10 prefer:1 anon=1\n7f20 prefer (many):0-1 x\nzz bind:1 x\n7f30\n";
-        let expected = [(0x7f00, "default"), (0x7f10, "prefer:1"), (0x7f20, "prefer")];
+        let expected = [(0x7f00, "default"), (0x7f10, "prefer:1"), (0x7f20, "prefer (many):0-1")];
         assert_eq!(memory_policies(numa_maps.as_bytes()), expected.map(|(at, policy)| (at, policy.to_owned())).into());
         assert_eq!(memory_policies(b""), BTreeMap::new());
     }

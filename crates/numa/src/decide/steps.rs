@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// bound on bandwidth and a prompt end. A multiple of all sizes of transparent huge pages.
 pub const BATCH_BYTES: u64 = 32 << 20;
 
-/// Smaller mappings keep their memory policy: they hold no memory of a guest, but stacks and heaps of its monitor.
+/// Smaller stretches of memory keep their policy: stacks and heaps of the monitor, which its own threads use.
 const MIN_POLICY_BYTES: u64 = 32 << 20;
 
 /// The most blocks into which a region is divided if it is spread over several nodes.
@@ -91,8 +91,8 @@ pub struct MachineSteps {
     pub moves: Vec<MoveStep>,
     /// New memory policies.
     pub policies: Vec<PolicyStep>,
-    /// Memory whose owner has set another policy than that of a preferred node, by that policy. It stays.
-    pub other_policies: BTreeMap<String, Bytes>,
+    /// Memory whose policy stays, by reason.
+    pub kept_policies: BTreeMap<String, Bytes>,
 }
 
 /// The steps for a machine with these parts and threads. `cpus_of_node` has the CPUs of each node that are online.
@@ -126,18 +126,35 @@ pub fn machine_steps(
     steps
 }
 
-/// The policies of mappings that shall prefer a node, in `steps`. Mappings below [`MIN_POLICY_BYTES`] stay. `current` has
-/// the present policies by the start of each mapping, as in `/proc/PID/numa_maps`.
-pub fn add_policies(steps: &mut MachineSteps, node: u32, mappings: &[AddressRange], current: &BTreeMap<u64, String>) {
-    let mut ranges: BTreeMap<MemoryPolicy, Vec<AddressRange>> = BTreeMap::new();
-    for &range in mappings.iter().filter(|range| range.bytes().0 >= MIN_POLICY_BYTES) {
-        let Some(text) = current.get(&range.start) else { continue };
-        match text.parse() {
-            Ok(policy) => ranges.entry(policy).or_default().push(range),
-            Err(()) => *steps.other_policies.entry(text.clone()).or_default() += range.bytes(),
+/// The steps that give mappings of a part a policy, and those whose policy stays, in `steps`. `mappings` are ascending.
+/// `current` has the present policies by the start of each mapping, as in `/proc/PID/numa_maps`. Memory that is spread
+/// over nodes shall come from the node of the thread that touches it, as by default.
+pub fn add_policies(
+    steps: &mut MachineSteps,
+    nodes: &[(u32, f64)],
+    mappings: &[AddressRange],
+    current: &BTreeMap<u64, String>,
+) {
+    let to = if let [(node, _)] = nodes { MemoryPolicy::Prefer(*node) } else { MemoryPolicy::Default };
+    // The kernel splits mappings, such as by advice about parts of a guest's memory.
+    let mut joined: Vec<(AddressRange, &str)> = Vec::new();
+    for &range in mappings {
+        let Some(policy) = current.get(&range.start) else { continue };
+        match joined.last_mut() {
+            Some((last, same)) if last.end == range.start && same == policy => last.end = range.end,
+            _ => joined.push((range, policy)),
         }
     }
-    let to = MemoryPolicy::Prefer(node);
+    let mut ranges: BTreeMap<MemoryPolicy, Vec<AddressRange>> = BTreeMap::new();
+    for (range, policy) in joined.into_iter().filter(|(range, _)| range.bytes().0 >= MIN_POLICY_BYTES) {
+        match policy.parse() {
+            Ok(policy) => ranges.entry(policy).or_default().push(range),
+            Err(()) => {
+                let why = format!("its owner has set {policy}");
+                *steps.kept_policies.entry(why).or_default() += range.bytes();
+            }
+        }
+    }
     let changes = ranges.into_iter().filter(|&(from, _)| from != to);
     steps.policies.extend(changes.map(|(from, ranges)| PolicyStep { ranges, from, to }));
 }
@@ -210,16 +227,39 @@ mod tests {
     #[test]
     fn policies_are_set_unless_they_are_others() {
         let mapping = |first_mib: u64, mib: u64| AddressRange { start: first_mib * MIB, end: (first_mib + mib) * MIB };
-        let mappings = [mapping(0, 64), mapping(64, 32), mapping(100, 31), mapping(200, 64), mapping(300, 64)];
-        let policies = ["default", "prefer:0", "default", "bind:0", "prefer:1"];
-        let current = mappings.iter().zip(policies).map(|(range, policy)| (range.start, policy.to_owned())).collect();
-        let mut steps = MachineSteps::default();
+        let mappings = [
+            (mapping(0, 64), "default"),
+            (mapping(64, 32), "prefer:0"),
+            (mapping(100, 31), "default"),
+            (mapping(200, 64), "bind:0"),
+            (mapping(300, 64), "prefer:1"),
+            // Two halves of a mapping that the kernel has split.
+            (mapping(400, 16), "default"),
+            (mapping(416, 16), "default"),
+        ];
+        let current = mappings.iter().map(|(range, policy)| (range.start, (*policy).to_owned())).collect();
+        let mut ranges = mappings.map(|(range, _)| range).to_vec();
         // A mapping that began since has no policy in the file.
-        add_policies(&mut steps, 1, &[&mappings[..], &[mapping(400, 64)]].concat(), &current);
-        let change = |range: AddressRange, from| PolicyStep { ranges: vec![range], from, to: MemoryPolicy::Prefer(1) };
-        let expected = [change(mappings[0], MemoryPolicy::Default), change(mappings[1], MemoryPolicy::Prefer(0))];
-        assert_eq!(steps.policies, expected);
-        assert_eq!(steps.other_policies, [("bind:0".to_owned(), Bytes(64 * MIB))].into());
+        ranges.push(mapping(500, 64));
+        let steps_for = |nodes: &[(u32, f64)]| {
+            let mut steps = MachineSteps::default();
+            add_policies(&mut steps, nodes, &ranges, &current);
+            assert_eq!(steps.kept_policies, [("its owner has set bind:0".to_owned(), Bytes(64 * MIB))].into());
+            steps.policies
+        };
+        let change = |ranges: &[AddressRange], from, to| PolicyStep { ranges: ranges.to_vec(), from, to };
+        let prefer = MemoryPolicy::Prefer;
+        let expected = [
+            change(&[mapping(0, 64), mapping(400, 32)], MemoryPolicy::Default, prefer(1)),
+            change(&[mapping(64, 32)], prefer(0), prefer(1)),
+        ];
+        assert_eq!(steps_for(&[(1, 1.0)]), expected);
+        // Memory that is spread over nodes must not all come from one of them.
+        let expected = [
+            change(&[mapping(64, 32)], prefer(0), MemoryPolicy::Default),
+            change(&[mapping(300, 64)], prefer(1), MemoryPolicy::Default),
+        ];
+        assert_eq!(steps_for(&[(0, 0.5), (1, 0.5)]), expected);
     }
 
     #[test]

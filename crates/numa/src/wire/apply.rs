@@ -6,7 +6,7 @@ use crate::decide::working_set::HotnessSource;
 use crate::map::NumaMap;
 use crate::placement_record::{PlacedMachine, VerifiedMachine};
 use crate::wire::plan::HotnessSourceReport;
-use pagefold_base::PageSize;
+use pagefold_base::{Bytes, PageSize};
 use pagefold_output::wire::UnscannedProcessReport;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -130,7 +130,7 @@ impl NumaApplyReport {
             kept_pages: BTreeMap::new(),
             kept_threads: Vec::new(),
             preferring_bytes: 0,
-            kept_policies: BTreeMap::new(),
+            kept_policies: bytes_by_reason(&prepared.steps().kept_policies).collect(),
             failure: None,
             remote_share_before: placed.remote_share_before,
             predicted_remote_share: placed.predicted_remote_share,
@@ -191,6 +191,10 @@ impl NumaApplyReport {
     }
 }
 
+fn bytes_by_reason(bytes: &BTreeMap<String, Bytes>) -> impl Iterator<Item = (String, u64)> {
+    bytes.iter().map(|(why, bytes)| (why.clone(), bytes.0))
+}
+
 impl MachineApplyReport {
     fn add_outcome(&mut self, done: &MachineOutcome) {
         self.moved_pages = done.moved_pages.0;
@@ -199,7 +203,7 @@ impl MachineApplyReport {
         let kept = |(tid, why): &(pagefold_base::Pid, String)| KeptThreadReport { tid: tid.0, why: why.clone() };
         self.kept_threads = done.kept_threads.iter().map(kept).collect();
         self.preferring_bytes = done.preferring_bytes.0;
-        self.kept_policies = done.kept_policies.iter().map(|(why, bytes)| (why.clone(), bytes.0)).collect();
+        self.kept_policies.extend(bytes_by_reason(&done.refused_policies));
         self.failure.clone_from(&done.failure);
     }
 }
