@@ -74,9 +74,9 @@ fn ids_of_key(value: &str, key: &str) -> IdSet {
 
 /// The virtual nodes that a command line declares, ascending; empty without `-numa`.
 pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
-    let arguments = arguments.get(1..).unwrap_or_default();
+    let Some((program, arguments)) = arguments.split_first() else { return Vec::new() };
     let objects: Vec<(&str, Parameters)> = objects(arguments).collect();
-    let mut assigned_vcpus = assigned_vcpus(arguments);
+    let mut assigned_vcpus = assigned_vcpus(program, arguments);
     let declared = options(arguments).filter(|(option, _)| *option == "numa").map(|(_, value)| value);
     let mut nodes: Vec<VirtualNode> = Vec::new();
     for value in declared.filter(|value| value.split(',').next() == Some("node")) {
@@ -149,8 +149,12 @@ mod tests {
                        -numa node,nodeid=0,memdev=m0 -numa node,nodeid=1,memdev=m1 \
                        -numa cpu,node-id=0,socket-id=0 -numa cpu,node-id=1,socket-id=1,core-id=0 \
                        -numa cpu,node-id=1,socket-id=1,core-id=1,thread-id=0 -numa node,nodeid=2,cpus=7";
-        let vcpus: Vec<_> = virtual_nodes(&arguments(command)).iter().map(|node| node.vcpus.to_string()).collect();
-        assert_eq!(vcpus, ["0-3", "4-6", "7"]);
+        let vcpus = |command: &str| -> Vec<String> {
+            virtual_nodes(&arguments(command)).iter().map(|node| node.vcpus.to_string()).collect()
+        };
+        assert_eq!(vcpus(command), ["0-3", "4-6", "7"]);
+        let other = command.replace("x86_64", "riscv64").replace("pc-q35-9.2", "virt");
+        assert_eq!(vcpus(&other), ["", "", "7"], "RISC-V numbers virtual CPUs in another way");
     }
 
     #[test]

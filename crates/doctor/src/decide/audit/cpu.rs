@@ -193,7 +193,9 @@ fn judge_idle_states(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     // By number, name and exit latency: on how many CPUs the state exists, and on how many it is disabled.
     let mut states = BTreeMap::<(u32, &str, u64), (u32, u32)>::new();
-    let mut deep = Vec::new();
+    // By number: the CPUs that may enter the state and leave it late. A number is another state on other cores of a hybrid
+    // CPU.
+    let mut deep = BTreeMap::<u32, BTreeSet<u32>>::new();
     for cpu in super::online_cpus(settings)?.iter() {
         let folder = format!("sys/devices/system/cpu/cpu{cpu}/cpuidle");
         for state in settings.numbered(&folder, "state")? {
@@ -205,7 +207,7 @@ fn judge_idle_states(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
             *cpus += 1;
             *disabled += u32::from(is_disabled);
             if latency > MAX_EXIT_LATENCY_US && !is_disabled {
-                deep.push((state, path));
+                deep.entry(state).or_default().insert(cpu);
             }
         }
     }
@@ -218,20 +220,46 @@ fn judge_idle_states(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
         disabled => format!("{name} {latency} us (disabled on {disabled} of {cpus} CPUs)"),
     });
     let value = shown.collect::<Vec<_>>().join(", ");
-    let numbers: BTreeSet<u32> = deep.iter().map(|(state, _)| *state).collect();
-    let Some(first) = numbers.first() else {
+    if deep.is_empty() {
         return Ok(rule.ok("CPUs leave each idle state soon", value));
+    }
+    let loops = |command: &str| -> Vec<String> {
+        let line = |(state, cpus): (&u32, &BTreeSet<u32>)| {
+            let file = disable_file("$cpu", *state);
+            format!("for cpu in {}; do {command} /{file}; done", shell_words(cpus))
+        };
+        deep.iter().map(line).collect()
     };
-    let files = |state: &u32| format!("/sys/devices/system/cpu/cpu*/cpuidle/state{state}/disable");
     let mut finding = rule
         .warn("CPUs enter idle states that they leave late", value)
-        .remedy(numbers.iter().map(|state| format!("echo 1 | tee {}", files(state))))
-        .verify(format!("! grep -Lx 1 {} | grep .", files(first)));
+        .remedy(loops("echo 1 >"))
+        .verify(format!("! {{ {}; }} | grep .", loops("grep -Lx 1").join("; ")));
     finding.changes = deep
-        .into_iter()
-        .map(|(_, path)| SettingChange::Write { path: format!("{path}/disable"), value: "1".to_owned() })
+        .iter()
+        .flat_map(|(state, cpus)| cpus.iter().map(|cpu| disable_file(&cpu.to_string(), *state)))
+        .map(|path| SettingChange::Write { path, value: "1".to_owned() })
         .collect();
     Ok(finding)
+}
+
+fn disable_file(cpu: &str, state: u32) -> String {
+    format!("sys/devices/system/cpu/cpu{cpu}/cpuidle/state{state}/disable")
+}
+
+/// Numbers as words of a shell, a run of more than three as `$(seq FIRST LAST)`: hosts have hundreds of CPUs.
+fn shell_words(numbers: &BTreeSet<u32>) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for &number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(number) => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    let words = runs.into_iter().map(|(first, last)| match last - first {
+        0..3 => (first..=last).map(|number| number.to_string()).collect::<Vec<_>>().join(" "),
+        _ => format!("$(seq {first} {last})"),
+    });
+    words.collect::<Vec<_>>().join(" ")
 }
 
 /// Whether a file of the vulnerabilities says that hardware threads expose data. `None` if this kernel lacks it.

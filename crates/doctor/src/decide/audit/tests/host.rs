@@ -260,6 +260,37 @@ fn all_policies_and_states_are_changed() {
     assert_eq!(boot, [SettingChange::BootParameter { remove: Some("mitigations=off".into()), add: None }]);
 }
 
+/// State 2 of a hybrid CPU: deep on CPUs 0 and 3 to 6, not on 1 and 2; state 3 is on CPU 0 only. CPU 9 is offline.
+#[test]
+fn commands_for_idle_states_name_only_cpus_where_the_state_is_deep() {
+    let latencies =
+        [(0, 2, "250"), (1, 2, "90"), (2, 2, "90"), (3, 2, "250"), (4, 2, "250"), (5, 2, "250"), (6, 2, "250")];
+    let more = [(0, 3, "890"), (9, 2, "250"), (9, 3, "890")];
+    let files: Vec<(String, &str)> = latencies
+        .into_iter()
+        .chain(more)
+        .flat_map(|(cpu, state, latency)| {
+            [("name", "C"), ("latency", latency), ("disable", "0")]
+                .map(|(file, text)| (format!("sys/devices/system/cpu/cpu{cpu}/cpuidle/state{state}/{file}"), text))
+        })
+        .collect();
+    let files: Vec<(&str, &str)> = files.iter().map(|(path, text)| (path.as_str(), *text)).collect();
+    let found = finding(&host_with(&files, vec![]), "cpu-idle-states");
+    let file = |state: u32| format!("/sys/devices/system/cpu/cpu$cpu/cpuidle/state{state}/disable");
+    let remedy = [
+        format!("for cpu in 0 $(seq 3 6); do echo 1 > {}; done", file(2)),
+        format!("for cpu in 0; do echo 1 > {}; done", file(3)),
+    ];
+    assert_eq!(found.remedy, remedy);
+    let verify = format!(
+        "! {{ for cpu in 0 $(seq 3 6); do grep -Lx 1 {}; done; for cpu in 0; do grep -Lx 1 {}; done; }} | grep .",
+        file(2),
+        file(3)
+    );
+    assert_eq!(found.verify, Some(verify));
+    assert_eq!(found.changes.len(), 6);
+}
+
 fn with_worker(cpus: &str) -> VmFacts {
     let mut machine = vm(500, "qemu-system-x86_64 -device vfio-pci,host=3b:00.0", &["0-3", "0-1"]);
     let thread = VmThread { tid: Pid(510), role: ThreadRole::Vhost, last_cpu: 0, allowed_cpus: cpus.parse().unwrap() };
