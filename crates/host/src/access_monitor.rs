@@ -11,10 +11,12 @@
 //! p and n tested pages, of which there are at least [`MIN_REGIONS`] in each interval after the first few.
 //!
 //! Pagefold uses DAMON's files only while there is no kdamond (`nr_kdamonds` is 0), and recognizes its own by the
-//! processes that they monitor.
+//! processes that they monitor. A kdamond that is on has a target process, unless it monitors physical addresses
+//! (`paddr`), as Pagefold's never do. So one without a target is Pagefold's only if it is off and not for `paddr`. Limit:
+//! another program's kdamond in this state, or with the same target, looks the same.
 
 use crate::{Host, parse};
-use pagefold_base::{AddressRange, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
 use std::time::Duration;
 
 /// The directory of DAMON's kernel threads (`damon_sysfs_init`, mm/damon/sysfs.c), below the root.
@@ -93,6 +95,11 @@ pub fn kdamond_directory(position: usize) -> String {
     format!("{KDAMONDS_DIRECTORY}/{position}")
 }
 
+/// The file that has the state of a kdamond, `on` or `off`, and takes commands.
+pub fn state_file(position: usize) -> String {
+    format!("{}/state", kdamond_directory(position))
+}
+
 /// The directory of the only context of a kdamond.
 pub fn context_directory(position: usize) -> String {
     format!("{}/contexts/0", kdamond_directory(position))
@@ -148,12 +155,41 @@ pub fn read_kdamond_count(host: &dyn Host) -> Reading<u64> {
 /// # Errors
 /// If DAMON's files cannot be read.
 pub fn has_kdamonds_for(host: &dyn Host, pids: &[Pid]) -> Reading<bool> {
-    let is_for = |(position, pid): (usize, &Pid)| {
-        let target = host.read(&format!("{}/targets/0/pid_target", context_directory(position)));
-        // A kdamond that is not configured yet has no target, or the target 0.
-        target.map_or(true, |target| parse::number::<u32>(&target).is_ok_and(|target| target == 0 || target == pid.0))
+    if read_kdamond_count(host)? != pids.len() as u64 {
+        return Ok(false);
+    }
+    for (position, pid) in pids.iter().enumerate() {
+        let is_for_pid = match read_target(host, position)? {
+            0 => is_unconfigured(host, position)?,
+            target => target == pid.0,
+        };
+        if !is_for_pid {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The process that a kdamond monitors: 0 if it has none yet, or monitors physical addresses.
+fn read_target(host: &dyn Host, position: usize) -> Reading<u32> {
+    match host.read(&format!("{}/targets/0/pid_target", context_directory(position))) {
+        Ok(target) => parse::number(&target),
+        Err(Absent::NotOnThisKernel) => Ok(0),
+        Err(why) => Err(why),
+    }
+}
+
+/// Whether a kdamond without a target process can be one that [`MonitorStep::Start`] has not configured yet: it is off,
+/// and not for physical addresses.
+fn is_unconfigured(host: &dyn Host, position: usize) -> Reading<bool> {
+    // A file is absent if the context does not exist yet, or if another program has removed the kdamond.
+    let has_value = |path: &str, value: &str| match host.read(path) {
+        Ok(text) => Ok(text.trim_ascii() == value.as_bytes()),
+        Err(Absent::NotOnThisKernel) => Ok(false),
+        Err(why) => Err(why),
     };
-    Ok(read_kdamond_count(host)? == pids.len() as u64 && pids.iter().enumerate().all(is_for))
+    Ok(has_value(&state_file(position), "off")?
+        && !has_value(&format!("{}/operations", context_directory(position)), "paddr")?)
 }
 
 /// The counts of each kdamond when they were last updated.
@@ -200,12 +236,37 @@ mod tests {
         let is_own = |pids: &[u32]| has_kdamonds_for(&host, &pids.iter().copied().map(Pid).collect::<Vec<_>>());
         assert!(is_own(&[7]).is_err());
         host.put_file(&format!("{KDAMONDS_DIRECTORY}/nr_kdamonds"), "2\n");
+        (0..2).for_each(|position| host.put_file(&state_file(position), "off\n"));
         assert_eq!((is_own(&[7]), is_own(&[7, 8])), (Ok(false), Ok(true)));
         host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/contexts/0/targets/0/pid_target"), "7\n");
         host.put_file(&format!("{KDAMONDS_DIRECTORY}/1/contexts/0/targets/0/pid_target"), "0\n");
         assert_eq!((is_own(&[7, 8]), is_own(&[9, 8])), (Ok(true), Ok(false)));
         host.put_file(&format!("{KDAMONDS_DIRECTORY}/1/contexts/0/targets/0/pid_target"), "9\n");
         assert_eq!((is_own(&[7, 8]), is_own(&[7, 9])), (Ok(false), Ok(true)));
+        (0..2).for_each(|position| host.put_file(&state_file(position), "on\n"));
+        assert_eq!((is_own(&[7, 8]), is_own(&[7, 9])), (Ok(false), Ok(true)));
+    }
+
+    #[test]
+    fn kdamond_without_target_is_foreign_if_it_is_on_or_for_physical_addresses() {
+        let host = FakeHost::booted();
+        host.put_file(&format!("{KDAMONDS_DIRECTORY}/nr_kdamonds"), "1\n");
+        for target in [None, Some("0\n")] {
+            if let Some(target) = target {
+                host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/contexts/0/targets/0/pid_target"), target);
+            }
+            for (state, operations, is_own) in [
+                ("off", "vaddr", true),
+                ("off", OPERATIONS, true),
+                ("off", "paddr", false),
+                ("on", OPERATIONS, false),
+                ("on", "paddr", false),
+            ] {
+                host.put_file(&state_file(0), &format!("{state}\n"));
+                host.put_file(&format!("{}/operations", context_directory(0)), &format!("{operations}\n"));
+                assert_eq!(has_kdamonds_for(&host, &[Pid(7)]), Ok(is_own), "{target:?} {state} {operations}");
+            }
+        }
     }
 
     #[test]

@@ -251,7 +251,9 @@ impl PlanOptions {
                 Ok(HotnessSource::WorkingSets(working_sets))
             }
             Err(error @ MeasureError::NotStopped(_)) => Err(error.into()),
-            Err(MeasureError::Interrupted) => bail!("interrupted: DAMON is off again, and nothing else was changed"),
+            Err(MeasureError::Interrupted) => {
+                bail!("interrupted during the measurement: DAMON is off again, and no plan was made")
+            }
             Err(error) => Ok(HotnessSource::NotMeasured(session::chain(&error))),
         }
     }

@@ -342,10 +342,13 @@ fn kdamonds_are_removed_and_those_of_another_program_stay() {
     let left_over = fs::read(&journal).unwrap();
     drop(killed);
     assert_eq!(count(), "0");
-    // Another program has started a kdamond meanwhile.
-    host.put_file(&count_file, "1");
-    host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/contexts/0/targets/0/pid_target"), "4711");
-    fs::write(&journal, left_over).unwrap();
-    let (_, undone, failed) = begin();
-    assert_eq!((undone.len(), failed.len(), count().as_str()), (1, 0, "1"));
+    // Another program has started a kdamond meanwhile: for a process, or for physical addresses.
+    for target in ["4711", "0"] {
+        host.put_file(&count_file, "1");
+        host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/state"), "on");
+        host.put_file(&format!("{KDAMONDS_DIRECTORY}/0/contexts/0/targets/0/pid_target"), target);
+        fs::write(&journal, &left_over).unwrap();
+        let (_, undone, failed) = begin();
+        assert_eq!((undone.len(), failed.len(), count().as_str()), (1, 0, "1"), "{target}");
+    }
 }
