@@ -1,9 +1,10 @@
 //! The map: memory and threads of the selected processes by node.
 //!
 //! The RAM of a virtual machine with several virtual nodes is split by its memory backends. QEMU maps each backend as
-//! a region of exactly its size. Backends of equal size are told apart by their order: the kernel maps a new region
-//! below the earlier ones (`mmap_base` in arch/x86/mm/mmap.c), and QEMU creates backends in the order of its command
-//! line. If the numbers of backends and of regions of a size differ, these backends have no memory in the map.
+//! a region of exactly its size. Backends of equal size, either private and without a file or not, are told apart by
+//! their order: the kernel maps a new region below the earlier ones of its kind (`mmap_base` in arch/x86/mm/mmap.c), and
+//! QEMU creates backends in the order of its command line. If the numbers of such backends and regions differ, these
+//! backends have no memory in the map.
 
 use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
 use crate::page_nodes::{PageNodeReader, PageNodes};
@@ -186,13 +187,15 @@ fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Opt
 /// The virtual node of each region that is the memory of one, by the address of the region.
 pub(crate) fn assign_regions(nodes: &[VirtualNode], regions: &[Region]) -> BTreeMap<u64, u32> {
     let mut assigned = BTreeMap::new();
-    let mut sizes: Vec<u64> = nodes.iter().filter_map(|node| node.memory_bytes).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    for size in sizes {
-        let mut same: Vec<&VirtualNode> = nodes.iter().filter(|node| node.memory_bytes == Some(size)).collect();
+    let mut nodes_by_kind: BTreeMap<(u64, bool), Vec<&VirtualNode>> = BTreeMap::new();
+    for node in nodes {
+        let Some(size) = node.memory_bytes else { continue };
+        nodes_by_kind.entry((size, node.is_anonymous)).or_default().push(node);
+    }
+    for ((size, is_anonymous), mut same) in nodes_by_kind {
         same.sort_by_key(|node| node.backend_position);
-        let regions: Vec<&Region> = regions.iter().filter(|region| region.range.bytes().0 == size).collect();
+        let is_kind = |region: &&Region| region.range.bytes().0 == size && (region.inode == 0) == is_anonymous;
+        let regions: Vec<&Region> = regions.iter().filter(is_kind).collect();
         if regions.len() == same.len() {
             let descending = regions.into_iter().rev();
             assigned.extend(descending.zip(same).map(|(region, node)| (region.range.start, node.id)));
@@ -215,4 +218,32 @@ pub fn read_uptime_ticks(host: &dyn Host) -> Reading<u64> {
 pub fn read_device_node(host: &dyn Host, address: &str) -> Reading<u32> {
     let node: i64 = parse::number(&host.read(&format!("sys/bus/pci/devices/{address}/numa_node"))?)?;
     u32::try_from(node).map_err(|_| Absent::NotOnThisKernel)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::AddressRange;
+
+    #[test]
+    fn backends_of_equal_size_are_told_apart_by_kind_and_order() {
+        let command = "qemu-system-x86_64 -object memory-backend-ram,id=a,size=32M \
+                       -object memory-backend-memfd,id=b,size=32M -object memory-backend-ram,id=c,size=32M \
+                       -numa node,memdev=a -numa node,memdev=b -numa node,memdev=c";
+        let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let nodes = virtual_nodes::virtual_nodes(&arguments);
+        let region = |number: u64, inode| {
+            let start = number << 30;
+            Region { inode, ..Region::empty(AddressRange { start, end: start + (32 << 20) }) }
+        };
+        let assign = |regions: &[Region]| assign_regions(&nodes, regions);
+        // The kernel may map a file above or below all memory without one.
+        for file in [1, 4, 7] {
+            let mut regions = vec![region(3, 0), region(file, 9), region(5, 0)];
+            regions.sort_by_key(|region| region.range.start);
+            assert_eq!(assign(&regions), [(5 << 30, 0), (file << 30, 1), (3 << 30, 2)].into(), "{file}");
+        }
+        // A region that was split, or another one of this size.
+        assert_eq!(assign(&[region(3, 0), region(4, 9)]), [(4 << 30, 1)].into());
+    }
 }

@@ -21,6 +21,8 @@ pub struct VirtualNode {
     pub memory_bytes: Option<u64>,
     /// The position of the backend among the objects of the command line.
     pub backend_position: usize,
+    /// Whether its memory is private and of no file: that of `memory-backend-ram` without `share=on`.
+    pub is_anonymous: bool,
     /// The policy of the backend (`policy=`): `bind`, `preferred`, `interleave`; `None` if it follows the process.
     pub policy: Option<String>,
     /// The nodes of the host for this policy (`host-nodes=`).
@@ -93,6 +95,8 @@ pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
             vcpus: ids_of_key(value, "cpus=").iter().chain(assigned).collect(),
             memory_bytes: property("size").and_then(|size| parse_size(size, 1)),
             backend_position: position.unwrap_or(0),
+            is_anonymous: property("qom-type").is_some_and(|kind| kind == "memory-backend-ram")
+                && property("share").is_none_or(|share| ["off", "no", "false"].contains(&share.as_str())),
             policy: property("policy").filter(|policy| *policy != "default").cloned(),
             host_nodes: object.map(|(value, _)| host_nodes(value)).unwrap_or_default(),
             backend,
@@ -136,9 +140,24 @@ mod tests {
         let nodes = virtual_nodes(&arguments(command));
         let [low, high] = &nodes[..] else { panic!("{nodes:?}") };
         assert_eq!((low.id, low.vcpus.to_string().as_str(), low.memory_bytes), (0, "0-1,4", Some(1 << 29)));
-        assert_eq!((low.backend_position, &low.policy), (1, &None));
+        assert_eq!((low.backend_position, low.is_anonymous, &low.policy), (1, false, &None));
+        assert!(high.is_anonymous);
         assert_eq!((high.id, high.vcpus.to_string().as_str(), high.memory_bytes), (1, "2-3", Some(1 << 30)));
         assert_eq!((high.policy.as_deref(), high.host_nodes.to_string().as_str()), (Some("bind"), "1"));
+    }
+
+    #[test]
+    fn shared_memory_is_not_anonymous() {
+        for (share, is_anonymous) in [("share=off", true), ("share=on", false), ("merge=on", true)] {
+            let command =
+                format!("qemu-system-x86_64 -object memory-backend-ram,id=a,size=1G,{share} -numa node,memdev=a");
+            assert_eq!(virtual_nodes(&arguments(&command))[0].is_anonymous, is_anonymous, "{share}");
+        }
+        for (share, is_anonymous) in [(false, true), (true, false)] {
+            let object = format!("{{\"qom-type\":\"memory-backend-ram\",\"id\":\"a\",\"share\":{share}}}");
+            let command = format!("qemu-system-x86_64 -object {object} -numa node,memdev=a");
+            assert_eq!(virtual_nodes(&arguments(&command))[0].is_anonymous, is_anonymous, "{share}");
+        }
     }
 
     #[test]

@@ -60,6 +60,7 @@ fn working_sets_of_machines_and_virtual_nodes_are_measured() {
         backend: Some(format!("m{id}")),
         memory_bytes: Some(64 * MIB),
         backend_position: id as usize,
+        is_anonymous: true,
         policy: None,
         host_nodes: Default::default(),
     };
