@@ -145,10 +145,11 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
         programs: &[(&lab, "pagefold-lab"), (&pagefold, "pagefold")],
         files: &[],
         options: &[
-            ["-smp", "2", "-m", "1G"],
-            ["-object", "memory-backend-ram,id=m0,size=512M", "-object", "memory-backend-ram,id=m1,size=512M"],
-            ["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
-            ["-numa", "dist,src=0,dst=1,val=21", "-numa", "dist,src=1,dst=0,val=21"],
+            // A system call within a process needs XSAVE, which the default CPU does not have.
+            &["-smp", "2", "-m", "1G", "-cpu", "max"][..],
+            &["-object", "memory-backend-ram,id=m0,size=512M", "-object", "memory-backend-ram,id=m1,size=512M"],
+            &["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
+            &["-numa", "dist,src=0,dst=1,val=21", "-numa", "dist,src=1,dst=0,val=21"],
         ]
         .concat(),
         kernel_arguments: "",

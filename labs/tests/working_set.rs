@@ -140,7 +140,7 @@ fn check_other_users(scenes: &Scenes) {
         let report = scenes.json(name);
         assert_eq!((scenes.exit(name), scenes.kdamonds(name)), (3, kdamonds), "{report}");
         let why = report["hotness_source"]["not_measured"].as_str().unwrap();
-        assert!(why.contains("another program uses DAMON: it has 1 kdamonds"), "{why}");
+        assert!(why.contains("another program uses DAMON: it has 1 kdamond"), "{why}");
     }
     assert!(scenes.0.lines().any(|line| line.starts_with("STATE on ")), "{}", scenes.0);
     if scenes.0.lines().any(|line| line == "EXCLUSIVE Y") {

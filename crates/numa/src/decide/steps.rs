@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 /// bound on bandwidth and a prompt end. A multiple of all sizes of transparent huge pages.
 pub const BATCH_BYTES: u64 = 32 << 20;
 
-/// Smaller stretches of memory keep their policy: stacks and heaps of the monitor, which its own threads use.
+/// Smaller mappings keep their policy: mostly stacks and heaps of the monitor, which its own threads use.
 const MIN_POLICY_BYTES: u64 = 32 << 20;
 
 /// The most blocks into which a region is divided if it is spread over several nodes.
@@ -136,17 +136,9 @@ pub fn add_policies(
     current: &BTreeMap<u64, String>,
 ) {
     let to = if let [(node, _)] = nodes { MemoryPolicy::Prefer(*node) } else { MemoryPolicy::Default };
-    // The kernel splits mappings, such as by advice about parts of a guest's memory.
-    let mut joined: Vec<(AddressRange, &str)> = Vec::new();
-    for &range in mappings {
-        let Some(policy) = current.get(&range.start) else { continue };
-        match joined.last_mut() {
-            Some((last, same)) if last.end == range.start && same == policy => last.end = range.end,
-            _ => joined.push((range, policy)),
-        }
-    }
     let mut ranges: BTreeMap<MemoryPolicy, Vec<AddressRange>> = BTreeMap::new();
-    for (range, policy) in joined.into_iter().filter(|(range, _)| range.bytes().0 >= MIN_POLICY_BYTES) {
+    for &range in mappings.iter().filter(|range| range.bytes().0 >= MIN_POLICY_BYTES) {
+        let Some(policy) = current.get(&range.start) else { continue };
         match policy.parse() {
             Ok(policy) => ranges.entry(policy).or_default().push(range),
             Err(()) => {
@@ -233,9 +225,6 @@ mod tests {
             (mapping(100, 31), "default"),
             (mapping(200, 64), "bind:0"),
             (mapping(300, 64), "prefer:1"),
-            // Two halves of a mapping that the kernel has split.
-            (mapping(400, 16), "default"),
-            (mapping(416, 16), "default"),
         ];
         let current = mappings.iter().map(|(range, policy)| (range.start, (*policy).to_owned())).collect();
         let mut ranges = mappings.map(|(range, _)| range).to_vec();
@@ -250,7 +239,7 @@ mod tests {
         let change = |ranges: &[AddressRange], from, to| PolicyStep { ranges: ranges.to_vec(), from, to };
         let prefer = MemoryPolicy::Prefer;
         let expected = [
-            change(&[mapping(0, 64), mapping(400, 32)], MemoryPolicy::Default, prefer(1)),
+            change(&[mapping(0, 64)], MemoryPolicy::Default, prefer(1)),
             change(&[mapping(64, 32)], prefer(0), prefer(1)),
         ];
         assert_eq!(steps_for(&[(1, 1.0)]), expected);
