@@ -1,7 +1,8 @@
 //! Workloads for tests and demonstrations of Pagefold: one process with exactly known memory, and a fleet of real
 //! virtual machines. The binary `pagefold-lab` runs both. This library is the code that the binary shares with the
 //! tests: the language of layouts ([`layout_spec`]), the lines that the binary prints ([`output_lines`]), starting the
-//! binary ([`client`]), checks of a process ([`process_checks`]), and the files that a fleet needs ([`assets`]).
+//! binary ([`client`]), checks of a process ([`process_checks`]), the files that a fleet needs ([`assets`]), and tests
+//! inside an emulated machine ([`machine`], [`scenes`]).
 
 #![forbid(unsafe_code)]
 
@@ -14,3 +15,4 @@ pub mod machine;
 pub mod mixture;
 pub mod output_lines;
 pub mod process_checks;
+pub mod scenes;

@@ -3,23 +3,23 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::assets::{GuestAssets, QEMU_PROGRAM};
-use pagefold_labs::client::lab_binary;
-use pagefold_labs::machine::{self, EmulatedMachine};
+use pagefold_labs::assets::QEMU_PROGRAM;
+use pagefold_labs::scenes::{SceneMachine, Scenes};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Pages of a process that are of files, such as its libraries, at most.
-const MAX_SHARED_PAGES: u64 = 1200;
-
-/// Pages that a process may touch meanwhile: a call within it maps code of its libraries, 16 pages for each fault.
-const MAX_TOUCHED_PAGES: u64 = 256;
+/// Own pages of a process that change at most between two looks at it, beside those that Pagefold moves: pages of a stack
+/// or heap that it touches, and pages that it has shared with the shell of the guest since fork(2).
+const MAX_TOUCHED_PAGES: u64 = 8;
 
 /// What the kernel says of a process.
 #[derive(Clone, Debug, PartialEq)]
 struct State {
+    /// Resident pages of each node.
     node_pages: [u64; 2],
+    /// The part of them that is of files only.
+    file_pages: [u64; 2],
     huge_kib: u64,
     merged_kib: u64,
     /// The memory policies of its mappings.
@@ -28,97 +28,66 @@ struct State {
 }
 
 impl State {
-    /// Whether memory, policies and CPUs are as before, except for a few pages that were touched meanwhile.
+    /// Its own pages of a node, without those of files.
+    fn own_pages(&self, node: usize) -> u64 {
+        self.node_pages[node] - self.file_pages[node]
+    }
+
+    /// Whether memory, policies and CPUs are as before, except for a few pages that were touched meanwhile. More pages of
+    /// its program and libraries may be mapped: the kernel maps those that are in memory, 16 for each fault, when they are
+    /// read for a call within the process.
     fn is_as(&self, before: &Self) -> bool {
-        let close = |left: u64, right: u64| left.abs_diff(right) <= MAX_TOUCHED_PAGES;
         let is_set_as = self.cpus == before.cpus && self.policies == before.policies;
-        is_set_as && (0..2).all(|node| close(self.node_pages[node], before.node_pages[node]))
+        let has_files = self.file_pages.iter().zip(before.file_pages).all(|(now, before)| *now >= before);
+        let are_close = |node: usize| self.own_pages(node).abs_diff(before.own_pages(node)) <= MAX_TOUCHED_PAGES;
+        is_set_as && has_files && (0..2).all(are_close)
     }
 }
 
-/// The output of the guest.
-struct Scenes(String);
-
-impl Scenes {
-    fn line(&self, kind: &str, name: &str) -> &str {
-        let prefix = format!("{kind} {name} ");
-        let found = self.0.lines().find_map(|line| line.strip_prefix(&*prefix));
-        found.unwrap_or_else(|| panic!("no {prefix}in {}", self.0))
-    }
-
-    fn exit(&self, name: &str) -> i32 {
-        self.line("EXIT", name).parse().unwrap()
-    }
-
-    fn json(&self, name: &str) -> Value {
-        let prefix = format!("JSON {name} ");
-        let json: String = self.0.lines().filter_map(|line| line.strip_prefix(&*prefix)).collect();
-        serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}: {}", self.0))
-    }
-
-    fn state(&self, name: &str) -> State {
-        let line = self.line("STATE", name);
-        let (numbers, cpus) = line.split_once(" cpus=").unwrap();
-        let value = |position: usize| numbers.split(' ').nth(position).unwrap().split_once('=').unwrap().1;
-        let number = |position: usize| -> u64 { value(position).parse().unwrap() };
-        State {
-            node_pages: [number(0), number(1)],
-            huge_kib: number(2),
-            merged_kib: number(3),
-            policies: value(4).to_owned(),
-            cpus: cpus.to_owned(),
-        }
+/// The state of a process in a scene.
+fn state(scenes: &Scenes, name: &str) -> State {
+    let line = scenes.line("STATE", name);
+    let (numbers, cpus) = line.split_once(" cpus=").unwrap();
+    let value = |position: usize| numbers.split(' ').nth(position).unwrap().split_once('=').unwrap().1;
+    let number = |position: usize| -> u64 { value(position).parse().unwrap() };
+    State {
+        node_pages: [number(0), number(1)],
+        file_pages: [number(2), number(3)],
+        huge_kib: number(4),
+        merged_kib: number(5),
+        policies: value(6).to_owned(),
+        cpus: cpus.to_owned(),
     }
 }
 
 fn check_daemon(scenes: &Scenes) {
-    let before = scenes.state("arrived-before");
+    let before = state(scenes, "arrived-before");
     assert!(before.node_pages[0] >= 12_288, "{before:?}");
-    let placed = scenes.state("arrived");
-    assert!(placed.node_pages[1] >= 12_288 && placed.cpus == before.cpus, "{placed:?} {}", scenes.0);
+    let placed = state(scenes, "arrived");
+    assert!(placed.node_pages[1] >= 12_288 && placed.cpus == before.cpus, "{placed:?} {}", scenes.output);
     let verified = scenes.json("arrived-verify");
     let machine = verified["machines"].as_array().unwrap().iter().find(|machine| machine["name"] == "arrived");
     assert_eq!(machine.unwrap()["state"], "as_planned", "{verified}");
-    assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.0);
-    assert!(scenes.state("arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
+    assert_eq!((scenes.exit("arrived-verify"), scenes.exit("daemon")), (0, 0), "{}", scenes.output);
+    assert!(state(scenes, "arrived-after").node_pages[1] >= 12_288, "the placement outlives the daemon");
     assert_eq!(scenes.exit("arrived-undo"), 0);
-    let undone = scenes.state("arrived-undone");
+    let undone = state(scenes, "arrived-undone");
     // Nothing stays on node 1. On node 0 the kernel may have added pages: khugepaged fills up new huge pages.
-    assert!(undone.cpus == before.cpus && undone.node_pages[1].abs_diff(before.node_pages[1]) <= 64, "{undone:?}");
-    assert!(undone.node_pages[0] + 64 >= before.node_pages[0], "{before:?} {undone:?}");
+    assert!(undone.cpus == before.cpus && undone.own_pages(1).abs_diff(before.own_pages(1)) <= 64, "{undone:?}");
+    assert!(undone.own_pages(0) + 64 >= before.own_pages(0), "{before:?} {undone:?}");
 }
 
 fn run_guest() -> Option<Scenes> {
-    let directory = GuestAssets::default_directory();
-    let kernel = match GuestAssets::find(&directory).and_then(|_| GuestAssets::find_recent_kernel(&directory)) {
-        Ok(kernel) => kernel,
-        Err(why) => {
-            println!("skipped: {why}");
-            return None;
-        }
-    };
-    if let Err(why) = machine::find_busybox() {
-        println!("skipped: {why}");
-        return None;
-    }
-    let lab = lab_binary().unwrap();
-    let pagefold = lab.with_file_name("pagefold");
-    assert!(pagefold.exists(), "{}: cargo build -p pagefold --all-features", pagefold.display());
     let qemu = find_program(QEMU_PROGRAM);
     let file = |path: &'static str| (Path::new(path), path);
-    let folder = tempfile::tempdir().unwrap();
-    let machine = EmulatedMachine {
-        kernel: &kernel,
-        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-numa"),
+    let machine = SceneMachine {
+        init: "init-numa",
         programs: &[
-            (&lab, "pagefold-lab"),
-            (&pagefold, "pagefold"),
             (&qemu, "usr/bin/qemu-system-x86_64"),
             file("/usr/share/seabios/bios-256k.bin"),
             file("/usr/share/qemu/kvmvapic.bin"),
             file("/usr/lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so"),
         ],
-        files: &[],
         options: &[
             &["-smp", "4", "-m", "2560M", "-cpu", "max"][..],
             &["-object", "memory-backend-ram,id=m0,size=2G", "-object", "memory-backend-ram,id=m1,size=512M"],
@@ -127,10 +96,9 @@ fn run_guest() -> Option<Scenes> {
         ]
         .concat(),
         kernel_arguments: "numa_balancing=disable",
+        timeout: Duration::from_secs(600),
     };
-    let output = machine.run(folder.path(), Duration::from_secs(600), &mut || Ok(())).expect("a machine");
-    assert!(output.lines().any(|line| line == "ENDED"), "{output}");
-    Some(Scenes(output))
+    machine.run()
 }
 
 fn find_program(name: &str) -> PathBuf {
@@ -151,29 +119,29 @@ fn machines_are_placed_verified_and_restored() {
 }
 
 fn check_apply_and_undo(scenes: &Scenes) {
-    let before = scenes.state("free-before");
+    let before = state(scenes, "free-before");
     assert!(before.node_pages[0] > 18000 && before.cpus == "0-3", "{before:?}");
     assert!(before.huge_kib >= 4096 * 4, "the lab has no huge pages: {before:?}");
 
     let planned = scenes.json("dry-run");
     assert_eq!((scenes.exit("dry-run"), &planned["outcome"]), (0, &"planned".into()));
-    assert!(scenes.state("free-dry").is_as(&before));
+    assert!(state(scenes, "free-dry").is_as(&before));
 
     let report = scenes.json("apply");
     let machine = &report["machines"][0];
     assert_eq!((scenes.exit("apply"), &report["outcome"]), (0, &"done".into()), "{report}");
-    let after = scenes.state("free-applied");
+    let after = state(scenes, "free-applied");
     assert_eq!(after.cpus, "2-3", "{report}");
     let kept: u64 = machine["kept_pages"].as_object().unwrap().values().map(|pages| pages.as_u64().unwrap()).sum();
     // A page that fork(2) has shared with the shell of the guest.
-    assert!(after.node_pages[0] <= MAX_SHARED_PAGES && kept <= 4, "{after:?} {report}");
+    assert!(after.own_pages(0) <= MAX_TOUCHED_PAGES && kept <= 4, "{after:?} {report}");
     assert_eq!(after.huge_kib, before.huge_kib, "huge pages stay huge");
     // Small mappings keep their policy.
     assert_eq!((&*before.policies, &*after.policies), ("default", "default,prefer:1"), "{report}");
     assert!(machine["preferring_bytes"].as_u64().unwrap() >= 32 << 20, "{report}");
     let moved = machine["moved_pages"].as_u64().unwrap();
     assert!(
-        moved.abs_diff(after.node_pages[1] - before.node_pages[1]) <= MAX_TOUCHED_PAGES,
+        moved.abs_diff(after.own_pages(1) - before.own_pages(1)) <= MAX_TOUCHED_PAGES,
         "{moved} {before:?} {after:?}"
     );
     let planned_pages = planned["machines"][0]["planned_pages"].as_u64().unwrap();
@@ -194,57 +162,57 @@ fn check_apply_and_undo(scenes: &Scenes) {
     assert_eq!(changed["machines"][0]["changed_threads"].as_array().unwrap().len(), 1, "{changed}");
 
     assert_eq!(scenes.exit("undo"), 0);
-    assert!(scenes.state("free-undone").is_as(&before), "{:?}", scenes.state("free-undone"));
+    assert!(state(scenes, "free-undone").is_as(&before), "{:?}", state(scenes, "free-undone"));
     assert_eq!(scenes.exit("undo-again"), 0);
 }
 
 fn check_kills(scenes: &Scenes) {
-    let before = scenes.state("free-before");
-    let kills = scenes.0.lines().filter(|line| line.starts_with("EXIT killed-")).count();
+    let before = state(scenes, "free-before");
+    let kills = scenes.output.lines().filter(|line| line.starts_with("EXIT killed-")).count();
     assert_eq!(kills, 10);
     let mut partial = 0;
     for number in 1..=kills {
         assert_eq!(scenes.exit(&format!("killed-{number}")), 137, "point {number} was not reached");
         assert_eq!(scenes.exit(&format!("recovered-{number}")), 0, "point {number}");
-        let recovered = scenes.state(&format!("recovered-{number}"));
+        let recovered = state(scenes, &format!("recovered-{number}"));
         assert!(recovered.is_as(&before), "point {number}: {recovered:?}");
-        partial += usize::from(!scenes.state(&format!("killed-{number}")).is_as(&before));
+        partial += usize::from(!state(scenes, &format!("killed-{number}")).is_as(&before));
     }
     assert!(partial >= 3, "most kills came before any change");
     for number in 3..=5 {
         assert_eq!(scenes.exit(&format!("keeping-{number}")), 137, "{number}");
-        let restored = scenes.state(&format!("kept-{number}"));
+        let restored = state(scenes, &format!("kept-{number}"));
         assert!(scenes.exit(&format!("kept-{number}")) == 0 && restored.is_as(&before), "{number}: {restored:?}");
     }
     assert_eq!(scenes.exit("interrupted"), 3);
-    assert!(scenes.state("interrupted").is_as(&before), "{:?}", scenes.state("interrupted"));
+    assert!(state(scenes, "interrupted").is_as(&before), "{:?}", state(scenes, "interrupted"));
 }
 
 fn check_restricted_process(scenes: &Scenes) {
     assert_eq!(scenes.json("tied-plan")["machines"][0]["moved"], true);
     assert_eq!(scenes.exit("tied"), 0, "{}", scenes.json("tied"));
-    let tied = scenes.state("tied");
-    assert!(tied.cpus == "2-3" && tied.node_pages[1] >= 6000 && tied.node_pages[0] <= MAX_SHARED_PAGES, "{tied:?}");
+    let tied = state(scenes, "tied");
+    assert!(tied.cpus == "2-3" && tied.node_pages[1] >= 6000 && tied.own_pages(0) <= MAX_TOUCHED_PAGES, "{tied:?}");
     assert_eq!(scenes.exit("tied-refused"), 2);
     assert!(scenes.line("ERROR", "tied-refused").contains("may not use node 0"));
 }
 
 fn check_merged_pages(scenes: &Scenes) {
-    let (before, neighbor) = (scenes.state("left-before"), scenes.state("right-before"));
+    let (before, neighbor) = (state(scenes, "left-before"), state(scenes, "right-before"));
     assert!(before.merged_kib >= 1900 * 4, "{before:?}");
     let report = scenes.json("shared");
     let kept = report["machines"][0]["kept_pages"]["several processes map it"].as_u64().unwrap();
-    let left = scenes.state("left");
+    let left = state(scenes, "left");
     assert!((kept * 4).abs_diff(before.merged_kib) <= 64 && left.node_pages[1] >= 1000, "{report} {left:?}");
     assert_eq!(left.merged_kib, before.merged_kib, "moving unmerges nothing");
-    assert!(scenes.state("right").is_as(&neighbor), "the neighbor's memory stays");
+    assert!(state(scenes, "right").is_as(&neighbor), "the neighbor's memory stays");
 
     let predicted = &scenes.json("predict")["machines"][0];
     let number = |name: &str| predicted[name].as_u64().unwrap();
     let moved = report["machines"][0]["moved_pages"].as_u64().unwrap();
     assert!((number("moved_bytes") / 4096).abs_diff(moved) <= 64, "{moved} moved: {predicted}");
     assert!(number("kept_merged_pages").abs_diff(kept) <= 64, "{kept} kept: {predicted}");
-    let dragged = scenes.state("right-dragged").node_pages[1] - neighbor.node_pages[1];
+    let dragged = state(scenes, "right-dragged").node_pages[1] - neighbor.node_pages[1];
     let neighbors = predicted["dragged_neighbors"].as_array().unwrap();
     assert_eq!(neighbors.len(), 1, "{predicted}");
     // Libraries of both move along.
@@ -254,7 +222,7 @@ fn check_merged_pages(scenes: &Scenes) {
     assert_eq!(number("copies_before_bytes"), 0, "both run on node 0");
     assert_eq!(number("copies_after_bytes"), number("shared_frames") * 4096, "each node would need a copy");
     assert_eq!(scenes.exit("cpuset-refused"), 2);
-    assert!(scenes.line("ERROR", "cpuset-refused").contains("may not use node 1"), "{}", scenes.0);
+    assert!(scenes.line("ERROR", "cpuset-refused").contains("may not use node 1"), "{}", scenes.output);
 }
 
 fn check_virtual_nodes(scenes: &Scenes) {
@@ -266,32 +234,32 @@ fn check_virtual_nodes(scenes: &Scenes) {
         let node = |kinds: &Value| (kinds["node"].as_u64().unwrap(), pages(kinds));
         nodes.as_array().unwrap_or_else(|| panic!("{map}")).iter().map(node).filter(|(_, pages)| *pages > 0).collect()
     };
-    assert_eq!(memory("machine-map-before", 0), [(0, 16384)], "{}", scenes.0);
+    assert_eq!(memory("machine-map-before", 0), [(0, 16384)], "{}", scenes.output);
     assert_eq!(memory("machine-map-before", 1), [(0, 8192)]);
     let report = scenes.json("machine");
     assert_eq!(report["outcome"], "done", "{report}");
     assert_eq!(memory("machine-map", 0), [(1, 16384)], "{report}");
     assert_eq!(memory("machine-map", 1), [(0, 8192)], "{report}");
     // QEMU may still have been starting when its memory was counted before.
-    assert!(scenes.state("machine").huge_kib >= scenes.state("machine-before").huge_kib, "huge pages stay huge");
-    let cpus = scenes.state("machine").cpus;
+    assert!(state(scenes, "machine").huge_kib >= state(scenes, "machine-before").huge_kib, "huge pages stay huge");
+    let cpus = state(scenes, "machine").cpus;
     assert!(cpus.contains("0-1") && cpus.contains("2-3"), "each vCPU is on the node of its virtual node: {cpus}");
     for name in ["machine-refused", "all-refused", "missing"] {
         assert_eq!(scenes.exit(name), 2, "{name}");
     }
     let ended = scenes.json("ended");
-    let state = |machine: &Value| machine["state"].as_str().unwrap().to_owned();
+    let machine_state = |machine: &Value| machine["state"].as_str().unwrap().to_owned();
     let machines = ended["machines"].as_array().unwrap();
-    assert!(machines.iter().any(|machine| machine["name"] == "big" && state(machine) == "ended"), "{ended}");
+    assert!(machines.iter().any(|machine| machine["name"] == "big" && machine_state(machine) == "ended"), "{ended}");
 }
 
 fn check_full_node(scenes: &Scenes) {
-    let before = scenes.state("large-before");
+    let before = state(scenes, "large-before");
     let report = scenes.json("full");
     assert_eq!((scenes.exit("full"), &report["outcome"]), (3, &"partial".into()), "{report}");
     assert_eq!(report["machines"][0]["failure"], "node 1 has no room for it", "{report}");
-    let after = scenes.state("large");
+    let after = state(scenes, "large");
     assert!(after.node_pages[0] > 0 && after.node_pages[0] < before.node_pages[0], "{after:?}");
     assert_eq!(scenes.exit("full-undo"), 0);
-    assert!(scenes.state("large-undone").is_as(&before), "{:?}", scenes.state("large-undone"));
+    assert!(state(scenes, "large-undone").is_as(&before), "{:?}", state(scenes, "large-undone"));
 }

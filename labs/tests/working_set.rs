@@ -2,11 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::assets::GuestAssets;
-use pagefold_labs::client::lab_binary;
-use pagefold_labs::machine::{self, EmulatedMachine};
-use serde_json::Value;
-use std::path::Path;
+use pagefold_labs::scenes::{SceneMachine, Scenes};
 use std::time::Duration;
 
 /// Four standard errors of a share: `4 sqrt(p (1 - p) / n)` is at most 0.08 for the shares of 1/4 and 1/16 here, for n =
@@ -14,66 +10,22 @@ use std::time::Duration;
 /// because an emulated CPU delays DAMON's thread.
 const MAX_SHARE_ERROR: f64 = 0.08;
 
-/// The output of the guest.
-struct Scenes(String);
-
-impl Scenes {
-    fn line(&self, kind: &str, name: &str) -> &str {
-        let prefix = format!("{kind} {name} ");
-        let found = self.0.lines().find_map(|line| line.strip_prefix(&*prefix));
-        found.unwrap_or_else(|| panic!("no {prefix}in {}", self.0))
-    }
-
-    fn exit(&self, name: &str) -> i32 {
-        self.line("EXIT", name).parse().unwrap()
-    }
-
-    /// The number of kdamonds, and of their threads.
-    fn kdamonds(&self, name: &str) -> (u64, u64) {
-        let (count, threads) = self.line("KDAMONDS", name).split_once(' ').unwrap();
-        (count.parse().unwrap(), threads.parse().unwrap())
-    }
-
-    fn json(&self, name: &str) -> Value {
-        let prefix = format!("JSON {name} ");
-        let json: String = self.0.lines().filter_map(|line| line.strip_prefix(&*prefix)).collect();
-        serde_json::from_str(&json).unwrap_or_else(|error| panic!("{name}: {error}: {}", self.0))
-    }
-}
-
-fn run_guest() -> Option<Scenes> {
-    let directory = GuestAssets::default_directory();
-    let kernel = match GuestAssets::find(&directory).and_then(|_| GuestAssets::find_recent_kernel(&directory)) {
-        Ok(kernel) => kernel,
-        Err(why) => {
-            println!("skipped: {why}");
-            return None;
-        }
-    };
-    if let Err(why) = machine::find_busybox() {
-        println!("skipped: {why}");
-        return None;
-    }
-    let lab = lab_binary().unwrap();
-    let pagefold = lab.with_file_name("pagefold");
-    assert!(pagefold.exists(), "{}: cargo build -p pagefold --all-features", pagefold.display());
-    let folder = tempfile::tempdir().unwrap();
-    let machine = EmulatedMachine {
-        kernel: &kernel,
-        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-working-set"),
-        programs: &[(&lab, "pagefold-lab"), (&pagefold, "pagefold")],
-        files: &[],
-        options: &["-smp", "2", "-m", "1G", "-cpu", "max"],
-        kernel_arguments: "numa_balancing=disable transparent_hugepage=never",
-    };
-    let output = machine.run(folder.path(), Duration::from_secs(900), &mut || Ok(())).expect("a machine");
-    assert!(output.lines().any(|line| line == "ENDED"), "{output}");
-    Some(Scenes(output))
+/// The number of kdamonds in a scene, and of their threads.
+fn kdamonds(scenes: &Scenes, name: &str) -> (u64, u64) {
+    let (count, threads) = scenes.line("KDAMONDS", name).split_once(' ').unwrap();
+    (count.parse().unwrap(), threads.parse().unwrap())
 }
 
 #[test]
 fn working_sets_are_measured_and_damon_is_off_afterwards() {
-    let Some(scenes) = run_guest() else { return };
+    let machine = SceneMachine {
+        init: "init-working-set",
+        programs: &[],
+        options: &["-smp", "2", "-m", "1G", "-cpu", "max"],
+        kernel_arguments: "numa_balancing=disable transparent_hugepage=never",
+        timeout: Duration::from_secs(900),
+    };
+    let Some(scenes) = machine.run() else { return };
     check_measurement(&scenes);
     check_kills(&scenes);
     check_interruptions(&scenes);
@@ -86,9 +38,9 @@ fn check_measurement(scenes: &Scenes) {
     assert!(plain["machines"][0]["parts"][0]["accessed_share"].is_null(), "{plain}");
 
     let measured = scenes.json("measured");
-    assert_eq!((scenes.exit("measured"), scenes.kdamonds("measured")), (0, (0, 0)), "{measured}");
+    assert_eq!((scenes.exit("measured"), kdamonds(scenes, "measured")), (0, (0, 0)), "{measured}");
     assert_eq!(measured["hotness_source"], serde_json::json!({"figures": "working_set"}), "{measured}");
-    let pids = scenes.0.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap();
+    let pids = scenes.output.lines().find_map(|line| line.strip_prefix("PIDS ")).unwrap();
     let pids: Vec<u32> = pids.split(' ').map(|pid| pid.parse().unwrap()).collect();
     let part = |number: usize| -> (f64, f64) {
         let machines = measured["machines"].as_array().unwrap();
@@ -104,46 +56,46 @@ fn check_measurement(scenes: &Scenes) {
         // The process has a few more pages than its layout.
         assert!((measured_mib - mib * measured_share).abs() < 1.0, "{number}: {measured_mib} MiB: {measured}");
     }
-    let text: Vec<&str> = scenes.0.lines().filter_map(|line| line.strip_prefix("TEXT ")).collect();
-    assert!(text.iter().any(|line| line.contains("working set")), "{}", scenes.0);
+    let text: Vec<&str> = scenes.output.lines().filter_map(|line| line.strip_prefix("TEXT ")).collect();
+    assert!(text.iter().any(|line| line.contains("working set")), "{}", scenes.output);
     let applied = scenes.json("apply");
     assert_eq!((scenes.exit("apply"), &applied["hotness_source"]["figures"]), (0, &"working_set".into()));
-    assert_eq!(scenes.kdamonds("apply"), (0, 0));
+    assert_eq!(kdamonds(scenes, "apply"), (0, 0));
 }
 
 fn check_kills(scenes: &Scenes) {
     let numbers = 1..=7;
     for number in numbers.clone() {
         let (killed, recovered) = (format!("killed-{number}"), format!("recovered-{number}"));
-        assert_eq!((scenes.exit(&killed), scenes.exit(&recovered)), (137, 0), "{number}: {}", scenes.0);
-        assert_eq!(scenes.kdamonds(&recovered), (0, 0), "{number}: {}", scenes.0);
+        assert_eq!((scenes.exit(&killed), scenes.exit(&recovered)), (137, 0), "{number}: {}", scenes.output);
+        assert_eq!(kdamonds(scenes, &recovered), (0, 0), "{number}: {}", scenes.output);
     }
-    assert_eq!(scenes.kdamonds("killed-2"), (2, 0), "it was killed after its first setting");
+    assert_eq!(kdamonds(scenes, "killed-2"), (2, 0), "it was killed after its first setting");
     // A setting that DAMON refuses for a moment is written again, so the points may differ by a few settings.
     for running in [(2, 1), (2, 2)] {
-        let is_running = |number| scenes.kdamonds(&format!("killed-{number}")) == running;
-        assert!(numbers.clone().any(is_running), "{running:?}: {}", scenes.0);
+        let is_running = |number| kdamonds(scenes, &format!("killed-{number}")) == running;
+        assert!(numbers.clone().any(is_running), "{running:?}: {}", scenes.output);
     }
 }
 
 fn check_interruptions(scenes: &Scenes) {
-    assert_eq!(scenes.kdamonds("running"), (1, 1));
-    assert_eq!((scenes.exit("interrupted"), scenes.kdamonds("interrupted")), (2, (0, 0)), "{}", scenes.0);
+    assert_eq!(kdamonds(scenes, "running"), (1, 1));
+    assert_eq!((scenes.exit("interrupted"), kdamonds(scenes, "interrupted")), (2, (0, 0)), "{}", scenes.output);
     let ended = scenes.json("ended");
-    assert_eq!((scenes.exit("ended"), scenes.kdamonds("ended")), (3, (0, 0)), "{ended}");
+    assert_eq!((scenes.exit("ended"), kdamonds(scenes, "ended")), (3, (0, 0)), "{ended}");
     assert_eq!(ended["hotness_source"]["figures"], "run_time", "{ended}");
     assert!(ended["hotness_source"]["not_measured"].as_str().unwrap().contains("has ended"), "{ended}");
 }
 
 fn check_other_users(scenes: &Scenes) {
-    for (name, kdamonds) in [("configured", (1, 0)), ("monitored", (1, 1))] {
+    for (name, expected) in [("configured", (1, 0)), ("monitored", (1, 1))] {
         let report = scenes.json(name);
-        assert_eq!((scenes.exit(name), scenes.kdamonds(name)), (3, kdamonds), "{report}");
+        assert_eq!((scenes.exit(name), kdamonds(scenes, name)), (3, expected), "{report}");
         let why = report["hotness_source"]["not_measured"].as_str().unwrap();
         assert!(why.contains("another program uses DAMON: it has 1 kdamond"), "{why}");
     }
-    assert!(scenes.0.lines().any(|line| line.starts_with("STATE on ")), "{}", scenes.0);
-    if scenes.0.lines().any(|line| line == "EXCLUSIVE Y") {
+    assert!(scenes.output.lines().any(|line| line.starts_with("STATE on ")), "{}", scenes.output);
+    if scenes.output.lines().any(|line| line == "EXCLUSIVE Y") {
         let report = scenes.json("exclusive");
         let why = report["hotness_source"]["not_measured"].as_str().unwrap();
         assert!(why.contains("DAMON_STAT") && scenes.exit("exclusive") == 3, "{why}");
