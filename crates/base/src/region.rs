@@ -106,6 +106,26 @@ pub struct Region {
     pub flags: VmFlags,
 }
 
+impl MapsEntry {
+    /// What adjacent mappings have in common if the kernel has split them from one: permissions, inode and name.
+    pub fn backing(&self) -> (&[u8; 4], u64, &str) {
+        (&self.permissions, self.inode, &self.name)
+    }
+}
+
+impl Region {
+    /// As that of [`MapsEntry::backing`].
+    pub fn backing(&self) -> (&[u8; 4], u64, &str) {
+        (&self.permissions, self.inode, &self.name)
+    }
+
+    /// Whether it may continue the memory of the region before it, which the kernel has split off, for example because
+    /// advice was given for a part of it.
+    pub fn continues(&self, previous: &Self) -> bool {
+        previous.range.end == self.range.start && previous.backing() == self.backing()
+    }
+}
+
 /// Why KSM cannot merge pages of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Ineligible {

@@ -281,7 +281,7 @@ fn prepare_machine(
     let node_of_region = map::assign_regions(&nodes, &regions);
     let mut parts: Vec<PartToPlace> =
         target.parts.iter().map(|nodes| PartToPlace { nodes: nodes.clone(), regions: Vec::new() }).collect();
-    let mut mappings: Vec<Vec<AddressRange>> = vec![Vec::new(); parts.len()];
+    let mut regions_of_part: Vec<Vec<&Region>> = vec![Vec::new(); parts.len()];
     let is_device = |region: &&Region| region.flags.has(VmFlags::PFN_MAP.with(VmFlags::IO));
     for region in regions.iter().filter(|region| !is_device(region)) {
         let part = node_of_region.get(&region.range.start);
@@ -289,7 +289,7 @@ fn prepare_machine(
         let part = if part < parts.len() { part } else { 0 };
         parts[part].regions.extend(movable_ranges(host, &*handle, region)?);
         if region.is_memory() && !has_lasting_file(region) {
-            mappings[part].push(region.range);
+            regions_of_part[part].push(region);
         }
     }
     let threads: Vec<ThreadToPlace> = placement
@@ -302,8 +302,8 @@ fn prepare_machine(
     let mut steps = steps::machine_steps(&parts, &threads, &cpus_of_node);
     // Where policies cannot be read, none is changed.
     let policies = parse::memory_policies(&handle.read("numa_maps").unwrap_or_default());
-    for (part, mappings) in parts.iter().zip(&mappings) {
-        steps::add_policies(&mut steps, &part.nodes, mappings, &policies);
+    for (part, regions) in parts.iter().zip(&regions_of_part) {
+        steps::add_policies(&mut steps, &part.nodes, regions, &policies);
     }
     let lasting = regions.iter().filter(|region| region.is_memory() && has_lasting_file(region));
     let lasting_bytes: Bytes = lasting.map(|region| region.range.bytes()).sum();

@@ -1,4 +1,4 @@
-//! Pure figures of a placement: remote accesses, and who reads merged frames.
+//! Pure figures of a placement: remote accesses, and the readers of merged frames.
 
 pub mod balancing;
 pub mod frame_sharing;

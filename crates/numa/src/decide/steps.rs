@@ -5,6 +5,7 @@
 //! of all accesses, whichever addresses the guest uses.
 
 use pagefold_base::memory::MemoryPolicy;
+use pagefold_base::region::Region;
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use std::collections::BTreeMap;
 /// bound on bandwidth and a prompt end. A multiple of all sizes of transparent huge pages.
 pub const BATCH_BYTES: u64 = 32 << 20;
 
-/// Smaller mappings keep their policy: mostly stacks and heaps of the monitor, which its own threads use.
+/// Smaller stretches of memory keep their policy: stacks and heaps of the monitor, which its own threads use.
 const MIN_POLICY_BYTES: u64 = 32 << 20;
 
 /// The most blocks into which a region is divided if it is spread over several nodes.
@@ -126,19 +127,23 @@ pub fn machine_steps(
     steps
 }
 
-/// The steps that give mappings of a part a policy, and those whose policy stays, in `steps`. `mappings` are ascending.
-/// `current` has the present policies by the start of each mapping, as in `/proc/PID/numa_maps`. Memory that is spread
-/// over nodes shall come from the node of the thread that touches it, as by default.
+/// The steps that give the memory of a part a policy, and what keeps its policy, in `steps`. `regions` are ascending.
+/// `current` has the present policies by the start of each region, as in `/proc/PID/numa_maps`. Memory that is spread over
+/// nodes shall come from the node of the thread that touches it, as by default.
 pub fn add_policies(
     steps: &mut MachineSteps,
     nodes: &[(u32, f64)],
-    mappings: &[AddressRange],
+    regions: &[&Region],
     current: &BTreeMap<u64, String>,
 ) {
     let to = if let [(node, _)] = nodes { MemoryPolicy::Prefer(*node) } else { MemoryPolicy::Default };
+    let policy_of = |region: &Region| current.get(&region.range.start);
+    let is_same = |left: &&Region, right: &&Region| right.continues(left) && policy_of(left) == policy_of(right);
     let mut ranges: BTreeMap<MemoryPolicy, Vec<AddressRange>> = BTreeMap::new();
-    for &range in mappings.iter().filter(|range| range.bytes().0 >= MIN_POLICY_BYTES) {
-        let Some(policy) = current.get(&range.start) else { continue };
+    for stretch in regions.chunk_by(is_same) {
+        let [first, ..] = stretch else { continue };
+        let range = AddressRange { start: first.range.start, end: stretch[stretch.len() - 1].range.end };
+        let Some(policy) = policy_of(first).filter(|_| range.bytes().0 >= MIN_POLICY_BYTES) else { continue };
         match policy.parse() {
             Ok(policy) => ranges.entry(policy).or_default().push(range),
             Err(()) => {
@@ -219,27 +224,33 @@ mod tests {
     #[test]
     fn policies_are_set_unless_they_are_others() {
         let mapping = |first_mib: u64, mib: u64| AddressRange { start: first_mib * MIB, end: (first_mib + mib) * MIB };
+        let region = |range, permissions: &[u8; 4]| Region { permissions: *permissions, ..Region::empty(range) };
         let mappings = [
-            (mapping(0, 64), "default"),
-            (mapping(64, 32), "prefer:0"),
-            (mapping(100, 31), "default"),
-            (mapping(200, 64), "bind:0"),
-            (mapping(300, 64), "prefer:1"),
+            (mapping(0, 64), "default", b"rw-p"),
+            (mapping(64, 32), "prefer:0", b"rw-p"),
+            (mapping(100, 31), "default", b"rw-p"),
+            (mapping(200, 64), "bind:0", b"rw-p"),
+            (mapping(300, 64), "prefer:1", b"rw-p"),
+            // Two halves of a mapping that the kernel has split, and a mapping beside them.
+            (mapping(400, 16), "default", b"rw-p"),
+            (mapping(416, 16), "default", b"rw-p"),
+            (mapping(432, 16), "default", b"rw-s"),
         ];
-        let current = mappings.iter().map(|(range, policy)| (range.start, (*policy).to_owned())).collect();
-        let mut ranges = mappings.map(|(range, _)| range).to_vec();
+        let current = mappings.iter().map(|(range, policy, _)| (range.start, (*policy).to_owned())).collect();
+        let mut regions = mappings.map(|(range, _, permissions)| region(range, permissions)).to_vec();
         // A mapping that began since has no policy in the file.
-        ranges.push(mapping(500, 64));
+        regions.push(region(mapping(500, 64), b"rw-p"));
+        let regions: Vec<&Region> = regions.iter().collect();
         let steps_for = |nodes: &[(u32, f64)]| {
             let mut steps = MachineSteps::default();
-            add_policies(&mut steps, nodes, &ranges, &current);
+            add_policies(&mut steps, nodes, &regions, &current);
             assert_eq!(steps.kept_policies, [("its owner has set bind:0".to_owned(), Bytes(64 * MIB))].into());
             steps.policies
         };
         let change = |ranges: &[AddressRange], from, to| PolicyStep { ranges: ranges.to_vec(), from, to };
         let prefer = MemoryPolicy::Prefer;
         let expected = [
-            change(&[mapping(0, 64)], MemoryPolicy::Default, prefer(1)),
+            change(&[mapping(0, 64), mapping(400, 32)], MemoryPolicy::Default, prefer(1)),
             change(&[mapping(64, 32)], prefer(0), prefer(1)),
         ];
         assert_eq!(steps_for(&[(1, 1.0)]), expected);

@@ -24,7 +24,7 @@ impl Extents {
         let mut extents: Vec<MapsEntry> = Vec::new();
         for region in observe::mapped_regions(&*handle)? {
             match extents.last_mut() {
-                Some(last) if last.range.end == region.range.start && have_same_backing(last, &region) => {
+                Some(last) if last.range.end == region.range.start && last.backing() == region.backing() => {
                     last.range.end = region.range.end;
                 }
                 _ => extents.push(region),
@@ -64,8 +64,4 @@ impl Extents {
 
 fn contains(inner: AddressRange, outer: AddressRange) -> bool {
     outer.start <= inner.start && inner.end <= outer.end
-}
-
-fn have_same_backing(a: &MapsEntry, b: &MapsEntry) -> bool {
-    (a.permissions, a.inode, &a.name) == (b.permissions, b.inode, &b.name)
 }
