@@ -50,6 +50,8 @@ pub struct LayoutOptions {
     pub vma_split: VmaSplit,
     /// The time between two rewrites of volatile pages.
     pub rewrite_interval: Duration,
+    /// Whether a rewrite waits until pages of this process are merged.
+    pub awaits_merge: bool,
     /// The directory for the files of file mappings.
     pub file_directory: PathBuf,
 }
@@ -123,7 +125,7 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
     for region in regions.iter_mut().filter(|region| region.kind == RegionKind::ForkShared.name()) {
         region.child = child.as_ref().map(ForkedCopy::pid);
     }
-    let rewriter = (!rewritten.is_empty()).then(|| Rewriter::start(rewritten, options.rewrite_interval));
+    let rewriter = (!rewritten.is_empty()).then(|| Rewriter::start(rewritten, options));
     Ok(MemoryLayout { regions, _static_mappings: static_mappings, _rewriter: rewriter, _child: child })
 }
 
@@ -254,6 +256,11 @@ fn become_user(uid: u32) -> io::Result<()> {
     Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
+/// Whether KSM has merged pages of this process, as far as the kernel shows it.
+fn is_any_page_merged() -> bool {
+    fs::read_to_string("/proc/self/ksm_merging_pages").is_ok_and(|pages| pages.trim() != "0")
+}
+
 /// A thread that rewrites pages, each time with new content that was never there before, or with the same content.
 #[derive(Debug)]
 struct Rewriter {
@@ -263,13 +270,17 @@ struct Rewriter {
 }
 
 impl Rewriter {
-    fn start(mut mappings: Vec<(RegionKind, ContentOrigin, Mapping)>, interval: Duration) -> Self {
+    fn start(mut mappings: Vec<(RegionKind, ContentOrigin, Mapping)>, options: &LayoutOptions) -> Self {
+        let (interval, awaits_merge) = (options.rewrite_interval, options.awaits_merge);
         let (sender, receiver) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
             // Each mapping continues the numbers of its first contents.
             let mut written: Vec<u64> = mappings.iter().map(|(.., mapping)| (mapping.len() / page) as u64).collect();
             while receiver.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
+                if awaits_merge && !is_any_page_merged() {
+                    continue;
+                }
                 for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
                         match kind {

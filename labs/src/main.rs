@@ -110,6 +110,9 @@ struct LayoutArguments {
     /// Milliseconds between two rewrites of volatile pages
     #[arg(long, value_name = "MS", default_value_t = 5)]
     interval: u64,
+    /// Rewrite volatile pages only while pages of this process are merged
+    #[arg(long)]
+    await_merge: bool,
     /// Directory for the files of file mappings, which have no name there [default: the directory for temporary files]
     #[arg(long, value_name = "DIR")]
     directory: Option<PathBuf>,
@@ -231,6 +234,7 @@ fn run_layout(arguments: LayoutArguments) -> Result<ExitCode> {
             None => layout::VmaSplit::Unsplit,
         },
         rewrite_interval: Duration::from_millis(arguments.interval),
+        awaits_merge: arguments.await_merge,
         file_directory: arguments.directory.unwrap_or_else(std::env::temp_dir),
     };
     let layout = layout::create_layout(&items, &options)?;

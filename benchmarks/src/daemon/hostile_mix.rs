@@ -119,7 +119,7 @@ pub struct HostileMixBenchmark {
     pub writer_threads: u64,
     /// CPU time that the daemon's token bucket holds at most.
     pub burst: Duration,
-    /// The interval between two rewrites by the periodic writer.
+    /// The interval between two rewrites by the periodic writer. In a brief run, a rewrite also waits for a merge.
     pub rewrite_interval: Duration,
     /// The pagefold binary.
     pub pagefold: PathBuf,
@@ -215,14 +215,14 @@ impl HostileMix {
         let pages = shareable_pages(SMALL_REGIONS_PROGRAM).unwrap_or_default();
         let (content, region_count) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
         let pieces = [content.as_str(), "--regions", &region_count];
+        // On a slow machine a merge may take longer than the interval, and would never succeed.
+        let await_merge: &[&str] = if hostile.is_brief { &["--await-merge"] } else { &[] };
+        let periodic = [&["rewritten-text=16384", "--interval", &interval][..], await_merge].concat();
         let writer = folder.start_lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
         let forker = folder.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
         Ok(Self(vec![
             HostileProgram { name: "rewrites all its memory", process: writer, integrity: IntegrityCheck::SelfChecked },
-            HostileProgram::with_contents(
-                PERIODIC_WRITER_PROGRAM,
-                layout('t', &["rewritten-text=16384", "--interval", &interval])?,
-            )?,
+            HostileProgram::with_contents(PERIODIC_WRITER_PROGRAM, layout('t', &periodic)?)?,
             HostileProgram::with_checksum("huge pages without profit", mixture('s', &stray)?)?,
             HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &profitable)?)?,
             HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &profitable)?)?,
