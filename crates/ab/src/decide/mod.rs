@@ -1,0 +1,1 @@
+//! Pure decisions of experiments: their design, and the statistics of their samples.
