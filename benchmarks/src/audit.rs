@@ -1,5 +1,5 @@
 //! The time and memory of `pagefold doctor` for a host with many virtual machines: a recorded host whose virtual machine
-//! is there many times, each with its own process number and name.
+//! is there many times, each as a domain of libvirt with its own process number, name and UUID.
 
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
@@ -12,10 +12,14 @@ use std::time::Instant;
 
 /// The recorded host with one virtual machine, and the number of its process.
 const RECORDING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/recordings/two-nodes");
-const RECORDED_PID: u32 = 117;
+const RECORDED_PID: u32 = 157;
 
-/// The name of the recorded machine.
+/// The name and the UUID of the recorded machine.
 const RECORDED_NAME: &str = "big";
+const RECORDED_UUID: &str = "6f1cb2f4-2d3c-4a51-9b0e-93c1b1c5d2a7";
+
+/// The folders in which libvirt keeps a file for each machine.
+const LIBVIRT_FOLDERS: [&str; 2] = ["files/run/libvirt/qemu", "files/etc/libvirt/qemu"];
 
 /// The process number of the first copy.
 const FIRST_PID: u32 = 100_000;
@@ -71,25 +75,63 @@ fn copy_host(from: &Path, to: &Path, machines: u32) -> Result<()> {
     let copies = FIRST_PID..FIRST_PID + machines - 1;
     let listed: String = copies.clone().map(|pid| format!("{pid}\n")).collect();
     fs::write(&names, fs::read_to_string(&names)? + &listed)?;
-    for pid in copies {
+    let libvirt_files = read_libvirt_files(to)?;
+    for pid in copies.clone() {
         let rename = |name: &str| if name == RECORDED_PID.to_string() { pid.to_string() } else { name.to_owned() };
         let copy = to.join(format!("files/proc/{pid}"));
         copy_folder(&original, &copy, &rename)?;
         let names = copy.join("task/.names");
         let threads: Vec<String> = fs::read_to_string(&names)?.lines().map(rename).collect();
         fs::write(names, threads.join("\n") + "\n")?;
-        let named = arguments.replace(&format!("\0{RECORDED_NAME},"), &format!("\0machine-{pid},"));
+        let named = arguments
+            .replace(&format!("\0guest={RECORDED_NAME},"), &format!("\0guest=machine-{pid},"))
+            .replace(RECORDED_UUID, &machine_uuid(pid));
         ensure!(named != arguments, "the recorded machine is not named {RECORDED_NAME}");
         fs::write(copy.join("cmdline"), named)?;
+        for (folder, text) in &libvirt_files {
+            fs::write(to.join(folder).join(format!("machine-{pid}.xml")), adapt_libvirt_file(text, pid)?)?;
+        }
         fs::copy(to.join(format!("pages/{RECORDED_PID}.txt")), to.join(format!("pages/{pid}.txt")))?;
         let prefix = format!("proc/{RECORDED_PID}/");
         for rest in absent.lines().filter_map(|line| line.strip_prefix(&prefix)) {
             all_absent.push_str(&format!("proc/{pid}/{rest}\n"));
         }
     }
+    for (folder, _) in &libvirt_files {
+        let names = to.join(folder).join(".names");
+        if names.exists() {
+            let listed: String = copies.clone().map(|pid| format!("machine-{pid}.xml\n")).collect();
+            fs::write(&names, fs::read_to_string(&names)? + &listed)?;
+        }
+    }
     fs::write(original.join("cmdline"), arguments)?;
     fs::write(to.join("absent.txt"), all_absent)?;
     Ok(())
+}
+
+/// What libvirt keeps of the recorded machine, by folder.
+fn read_libvirt_files(recording: &Path) -> Result<Vec<(&'static str, String)>> {
+    let read = |folder: &'static str| {
+        let path = recording.join(folder).join(format!("{RECORDED_NAME}.xml"));
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok((folder, text))
+    };
+    LIBVIRT_FOLDERS.into_iter().map(read).collect()
+}
+
+/// The same file of the copy with this process number.
+fn adapt_libvirt_file(text: &str, pid: u32) -> Result<String> {
+    let adapted = text
+        .replace(&format!("<name>{RECORDED_NAME}</name>"), &format!("<name>machine-{pid}</name>"))
+        .replace(RECORDED_UUID, &machine_uuid(pid))
+        .replacen(&format!("pid='{RECORDED_PID}'"), &format!("pid='{pid}'"), 1);
+    ensure!(adapted.contains(&format!("<name>machine-{pid}</name>")), "a file of libvirt has no name");
+    Ok(adapted)
+}
+
+/// The UUID of the copy with this process number.
+fn machine_uuid(pid: u32) -> String {
+    format!("{}{pid:012}", &RECORDED_UUID[..RECORDED_UUID.len() - 12])
 }
 
 fn copy_folder(from: &Path, to: &Path, rename: &dyn Fn(&str) -> String) -> Result<()> {

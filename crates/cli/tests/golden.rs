@@ -305,6 +305,31 @@ fn recorded_domain_has_its_uuid_and_no_secrets() {
     }
 }
 
+/// One host with libvirt, two nodes, and a domain with a virtual node for each: as `fixtures/two-nodes.xml` defines it.
+#[test]
+fn recorded_domain_has_both_virtual_nodes_on_one_of_two_nodes() {
+    let map = json_on_recording("two-nodes", &["numa", "map", "--json"]);
+    assert_eq!(map["nodes"].as_array().map(Vec::len), Some(2), "{map}");
+    let domain = &map["processes"][0];
+    let definition = fs::read_to_string(fixtures_path().join("two-nodes.xml")).unwrap();
+    let uuid = domain["libvirt_uuid"].as_str().expect("a domain of libvirt");
+    assert!(definition.contains(uuid), "{definition}");
+    let virtual_nodes = domain["virtual_nodes"].as_array().expect("virtual nodes");
+    let placed: Vec<[Option<u64>; 3]> = virtual_nodes
+        .iter()
+        .flat_map(|virtual_node| {
+            let number = virtual_node["virtual_node"].as_u64();
+            virtual_node["memory"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(move |memory| [number, memory["node"].as_u64(), memory["pages"].as_u64()])
+        })
+        .collect();
+    // 16 MiB and 12 MiB, both on node 0.
+    assert_eq!(placed, [[Some(0), Some(0), Some(4096)], [Some(1), Some(0), Some(3072)]]);
+}
+
 #[test]
 fn machine_is_selected_by_its_uuid() {
     const UUID: &str = "0EC88FE6-39e9-44c7-9579-be3b71cb24fa";
