@@ -1,4 +1,4 @@
-//! `pagefold doctor --guest-agent` with QEMU's agent in an emulated guest.
+//! `pagefold doctor --guest-agent` and `pagefold tune verify --guest-agent` with QEMU's agent in an emulated guest.
 
 #![forbid(unsafe_code)]
 
@@ -43,14 +43,42 @@ fn find_qemu(socket: &Path) -> Option<String> {
 
 /// Verdict and value of each finding about guests.
 fn examine_guest(arguments: &[&str]) -> Findings {
-    let output = Command::new(env!("CARGO_BIN_EXE_pagefold"))
-        .args(["doctor", "--guest-agent", "--topic", "guest", "--json"])
-        .args(arguments)
-        .output()
-        .unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let arguments = [&["doctor", "--guest-agent", "--topic", "guest"], arguments].concat();
+    findings_of(&run_json(&arguments).1["findings"])
+}
+
+/// The same by `tune verify`, which must fail as soon as it has all answers: a CPU of the guest is offline.
+fn verify_guest(arguments: &[&str]) -> Findings {
+    let folder = tempfile::tempdir().unwrap();
+    let state = folder.path().to_str().unwrap();
+    let (code, report) = run_json(&[&["tune", "verify", "--guest-agent", "--state", state], arguments].concat());
+    let findings = findings_of(&report["guests"]);
+    let is_failed = findings.values().any(|(verdict, _)| verdict == "fail");
+    let is_unknown = findings.values().any(|(verdict, _)| verdict == "unknown");
+    assert_eq!(
+        code,
+        if is_failed {
+            1
+        } else if is_unknown {
+            3
+        } else {
+            0
+        },
+        "{report}"
+    );
+    findings
+}
+
+/// The exit status and the report of a command.
+fn run_json(arguments: &[&str]) -> (i32, Value) {
+    let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).arg("--json").output().unwrap();
+    let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|why| panic!("{why}: {output:?}"));
+    (output.status.code().expect("pagefold was killed by a signal"), report)
+}
+
+fn findings_of(findings: &Value) -> Findings {
     let text = |finding: &Value, key: &str| finding[key].as_str().unwrap().to_owned();
-    let findings = report["findings"].as_array().unwrap().iter();
+    let findings = findings.as_array().unwrap().iter();
     findings.map(|finding| (text(finding, "rule"), (text(finding, "verdict"), text(finding, "value")))).collect()
 }
 
@@ -78,14 +106,14 @@ fn wait_for_answers(mut examine: impl FnMut() -> Findings) -> Findings {
     }
 }
 
-/// Makes a recording with the answers of the guest, and examines it.
-fn examine_recording(pid: &str) -> Findings {
+/// Makes a recording with the answers of the guest, and examines it by a command.
+fn examine_recording(pid: &str, examine: fn(&[&str]) -> Findings) -> Findings {
     let folder = tempfile::tempdir().unwrap();
     let recording = folder.path().join("recording");
     let arguments = ["record", "--guest-agent", "--pass-interval", "0", "--pid", pid];
     let recorded = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).arg(&recording).output().unwrap();
     assert!(recorded.status.success(), "{recorded:?}");
-    examine_guest(&["--host", &format!("recording:{}", recording.display())])
+    examine(&["--host", &format!("recording:{}", recording.display())])
 }
 
 #[test]
@@ -124,7 +152,11 @@ fn agent_of_a_guest_is_asked() {
         assert!(!is_answered(&busy) && busy.values().all(|(verdict, _)| verdict == "unknown"), "{busy:?}");
         drop(other);
         assert_eq!(wait_for_answers(|| examine_guest(&["--pid", &pid])), findings);
-        assert_eq!(wait_for_answers(|| examine_recording(&pid)), findings);
+        assert_eq!(wait_for_answers(|| verify_guest(&["--pid", &pid])), findings);
+        for examine in [examine_guest, verify_guest] {
+            assert_eq!(wait_for_answers(|| examine_recording(&pid, examine)), findings);
+        }
+        assert_eq!(findings_of(&run_json(&["tune", "verify", "--pid", &pid]).1["guests"]), Findings::new());
         is_checked = true;
         Err(io::Error::other("the checks have ended"))
     });

@@ -3,6 +3,7 @@
 use crate::wire::{
     ChangeReport, KeptStateName, MethodName, StepReport, TuneApplyReport, TunePlanReport, TuneVerifyReport,
 };
+use pagefold_doctor::wire::{FindingReport, VerdictName};
 use pagefold_output::text::{TextStyle, escape_unprintable, format_number};
 use std::fmt::Write;
 
@@ -207,6 +208,35 @@ pub fn render_verified(report: &TuneVerifyReport, style: TextStyle) -> String {
         }
         text.push_str(&style.render_table(&table));
     }
+    text.push_str(&render_guests(&report.guests, style));
+    text
+}
+
+/// What guests tell: each rule that applies, with a remedy where it has one.
+fn render_guests(findings: &[FindingReport], style: TextStyle) -> String {
+    if findings.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("Guests, by their agents");
+    let applicable = findings.iter().filter(|finding| finding.verdict != VerdictName::NotApplicable);
+    for finding in applicable.clone() {
+        let machine = finding.machine.as_deref().unwrap_or_default();
+        let verdict = match finding.verdict {
+            VerdictName::Fail => "FAIL",
+            VerdictName::Warn => "warn",
+            VerdictName::Unknown => "unknown",
+            VerdictName::Ok => "ok",
+            VerdictName::NotApplicable => "n/a",
+        };
+        let line = format!("{verdict}: {machine}: {} ({}) [{}]", finding.title, finding.value, finding.rule);
+        text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+        for remedy in &finding.remedy {
+            text.push_str(&format!("  {}\n", escape_unprintable(remedy)));
+        }
+    }
+    if applicable.count() == 0 {
+        text.push_str("No rule applies: the machines have no guest agent.\n");
+    }
     text
 }
 
@@ -215,5 +245,49 @@ fn one_line(value: &str) -> String {
     match value.trim_end().lines().count() {
         0 | 1 => value.trim_end().to_owned(),
         count => format!("a file of {count} lines"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::{Pid, ProcessId};
+    use pagefold_doctor::decide::{Finding, Scope, Verdict};
+
+    fn finding(rule: &'static str, verdict: Verdict, remedy: &[&str]) -> FindingReport {
+        let finding = Finding {
+            rule,
+            scope: Scope::Guest(ProcessId { pid: Pid(7), start_time: 1 }),
+            verdict,
+            title: "the guest uses fewer CPUs than the machine has".to_owned(),
+            source: String::new(),
+            value: "1 online and 1 offline in the guest, 2 of the machine".to_owned(),
+            expected: None,
+            why: "",
+            remedy: remedy.iter().map(|&line| line.to_owned()).collect(),
+            verify: None,
+            details: None,
+            changes: Vec::new(),
+        };
+        FindingReport { machine: Some("db\u{1b}".to_owned()), ..finding.into() }
+    }
+
+    #[test]
+    fn verified_guests_have_verdicts_and_remedies() {
+        let render = |findings| {
+            let report = TuneVerifyReport::new("this host".to_owned(), &[], (None, &[]), &[], findings);
+            render_verified(&report, TextStyle { width: 200, color: false })
+        };
+        assert!(!render(Vec::new()).contains("Guests"));
+        let text = render(vec![
+            finding("guest-cpus-online", Verdict::Fail, &["# in the guest: see dmesg"]),
+            finding("guest-steal", Verdict::NotApplicable, &[]),
+        ]);
+        let line =
+            "FAIL: db\\u{1b}: the guest uses fewer CPUs than the machine has (1 online and 1 offline in the guest, 2";
+        assert!(text.contains("Guests, by their agents") && text.contains(line), "{text}");
+        assert!(text.contains("\n  # in the guest: see dmesg\n") && !text.contains("guest-steal"), "{text}");
+        let text = render(vec![finding("guest-steal", Verdict::NotApplicable, &[])]);
+        assert!(text.contains("No rule applies"), "{text}");
     }
 }

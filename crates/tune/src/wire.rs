@@ -7,6 +7,7 @@ use crate::decide::{Effect, Step, TunePlan, vm};
 use crate::facts::VcpuCheck;
 use crate::kept::{Counter, KeptChange, KeptState};
 use pagefold_doctor::decide::change::ApplyMethod;
+use pagefold_doctor::wire::{FindingReport, VerdictName};
 use pagefold_host::transaction::session::UndoDescription;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -327,6 +328,9 @@ pub struct TuneVerifyReport {
     pub counters: Vec<CounterReport>,
     /// The vCPUs of machines that run by KVM.
     pub machines: Vec<VcpuReport>,
+    /// What `pagefold doctor` finds about guests by their agents, such as CPUs that are not online; empty unless agents
+    /// were asked.
+    pub guests: Vec<FindingReport>,
 }
 
 /// A change that `tune apply` left.
@@ -387,12 +391,14 @@ pub struct VcpuReport {
 }
 
 impl TuneVerifyReport {
-    /// Creates the report. `earlier` are the counters before the wait, if there was one.
+    /// Creates the report. `earlier` are the counters before the wait, if there was one; `guests` are the
+    /// findings about guests.
     pub fn new(
         host: String,
         kept: &[KeptChange],
         (earlier, counters): (Option<&[Counter]>, &[Counter]),
         machines: &[VcpuCheck],
+        guests: Vec<FindingReport>,
     ) -> Self {
         let changes = kept.iter().map(|kept| KeptChangeReport {
             name: kept.name.clone(),
@@ -428,7 +434,13 @@ impl TuneVerifyReport {
             changes: changes.collect(),
             counters: counters.collect(),
             machines: machines.collect(),
+            guests,
         }
+    }
+
+    /// Whether a rule about a guest has this verdict.
+    pub fn has_guest_verdict(&self, verdict: VerdictName) -> bool {
+        self.guests.iter().any(|finding| finding.verdict == verdict)
     }
 
     /// Whether another program has changed a setting.

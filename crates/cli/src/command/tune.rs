@@ -6,9 +6,13 @@ use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand, ValueEnum};
+use pagefold_base::ProcessId;
+use pagefold_doctor::decide::audit::Topic;
 use pagefold_doctor::decide::change::SettingChange;
 use pagefold_doctor::decide::{Finding, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
+use pagefold_doctor::guest_facts::gather_guest_facts;
+use pagefold_doctor::wire::{DoctorReport, FindingReport, VerdictName};
 use pagefold_host::Host;
 use pagefold_output::wire;
 use pagefold_tune::apply::{Applied, ApplyScope, apply};
@@ -55,8 +59,14 @@ const VERIFY_EXAMPLES: &str = "\
 Examples:
   sudo pagefold tune verify              whether the changes are in force, and their counters
   sudo pagefold tune verify --wait 10s   how much the counters grow in ten seconds
+  sudo pagefold tune verify --guest-agent
+                                         also ask the guests, for example whether they see all their CPUs
 
-Exit status: 0 all changes are in force, 1 another program changed one, 2 failure.";
+With --guest-agent only commands that read are sent to QEMU's guest agents, and an agent has one second. Agents of \
+libvirt's machines are not asked: libvirt is connected to them.
+
+Exit status: 0 all changes are in force, 1 another program changed one or a guest fails a rule, 2 failure, 3 an agent \
+did not answer all questions.";
 
 const EXPORT_EXAMPLES: &str = "\
 Examples:
@@ -189,6 +199,13 @@ struct VerifyArguments {
     /// Time between two readings of the counters
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse_duration)]
     wait: Duration,
+    /// Also ask the guest agent of each QEMU machine. It serves one client at a time, so another program has to wait
+    /// meanwhile
+    #[arg(long)]
+    guest_agent: bool,
+    /// Only the virtual machine with this process; may be given several times
+    #[arg(long, value_name = "N")]
+    pid: Vec<u32>,
     /// Print JSON (see `pagefold schema tune-verify`)
     #[arg(long)]
     json: bool,
@@ -407,11 +424,32 @@ fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Resu
         host.sleep(options.wait);
         earlier = Some(std::mem::replace(&mut counters, kept::read_counters(&*host, &kept)));
     }
-    let machines = facts::check_vcpus(&*host);
-    let report = TuneVerifyReport::new(host.describe(), &kept, (earlier.as_deref(), &counters), &machines);
+    let is_selected = |process: ProcessId| options.pid.is_empty() || options.pid.contains(&process.pid.0);
+    let mut machines = facts::check_vcpus(&*host);
+    machines.retain(|machine| is_selected(machine.process));
+    let guests = if options.guest_agent { examine_guests(&*host, global, is_selected)? } else { Vec::new() };
+    let report = TuneVerifyReport::new(host.describe(), &kept, (earlier.as_deref(), &counters), &machines, guests);
     let style = output::stdout_style(global);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { text::render_verified(&report, style) })?;
-    Ok(if report.has_drift() { CommandOutcome::NegativeVerdict } else { CommandOutcome::Done })
+    Ok(if report.has_drift() || report.has_guest_verdict(VerdictName::Fail) {
+        CommandOutcome::NegativeVerdict
+    } else if report.has_guest_verdict(VerdictName::Unknown) {
+        CommandOutcome::Partial
+    } else {
+        CommandOutcome::Done
+    })
+}
+
+/// Asks the agents in the guests of the selected machines, and judges their answers.
+fn examine_guests(
+    host: &dyn Host,
+    global: &GlobalOptions,
+    is_selected: impl Fn(ProcessId) -> bool,
+) -> anyhow::Result<Vec<FindingReport>> {
+    let Config { domains, exclusions, .. } = Config::load(global)?;
+    let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
+    gather_guest_facts(host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm.process)));
+    Ok(DoctorReport::from_host(host.describe(), &facts).retain_topics(&[Topic::Guest.name()]).findings)
 }
 
 fn run_export(options: &ExportArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
