@@ -34,7 +34,12 @@ const HOST_COMMANDS: &[(&str, &[&str])] = &[
     ("numa-map.json", &["numa", "map", "--json"]),
     ("tune-plan.txt", &["tune", "plan"]),
     ("tune-plan.json", &["tune", "plan", "--json"]),
+    ("tune-throughput.txt", &["tune", "plan", "--profile", "throughput"]),
+    ("tune-latency.txt", &["tune", "plan", "--profile", "latency"]),
     ("tune-density.txt", &["tune", "plan", "--profile", "density"]),
+    ("tune-database.txt", &["tune", "plan", "--profile", "database"]),
+    ("tune-htc.txt", &["tune", "plan", "--profile", "htc"]),
+    ("tune-verify.txt", &["tune", "verify", "--guest-agent"]),
 ];
 
 /// The same for recordings with virtual machines. `numa plan` ends its search before the deadline, because the hosts are
