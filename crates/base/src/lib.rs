@@ -7,6 +7,7 @@
 
 pub mod class;
 pub mod content;
+pub mod count_text;
 pub mod domain;
 pub mod engine;
 pub mod exclusion;
@@ -30,6 +31,7 @@ pub mod units;
 
 pub use class::{PageClass, PageCounts};
 pub use content::{ContentKind, Fingerprint};
+pub use count_text::count_text;
 pub use id_set::IdSet;
 pub use reading::{Absent, Reading};
 pub use units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId};

@@ -17,7 +17,7 @@ use crate::placement_record::{self, PlacedMachine, PlacementRecord};
 use crate::problem::{PlanLimits, placement_problem, plan_within};
 use crate::topology::Topology;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
-use pagefold_base::{Bytes, Pages, ProcessId, Reading};
+use pagefold_base::{Bytes, Pages, ProcessId, Reading, count_text};
 use pagefold_census::ProcessSelection;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
@@ -245,11 +245,17 @@ impl<'h> PlacementKeeper<'h> {
         let pids = machines.iter().map(|machine| machine.process.pid).collect();
         let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, resting, interrupts)?;
         if planned.targets.is_empty() {
-            return Ok(format!("all {} virtual machines are well placed", machines.len()));
+            return Ok(match machines.len() {
+                1 => "the virtual machine is well placed".to_owned(),
+                count => format!("all {count} virtual machines are well placed"),
+            });
         }
         match sessions {
             Some(sessions) => self.place(sessions, &planned, interrupts, observe),
-            None => Ok(format!("would place {} of {} virtual machines", planned.targets.len(), machines.len())),
+            None => {
+                let machines = count_text(machines.len(), "virtual machine");
+                Ok(format!("would place {} of {machines}", planned.targets.len()))
+            }
         }
     }
 
@@ -375,7 +381,8 @@ impl<'h> PlacementKeeper<'h> {
 /// What a placement did, and what not.
 fn describe_placement(outcome: &ApplyOutcome, moved: Bytes) -> String {
     let placed = outcome.machines.iter().filter(|machine| machine.has_changes()).count();
-    let mut text = format!("placed {placed} of {} virtual machines: {moved} moved", outcome.machines.len());
+    let machines = count_text(outcome.machines.len(), "virtual machine");
+    let mut text = format!("placed {placed} of {machines}: {moved} moved");
     if outcome.stopped_by_pressure {
         text.push_str(", then stopped, because tasks of the host wait for memory");
     } else if let Some(why) = outcome.machines.iter().find_map(|machine| machine.failure.as_deref()) {

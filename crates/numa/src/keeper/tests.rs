@@ -22,8 +22,8 @@ const SETTLING: &str = "a new virtual machine still fills its memory";
 const RECENT_PLAN: &str = "no new virtual machine since the last plan";
 const RETRY: &str = "the last plan was not completed, and is made again";
 const PRESSURE: &str = "tasks of the host wait for memory";
-const ALL_WELL_PLACED: &str = "all 1 virtual machines are well placed";
-const PLACED: &str = "placed 1 of 1 virtual machines: 39.1 MiB moved";
+const ALL_WELL_PLACED: &str = "the virtual machine is well placed";
+const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved";
 
 fn host(nodes: u32) -> FakeHost {
     let host = FakeHost::booted();
@@ -173,7 +173,7 @@ fn keeper_that_only_advises_moves_nothing() {
     let host = host_with_remote_machine(MANY_PAGES);
     let advises = KeeperSettings { acts: false, ..settings() };
     let reports = run(&host, advises, &KeeperControl::default(), |checks| checks < 3);
-    assert_eq!(plan_results(&reports), ["would place 1 of 1 virtual machines"]);
+    assert_eq!(plan_results(&reports), ["would place 1 of 1 virtual machine"]);
     assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
 }
 
@@ -243,7 +243,7 @@ fn memory_pressure_during_a_placement_stops_it() {
     });
     let reports = run_checks(&busy, 2);
     let expected =
-        "placed 1 of 1 virtual machines: 31.0 MiB moved, then stopped, because tasks of the host wait for memory";
+        "placed 1 of 1 virtual machine: 31.0 MiB moved, then stopped, because tasks of the host wait for memory";
     assert_eq!(plan_results(&reports), [expected]);
     let last = reports.last().unwrap();
     assert_eq!((last.placed_machines, last.failed_machines), (1, 1));

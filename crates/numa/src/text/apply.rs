@@ -1,9 +1,11 @@
 //! What `numa apply` did, and what `numa verify` found, as text for the terminal.
 
+use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
 use super::plan::render_not_measured;
 use crate::wire::apply::{MachineApplyReport, MachineVerifyReport, NumaApplyReport, NumaVerifyReport, PartNodesReport};
 use comfy_table::Cell;
+use pagefold_base::count_text;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number, format_percent};
 use std::fmt::Write;
 
@@ -34,10 +36,7 @@ pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) ->
 }
 
 fn render_apply_title(report: &NumaApplyReport) -> String {
-    let machines = match report.machines.len() {
-        1 => "1 machine".to_owned(),
-        count => format!("{} machines", format_number(count as u64)),
-    };
+    let machines = format_machine_count(report.machines.len());
     if report.machines.is_empty() {
         return format!("Nothing on {} is worth moving. Nothing was changed.", report.host);
     }
@@ -115,10 +114,12 @@ pub fn render_verify(report: &NumaVerifyReport, style: TextStyle) -> String {
     }
     let changed = report.machines.iter().filter(|machine| machine.state == "changed").count();
     let running = report.machines.iter().filter(|machine| machine.state != "ended").count();
-    let title = match changed {
-        0 => format!("{} placed machines run on {}, and none has changed.", format_number(running as u64), report.host),
-        changed => format!("{changed} of {running} placed machines on {} have changed.", report.host),
+    let changed = match changed {
+        0 => "none has changed".to_owned(),
+        changed => format!("{} changed", format_number(changed as u64)),
     };
+    let running = format_number(running as u64);
+    let title = format!("Placed machines that run on {}: {running}, of which {changed}.", report.host);
     let mut text = style.format_paragraph(&title, 0);
     text.push('\n');
     let headings = [">pid", "name", "nodes", ">elsewhere", ">remote before", ">predicted", ">now", "state"];
@@ -144,7 +145,7 @@ fn describe_state(machine: &MachineVerifyReport) -> String {
     match machine.state {
         "as_planned" => "as planned".to_owned(),
         "changed" if machine.changed_threads.is_empty() => "memory has moved".to_owned(),
-        "changed" => format!("CPUs of {} threads changed", machine.changed_threads.len()),
+        "changed" => format!("CPUs of {} changed", count_text(machine.changed_threads.len(), "thread")),
         state => state.to_owned(),
     }
 }

@@ -1,5 +1,6 @@
 //! A plan as text for the terminal.
 
+use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
 use crate::wire::plan::{
     ComparedPlacementReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
@@ -58,10 +59,10 @@ fn render_title(report: &NumaPlanReport) -> String {
     match moved.count() {
         0 => format!("Plan for {}: nothing is worth moving. {proof} Nothing was changed.", report.host),
         count => format!(
-            "Plan for {}: move {} of {} machines, {} of memory. {proof} Nothing was changed.",
+            "Plan for {}: move {} of {}, {} of memory. {proof} Nothing was changed.",
             report.host,
             format_number(count as u64),
-            format_number(report.machines.len() as u64),
+            format_machine_count(report.machines.len()),
             format_bytes(bytes),
         ),
     }

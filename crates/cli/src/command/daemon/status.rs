@@ -1,8 +1,9 @@
 //! Builds the status report from a snapshot of the daemon and the current state of the host.
 
 use pagefold_base::ksm::{Ksm, RMAP_ITEM_BYTES};
+use pagefold_base::memory::MemInfo;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, PageCounts, Pages, ProcessId};
+use pagefold_base::{Absent, Bytes, PageCounts, Pages, ProcessId, Reading};
 use pagefold_daemon::decide::{DaemonMode, DaemonStatus, PendingUnenroll, TrackedProcess};
 use pagefold_daemon::run::{CpuUsage, DaemonSettings, FairShareReading, LoggedDecision, Snapshot};
 use pagefold_daemon::wire::*;
@@ -24,7 +25,7 @@ pub enum ProcessScope {
     Unscanned,
 }
 
-/// Build the status report. It stays one function because it is a list of fields, each with its source.
+/// Build the status report: a list of fields, each with its source.
 pub fn build_status(
     host: &dyn Host,
     snapshot: &Snapshot,
@@ -33,7 +34,6 @@ pub fn build_status(
 ) -> StatusReport {
     let (rules, budget) = (snapshot.state.rules(), snapshot.state.cpu_budget());
     let (status, why) = snapshot.state.status();
-    let memory = observe::memory(host);
     let counters = observe::ksm(host).ok();
     let vmstat = observe::vmstat(host).unwrap_or_default();
     let page_bytes = host.page_size().bytes();
@@ -70,26 +70,10 @@ pub fn build_status(
         pid: std::process::id(),
         time: unix_seconds(SystemTime::now()),
         uptime_seconds: snapshot.started_at.elapsed().unwrap_or_default().as_secs_f64(),
-        mode: match rules.mode {
-            DaemonMode::Observe => DaemonModeName::Observe,
-            DaemonMode::Advise => DaemonModeName::Advise,
-            DaemonMode::Act => DaemonModeName::Act,
-        },
-        state: match status {
-            DaemonStatus::Starting => DaemonStateName::Starting,
-            DaemonStatus::Working => DaemonStateName::Working,
-            DaemonStatus::Idle => DaemonStateName::Idle,
-            DaemonStatus::Paused => DaemonStateName::Paused,
-            DaemonStatus::Yielding => DaemonStateName::Yielding,
-        },
+        mode: mode_name(rules.mode),
+        state: state_name(status),
         why,
-        memory: HostMemoryReport {
-            total: memory.as_ref().ok().and_then(|memory| Some(memory.total.as_ref().ok()?.0)),
-            available: memory.as_ref().ok().and_then(|memory| Some(memory.available.as_ref().ok()?.0)),
-            free: memory.as_ref().ok().and_then(|memory| Some(memory.free.as_ref().ok()?.0)),
-            anon_huge: memory.as_ref().ok().and_then(|memory| Some(memory.anon_huge.as_ref().ok()?.0)),
-            pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
-        },
+        memory: host_memory_report(host),
         goal: GoalReport { keep_available: rules.keep_available.map(|bytes| bytes.0) },
         bounds: bounds_report(&snapshot.settings, budget.available_seconds()),
         ksm: counters.as_ref().map(|counters| ksm_report(counters, vmstat.get("cow_ksm").copied())),
@@ -125,6 +109,37 @@ pub fn build_status(
         decisions: snapshot.decisions.iter().take(MAX_LISTED_DECISIONS).map(decision_report).collect(),
         findings: findings.into_iter().filter(is_problem).collect(),
         findings_by_verdict,
+    }
+}
+
+fn mode_name(mode: DaemonMode) -> DaemonModeName {
+    match mode {
+        DaemonMode::Observe => DaemonModeName::Observe,
+        DaemonMode::Advise => DaemonModeName::Advise,
+        DaemonMode::Act => DaemonModeName::Act,
+    }
+}
+
+fn state_name(status: DaemonStatus) -> DaemonStateName {
+    match status {
+        DaemonStatus::Starting => DaemonStateName::Starting,
+        DaemonStatus::Working => DaemonStateName::Working,
+        DaemonStatus::Idle => DaemonStateName::Idle,
+        DaemonStatus::Paused => DaemonStateName::Paused,
+        DaemonStatus::Yielding => DaemonStateName::Yielding,
+    }
+}
+
+/// Memory of the host, without the fields that cannot be read.
+fn host_memory_report(host: &dyn Host) -> HostMemoryReport {
+    let memory = observe::memory(host).ok();
+    let bytes = |field: fn(&MemInfo) -> &Reading<Bytes>| Some(field(memory.as_ref()?).as_ref().ok()?.0);
+    HostMemoryReport {
+        total: bytes(|memory| &memory.total),
+        available: bytes(|memory| &memory.available),
+        free: bytes(|memory| &memory.free),
+        anon_huge: bytes(|memory| &memory.anon_huge),
+        pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
     }
 }
 
@@ -496,8 +511,8 @@ pub(super) fn decision_report(LoggedDecision { logged_at, subject, decision }: &
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_base::Pid;
     use pagefold_base::domain::TrustDomain;
-    use pagefold_base::{Bytes, Pid};
     use pagefold_daemon::decide::{DaemonRules, DecisionReason, ProcessArrival};
 
     #[test]

@@ -136,7 +136,7 @@ fn judge_io_uring(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
             }
         }
     }
-    let value = format!("io_uring_disabled = {mode}, {users} virtual machines use io_uring");
+    let value = format!("io_uring_disabled = {mode}, virtual machines that use io_uring: {users}");
     match (mode, users) {
         (0, _) => Ok(rule.ok("io_uring is allowed", value)),
         (_, 0) => Ok(rule.ok("io_uring is disabled, and no virtual machine uses it", value)),

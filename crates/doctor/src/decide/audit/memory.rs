@@ -4,7 +4,7 @@ use super::facts::{SettingFacts, VmFacts};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult};
-use pagefold_base::IdSet;
+use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeMap;
 
 pub(super) const RULES: &[SettingRule] = &[
@@ -139,7 +139,11 @@ fn judge_balancing(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.not_applicable("the kernel has no NUMA balancing", "absent"));
     };
     let nodes = node_cpus(settings)?;
-    let value = format!("numa_balancing = {mode}, {} nodes, {} virtual machines", nodes.len(), settings.vms.len());
+    let value = format!(
+        "numa_balancing = {mode}, {}, {}",
+        count_text(nodes.len(), "node"),
+        count_text(settings.vms.len(), "virtual machine")
+    );
     if nodes.len() < 2 || settings.vms.is_empty() {
         return Ok(rule.not_applicable("one node only, or no virtual machine", value));
     }
@@ -150,7 +154,10 @@ fn judge_balancing(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     match (mode, unbound) {
         (0, 0) => Ok(rule.ok("all virtual CPUs are bound to nodes, and NUMA balancing is off", value)),
         (0, _) => {
-            let title = format!("NUMA balancing is off, and {unbound} virtual machines are not bound to a node");
+            let title = format!(
+                "NUMA balancing is off, and the virtual CPUs of {} are not bound to a node",
+                count_text(unbound, "virtual machine")
+            );
             Ok(with_write(rule.warn(title, value), path, "1"))
         }
         (_, 0) => Ok(with_write(rule.warn("NUMA balancing costs faults and moves nothing", value), path, "0")),
@@ -209,7 +216,7 @@ fn judge_shared_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     for vm in &settings.vms {
         sharing += usize::from(shares_memory(vm)?);
     }
-    let value = format!("{choice}, {sharing} virtual machines with shared memory");
+    let value = format!("{choice}, {} with shared memory", count_text(sharing, "virtual machine"));
     match choice {
         _ if sharing == 0 => Ok(rule.not_applicable("no virtual machine has shared memory", value)),
         "never" | "deny" => {
@@ -235,7 +242,7 @@ fn judge_pools(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     pools.retain(|_, numbers| numbers.iter().any(|number| *number > 0));
     if nodes.len() < 2 || pools.is_empty() {
         let title = "one node only, or no huge pages in a pool";
-        return Ok(rule.not_applicable(title, format!("{} nodes", nodes.len())));
+        return Ok(rule.not_applicable(title, count_text(nodes.len(), "node")));
     }
     let shown = |(size, numbers): (&String, &Vec<u64>)| {
         let numbers: Vec<String> = numbers.iter().map(u64::to_string).collect();

@@ -4,7 +4,7 @@ use super::facts::{SettingFacts, malformed};
 use super::{Judge, SettingRule, is_overcommitted, online_cpus, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
-use pagefold_base::IdSet;
+use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeSet;
 
 pub(super) const RULES: &[SettingRule] = &[
@@ -241,7 +241,7 @@ fn judge_autogroup(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     if affected == 0 {
         return Ok(rule.ok("virtual machines have cgroups, so autogroups do not affect them", value));
     }
-    let title = format!("CPU time of {affected} virtual machines is shared by session");
+    let title = format!("CPU time of {} is shared by session", count_text(affected, "virtual machine"));
     Ok(with_write(rule.warn(title, value), path, "0"))
 }
 
@@ -283,7 +283,7 @@ fn judge_isolated(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let title = if !unused.is_empty() {
         format!("no virtual CPU is bound to the isolated CPUs {unused}")
     } else if spread > 0 {
-        format!("{spread} virtual CPUs are bound to several isolated CPUs, between which nothing balances")
+        format!("{} bound to several isolated CPUs, between which nothing balances", count_text(spread, "virtual CPU"))
     } else {
         return Ok(rule.ok("each isolated CPU has a virtual CPU", value));
     };
@@ -317,7 +317,7 @@ fn judge_interrupts(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
             disturbing.push(irq.to_string());
         }
     }
-    let value = format!("{} interrupts on the CPUs {single}", disturbing.len());
+    let value = format!("{} on the CPUs {single}", count_text(disturbing.len(), "interrupt"));
     if disturbing.is_empty() {
         return Ok(rule.ok("interrupts are off the CPUs of bound virtual CPUs", value));
     }

@@ -6,6 +6,7 @@ use super::memory::node_cpus;
 use super::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
 use std::collections::BTreeMap;
@@ -231,7 +232,12 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
     let vcpus = vm.vcpu_count()?;
     let virtual_nodes = &definition.virtual_nodes;
-    let value = format!("{vcpus} virtual CPUs, {} virtual nodes, nodes of {widest} CPUs", virtual_nodes.len());
+    let value = format!(
+        "{}, {}, nodes of {}",
+        count_text(vcpus, "virtual CPU"),
+        count_text(virtual_nodes.len(), "virtual node"),
+        count_text(widest, "CPU")
+    );
     if nodes.len() < 2 {
         return Ok(rule.not_applicable("the host has one node", value));
     }

@@ -5,6 +5,7 @@ use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingDetails, VmOption};
 use crate::decide::{HostFacts, RuleInfo, RuleResult};
+use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::{VmDisk, VmNetwork};
 
 pub(super) const IOTHREADS: SettingRule = SettingRule {
@@ -201,7 +202,7 @@ fn judge_queues(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
         queues <= vcpus && (queues > 1 || vcpus < MIN_VCPUS_FOR_QUEUES)
     };
     let shown: Vec<String> = networks.iter().map(|network| format!("{} {}", network.id, network.queues)).collect();
-    let value = format!("queues: {}; {vcpus} virtual CPUs", shown.join(", "));
+    let value = format!("queues: {}; {}", shown.join(", "), count_text(vcpus, "virtual CPU"));
     if networks.iter().all(|network| fits(network)) {
         return Ok(rule.ok("the queues suit the virtual CPUs", value));
     }

@@ -5,8 +5,8 @@ use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, RuleInfo, RuleResult, require};
-use pagefold_base::IdSet;
 use pagefold_base::reading::Absent;
+use pagefold_base::{IdSet, count_text};
 
 pub(super) const THROTTLED: SettingRule = SettingRule {
     rule: RuleInfo {
@@ -87,11 +87,11 @@ fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
 fn judge_stacked(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let vcpus = vm.vcpu_threads()?;
     if vcpus.len() < 2 {
-        return Ok(rule.not_applicable("one virtual CPU, or threads without names", format!("{} threads", vcpus.len())));
+        return Ok(rule.not_applicable("one virtual CPU, or threads without names", count_text(vcpus.len(), "thread")));
     }
     let allowed: IdSet = vcpus.iter().flat_map(|thread| thread.allowed_cpus.iter()).collect();
     let count = allowed.iter().count();
-    let value = format!("{} virtual CPUs on {count} CPUs ({allowed})", vcpus.len());
+    let value = format!("{} on {} ({allowed})", count_text(vcpus.len(), "virtual CPU"), count_text(count, "CPU"));
     let single: Vec<u32> = vcpus
         .iter()
         .filter_map(|thread| {
@@ -111,7 +111,10 @@ fn judge_stacked(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult
     }
     Ok(rule
         .warn("the machine has more virtual CPUs than the host has CPUs", value)
-        .remedy([format!("# give the machine at most {count} virtual CPUs, then start it again; undo: {UNDO}")])
+        .remedy([format!(
+            "# give the machine at most {}, then start it again; undo: {UNDO}",
+            count_text(count, "virtual CPU")
+        )])
         .verify(VERIFY))
 }
 
