@@ -8,6 +8,7 @@
 
 pub mod decide;
 pub mod machines;
+pub mod monitor;
 pub mod sample;
 pub mod spread;
 pub mod text;

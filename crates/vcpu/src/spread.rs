@@ -249,3 +249,115 @@ pub fn carry_out(session: &mut Session<'_>, steps: &[SpreadStep], stop: &AtomicB
     }
     Ok(outcome)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machines::find_machines;
+    use crate::sample::observe;
+    use pagefold_census::ProcessSelection;
+    use pagefold_host::fake_host::FakeHost;
+    use std::time::Duration;
+
+    /// A host of four CPUs on two nodes, with machines of named threads from number `10 * pid` on.
+    fn host(machines: &[(u32, &str, usize)]) -> FakeHost {
+        let host = FakeHost::booted();
+        host.enable_virtual_time();
+        host.put_file("sys/devices/system/cpu/online", "0-3\n");
+        host.put_node(0, "0-1", 1000);
+        host.put_node(1, "2-3", 1000);
+        for &(pid, cpus, vcpus) in machines {
+            host.map_pages(pid, (0x1000, 0x2000), "heap", false);
+            host.put_file(&format!("proc/{pid}/cmdline"), &format!("qemu-system-x86_64\0-name\0vm{pid}\0"));
+            for vcpu in 0..vcpus {
+                let tid = 10 * pid + vcpu as u32;
+                let directory = format!("proc/{pid}/task/{tid}");
+                let zeros = "0 ".repeat(16);
+                let stat = format!("{tid} (CPU {vcpu}/KVM) R 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 {zeros}0 0\n");
+                host.put_file(&format!("{directory}/stat"), &stat);
+                host.put_file(&format!("{directory}/schedstat"), "0 0 0\n");
+                host.put_file(&format!("{directory}/cpus"), cpus);
+            }
+        }
+        host
+    }
+
+    fn prepare_all(host: &FakeHost, directory: &Path) -> PreparedSpread {
+        let (machines, _) = find_machines(host, &ProcessSelection::default()).unwrap();
+        let samples = observe(host, &machines, Duration::from_millis(200), &AtomicBool::new(false));
+        let earlier = EarlierSpread::read(host, directory).unwrap();
+        prepare(&read_cpus(host).unwrap(), &machines, &vec![true; machines.len()], &samples, &earlier)
+    }
+
+    fn spread(host: &FakeHost, directory: &Path) -> (PreparedSpread, SpreadOutcome) {
+        let (mut session, undone, failed) = Session::begin(host, directory, ResourceClass::CpuPlacement).unwrap();
+        assert_eq!((undone, failed), (Vec::new(), Vec::new()));
+        let prepared = prepare_all(host, directory);
+        let outcome = carry_out(&mut session, &prepared.steps, &AtomicBool::new(false)).unwrap();
+        assert_eq!(session.keep_changes(PURPOSE).unwrap(), []);
+        (prepared, outcome)
+    }
+
+    fn undo(host: &FakeHost, directory: &Path) {
+        let (mut session, ..) = Session::begin(host, directory, ResourceClass::CpuPlacement).unwrap();
+        assert_eq!(session.undo_kept_affinities(PURPOSE).unwrap().1, []);
+    }
+
+    fn cpus(host: &FakeHost, tids: &[u32]) -> Vec<IdSet> {
+        let read = |tid: &u32| host.read(&format!("proc/{}/task/{tid}/cpus", tid / 10)).unwrap();
+        tids.iter().map(|tid| String::from_utf8(read(tid)).unwrap().parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn spread_stays_within_a_placement_and_is_undone_to_it() {
+        // A placement on NUMA nodes has restricted machine 7 to node 1.
+        let (host, directory) = (host(&[(7, "2-3", 2), (8, "0-3", 2)]), tempfile::tempdir().unwrap());
+        let before = cpus(&host, &[70, 71, 80, 81]);
+        let (prepared, outcome) = spread(&host, directory.path());
+        assert_eq!((outcome.changed.len(), &outcome.refused), (4, &Vec::new()));
+        assert_eq!(prepared.conflicts, [None, None]);
+        let after = cpus(&host, &[70, 71, 80, 81]);
+        let node: IdSet = [2, 3].into_iter().collect();
+        assert!(after[..2].iter().all(|cpus| cpus.is_subset(&node)), "{after:?}");
+        assert!(are_disjoint(&after[..2]) && are_disjoint(&after[2..]), "{after:?}");
+        // A second one leaves them, and the undo restores them.
+        let (again, outcome) = spread(&host, directory.path());
+        assert_eq!((again.is_spread, outcome), (vec![true, true], SpreadOutcome::default()));
+        undo(&host, directory.path());
+        assert_eq!(cpus(&host, &[70, 71, 80, 81]), before);
+    }
+
+    #[test]
+    fn earlier_spread_does_not_limit_a_new_one() {
+        let (host, directory) = (host(&[(7, "0-3", 2)]), tempfile::tempdir().unwrap());
+        spread(&host, directory.path());
+        // A third vCPU is plugged in, which may run anywhere.
+        let stat = String::from_utf8(host.read("proc/7/task/70/stat").unwrap()).unwrap();
+        host.put_file("proc/7/task/72/stat", &stat.replace("70 (CPU 0", "72 (CPU 2"));
+        host.put_file("proc/7/task/72/schedstat", "0 0 0\n");
+        host.put_file("proc/7/task/72/cpus", "0-3");
+        spread(&host, directory.path());
+        assert!(are_disjoint(&cpus(&host, &[70, 71, 72])), "{:?}", cpus(&host, &[70, 71, 72]));
+        undo(&host, directory.path());
+        assert!(cpus(&host, &[70, 71, 72]).iter().all(|cpus| cpus.to_string() == "0-3"));
+    }
+
+    #[test]
+    fn too_few_permitted_cpus_are_a_conflict() {
+        let (host, directory) = (host(&[(7, "3", 2)]), tempfile::tempdir().unwrap());
+        let prepared = prepare_all(&host, directory.path());
+        assert_eq!(prepared.steps, []);
+        let conflict = prepared.conflicts[0].as_deref().unwrap();
+        assert!(conflict.contains("may use CPUs 3 only") && conflict.contains("1 pair of them"), "{conflict}");
+    }
+
+    #[test]
+    fn stopped_spread_reports_the_interruption() {
+        let (host, directory) = (host(&[(7, "0-3", 2)]), tempfile::tempdir().unwrap());
+        let before = cpus(&host, &[70, 71]);
+        let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).unwrap();
+        let steps = prepare_all(&host, directory.path()).steps;
+        assert!(carry_out(&mut session, &steps, &AtomicBool::new(true)).unwrap().interrupted);
+        assert_eq!(cpus(&host, &[70, 71]), before);
+    }
+}
