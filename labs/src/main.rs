@@ -69,7 +69,7 @@ enum LabCommand {
     /// Run threads that are named as vCPUs of QEMU and never sleep, until standard input closes
     ///
     /// Prints `READY pid=PID`.
-    Vcpus(vcpu_threads::VcpuArguments),
+    Vcpus(vcpu_threads::VcpuThreadArguments),
     /// Enroll, unenroll or collapse memory of a process, and print how long it was stopped
     Advise(advise::AdviseArguments),
     /// Place a process on CPUs and NUMA nodes, and undo that when standard input closes

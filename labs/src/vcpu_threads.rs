@@ -7,14 +7,14 @@ use std::io::{self, Write};
 use std::thread;
 
 #[derive(Args)]
-pub struct VcpuArguments {
+pub struct VcpuThreadArguments {
     /// Number of threads
     #[arg(default_value_t = 2)]
     count: u32,
 }
 
 /// Run the threads until standard input closes.
-pub fn run(arguments: &VcpuArguments) -> Result<()> {
+pub fn run(arguments: &VcpuThreadArguments) -> Result<()> {
     for number in 0..arguments.count {
         let vcpu = thread::Builder::new().name(format!("CPU {number}/TCG"));
         vcpu.spawn(|| {

@@ -25,7 +25,7 @@ pub struct VcpuArguments {
 #[derive(Debug, Subcommand)]
 enum VcpuCommand {
     /// Show how long vCPUs run and wait for a CPU, without tracing
-    Status(status::StatusArguments),
+    Status(status::VcpuStatusArguments),
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
 }

@@ -33,7 +33,7 @@ Exit status: 0 done, 2 usage error or failure, 3 something could not be read.";
 /// Arguments of `vcpu status`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct StatusArguments {
+pub struct VcpuStatusArguments {
     /// Time over which the vCPUs are observed; of a recording, it is that between its last two readings
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_interval)]
     interval: Duration,
@@ -49,7 +49,7 @@ pub struct StatusArguments {
 }
 
 /// Show the status.
-pub fn run(options: &StatusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+pub fn run(options: &VcpuStatusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let found = read_machines(&*host, &options.targets, global)?;
