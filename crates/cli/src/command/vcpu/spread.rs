@@ -67,13 +67,13 @@ pub struct SpreadArguments {
 #[derive(Debug, Subcommand)]
 enum SpreadCommand {
     /// Give the vCPUs their previous CPUs back
-    Undo(UndoArguments),
+    Undo(SpreadUndoArguments),
 }
 
 /// Arguments of `vcpu spread undo`.
 #[derive(Args, Debug)]
 #[command(after_help = UNDO_EXAMPLES)]
-struct UndoArguments {
+struct SpreadUndoArguments {
     /// Print JSON (see `pagefold schema recover`)
     #[arg(long)]
     json: bool,
@@ -162,7 +162,7 @@ fn carry_out(
     Ok(report)
 }
 
-fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+fn run_undo(options: &SpreadUndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let mut session = begin_session(&*host, global)?;
     let (undone, failed) = session.undo_kept_affinities(spread::PURPOSE).map_err(with_remedy)?;
