@@ -137,7 +137,7 @@ mod tests {
             run_share: None,
             ready_share: None,
         };
-        assert_eq!(first, [expected.clone()]);
+        assert_eq!(first, std::slice::from_ref(&expected));
         host.sleep(Duration::from_secs(2));
         put_thread(8, "CPU 0/KVM", 1500, 1500);
         let expected = MachineFigures {
@@ -147,7 +147,7 @@ mod tests {
             ready_share: Some(0.25),
             ..expected
         };
-        assert_eq!(reader.read(&host), [expected.clone()]);
+        assert_eq!(reader.read(&host), std::slice::from_ref(&expected));
         // Soon after, the last reading is shown.
         put_thread(8, "CPU 0/KVM", 9000, 9000);
         assert_eq!(reader.read(&host), [expected]);
