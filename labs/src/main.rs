@@ -9,6 +9,7 @@ mod move_loop;
 mod place;
 mod seccomp_refusal;
 mod self_checking_threads;
+mod vcpu_threads;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -65,6 +66,10 @@ enum LabCommand {
     ///
     /// Prints `READY pid=PID`, and at the end the number of correct rounds; a wrong result ends it at once.
     Busy(self_checking_threads::BusyArguments),
+    /// Run threads that are named as vCPUs of QEMU and never sleep, until standard input closes
+    ///
+    /// Prints `READY pid=PID`.
+    Vcpus(vcpu_threads::VcpuThreadArguments),
     /// Enroll, unenroll or collapse memory of a process, and print how long it was stopped
     Advise(advise::AdviseArguments),
     /// Place a process on CPUs and NUMA nodes, and undo that when standard input closes
@@ -209,6 +214,7 @@ fn main() -> ExitCode {
         LabCommand::Mixture(arguments) => run_mixture(&arguments),
         LabCommand::Fleet(arguments) => run_fleet(arguments),
         LabCommand::RefusePrctl { errno, command } => run_refused(errno, &command),
+        LabCommand::Vcpus(arguments) => vcpu_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),

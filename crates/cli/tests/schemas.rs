@@ -23,6 +23,8 @@ fn published_schemas_are_current() {
         "numa-predict",
         "numa-apply",
         "numa-verify",
+        "vcpu-status",
+        "vcpu-spread",
         "tune-plan",
         "tune-apply",
         "tune-verify",

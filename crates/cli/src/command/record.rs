@@ -29,6 +29,9 @@ use pagefold_recording::HostRecorder;
 use pagefold_recording::lines::format_content_line;
 use pagefold_recording::trace::TraceWriter;
 use pagefold_tune::facts as tune_facts;
+use pagefold_vcpu::machines::find_machines;
+use pagefold_vcpu::sample::read_recorded_sample;
+use pagefold_vcpu::spread::read_cpus;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
@@ -285,6 +288,11 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
         if let Ok(handle) = recorder.open(subject.process.id.pid) {
             let _ = read_threads(recorder, &*handle, true);
         }
+    }
+    // For `vcpu status`, whose counters of two recordings are compared.
+    let pids = census.subjects.iter().map(|subject| subject.process.id.pid).collect();
+    if let Ok((machines, _)) = find_machines(recorder, &ProcessSelection { pids, ..ProcessSelection::default() }) {
+        let _ = (read_cpus(recorder), read_recorded_sample(recorder, &machines));
     }
     // For `policy show` and `unmerge --dry-run`.
     for setting in Setting::ALL {

@@ -91,6 +91,8 @@ const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsin
 const PLACEMENT_POINTS: &[&str] =
     &["before setting an affinity", "after setting an affinity", "before moving pages", "after moving pages"];
 
+const AFFINITY_POINTS: &[&str] = &["before setting an affinity", "after setting an affinity"];
+
 /// The fault points of a new configuration file.
 const FILE_POINTS: &[&str] =
     &["before replacing a file", "between writing a file and putting it in place", "after replacing a file"];
@@ -104,7 +106,7 @@ const MODULE_POINTS: &[&str] = &["before unloading a module", "after unloading a
 const LIBVIRT_POINTS: [&str; 2] = ["before defining a domain", "after defining a domain"];
 
 /// The kinds of change and the fault points that each reaches.
-const CHANGE_KINDS: [(&str, &[&[&str]]); 19] = [
+const CHANGE_KINDS: [(&str, &[&[&str]]); 21] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("unenroll", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
@@ -119,6 +121,8 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 19] = [
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
     ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS, VISIT_POINTS]),
+    ("spread", &[JOURNAL_POINTS, AFFINITY_POINTS]),
+    ("unspread", &[JOURNAL_POINTS, AFFINITY_POINTS]),
     ("measurement", &[SHORT_JOURNAL_POINTS, SETTING_POINTS]),
     ("tune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_POINTS]),
     ("untune", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, FILE_REMOVAL_POINTS]),

@@ -108,3 +108,61 @@ fn measurement_survives_kill() {
         killed
     });
 }
+
+#[test]
+fn spread_and_its_undo_survive_kill() {
+    let _ksm = match KsmTestGuard::acquire() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let target = RunningLab::<String>::start("vcpus", &["2"]).unwrap();
+    let read = || -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", target.pid())).unwrap();
+        let mut allowed: Vec<String> = tasks
+            .map(|task| {
+                let task = task.unwrap();
+                let status = fs::read_to_string(task.path().join("status")).unwrap();
+                let allowed = status.lines().find(|line| line.starts_with("Cpus_allowed_list:")).unwrap().to_owned();
+                format!("{:?} {allowed}", task.file_name())
+            })
+            .collect();
+        allowed.sort();
+        allowed
+    };
+    let before = read();
+    let (spread_command, undo_command) = ("vcpu spread --interval 200ms", "vcpu spread undo");
+    let spread = |state: &Path, fault: Option<&str>| run_pagefold(state, spread_command, &[target.pid()], fault);
+    let undo = |state: &Path, fault: Option<&str>| run_pagefold(state, undo_command, &[], fault);
+    let state = tempfile::tempdir().unwrap();
+    let counted = spread(state.path(), Some("count"));
+    assert!(matches!(counted.status.code(), Some(0 | 3)), "{counted:?}");
+    let spread_cpus = read();
+    if spread_cpus == before {
+        return println!("skipped: this host has a single CPU");
+    }
+    let counted_undo = undo(state.path(), Some("count"));
+    assert_eq!(counted_undo.status.code(), Some(0), "{counted_undo:?}");
+    assert_eq!(read(), before);
+    // After a kill, `recover` undoes what the spread has not kept yet, and `undo` what it has.
+    let restore = |state: &Path, context: &str| {
+        let recovered = run_pagefold(state, "recover", &[], None);
+        assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
+        let undone = undo(state, None);
+        assert_eq!(undone.status.code(), Some(0), "{context}: {undone:?}");
+        assert_eq!(read(), before, "{context}");
+    };
+    kill_at_selected_points("spread", &reached_points(&counted), |point| {
+        let state = tempfile::tempdir().unwrap();
+        let (killed, context) = was_killed(&spread(state.path(), Some(point)), point);
+        restore(state.path(), &context);
+        killed
+    });
+    kill_at_selected_points("unspread", &reached_points(&counted_undo), |point| {
+        let state = tempfile::tempdir().unwrap();
+        let started = spread(state.path(), None);
+        assert!(matches!(started.status.code(), Some(0 | 3)), "{started:?}");
+        let (killed, context) = was_killed(&undo(state.path(), Some(point)), point);
+        restore(state.path(), &context);
+        killed
+    });
+}

@@ -27,6 +27,9 @@ pub const MAX_MATRIX_PARTIES: usize = 20;
 /// Maximum number of listed decisions.
 pub const MAX_LISTED_DECISIONS: usize = 100;
 
+/// Maximum number of listed virtual machines.
+pub const MAX_LISTED_VMS: usize = 50;
+
 /// Maximum number of listed trust domains.
 pub const MAX_LISTED_DOMAINS: usize = 50;
 
@@ -102,12 +105,39 @@ pub struct StatusReport {
     /// The placement of virtual machines on NUMA nodes; absent if it is off.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<PlacementReport>,
+    /// How virtual machines wait for CPUs, the one that waits most first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub vm_cpus: Vec<VmCpuReport>,
+    /// Number of virtual machines that are not listed.
+    #[serde(default)]
+    pub vm_cpus_omitted: u64,
     /// The latest decisions, the latest first.
     pub decisions: Vec<DecisionReport>,
     /// Findings of the doctor, worst first.
     pub findings: Vec<FindingReport>,
     /// Number of all findings, by verdict; empty if the doctor was not run.
     pub findings_by_verdict: BTreeMap<VerdictName, u64>,
+}
+
+/// How a virtual machine runs and waits for CPUs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct VmCpuReport {
+    /// Its process number.
+    pub pid: u32,
+    /// Its name, or that of its program.
+    pub name: String,
+    /// Its vCPUs.
+    pub vcpus: u64,
+    /// Seconds for which its present vCPUs have run since they began, summed up.
+    pub run_seconds: f64,
+    /// Seconds for which they were runnable and waited for a CPU since they began ("CPU ready"), summed up.
+    pub ready_seconds: f64,
+    /// Running, in percent of the time since the last reading, as the mean of its vCPUs. Absent at the first reading.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub run_percent: Option<f64>,
+    /// Waiting for a CPU, likewise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ready_percent: Option<f64>,
 }
 
 /// The placement of virtual machines on NUMA nodes.

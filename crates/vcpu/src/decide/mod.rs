@@ -1,1 +1,4 @@
-//! Pure figures of vCPU scheduling.
+//! Pure figures and decisions of vCPU scheduling.
+
+pub mod ready_time;
+pub mod spread;

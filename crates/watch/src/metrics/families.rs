@@ -3,7 +3,8 @@
 use super::{Exposition, Labels, MAX_NAMED_SERIES, MetricFamily, MetricKind, MetricSample, MetricValue};
 use pagefold_daemon::wire::{
     CensusTotalsReport, CgroupReport, CpuUsageReport, DaemonModeName, DaemonStateName, DomainSavingsReport,
-    GroupFootprint, KsmReport, StatusReport, TrackedProcessReport, TrackingState, WorkloadKind, WorkloadReport,
+    GroupFootprint, KsmReport, StatusReport, TrackedProcessReport, TrackingState, VmCpuReport, WorkloadKind,
+    WorkloadReport,
 };
 use pagefold_doctor::wire::VerdictName;
 use std::ops::Add;
@@ -21,6 +22,7 @@ pub fn write_status(status: &StatusReport, out: &mut Exposition) {
     write_domains(status, out);
     write_processes(status, out);
     write_groups(status, out);
+    write_vm_cpus(status, out);
 }
 
 fn write_daemon(status: &StatusReport, out: &mut Exposition) {
@@ -406,6 +408,38 @@ fn write_groups(status: &StatusReport, out: &mut Exposition) {
     out.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
     let help = "Cgroups that the status omits: no other series includes them.";
     out.add_gauge("pagefold_cgroups_omitted", help, Some(status.cgroups_omitted));
+}
+
+/// How virtual machines run and wait for CPUs.
+fn write_vm_cpus(status: &StatusReport, out: &mut Exposition) {
+    type Figure = (MetricKind, &'static str, &'static str, fn(&VmCpuReport) -> f64);
+    let figures: [Figure; 3] = [
+        (
+            MetricKind::Counter,
+            "pagefold_vm_cpu_ready_seconds",
+            "Time for which vCPUs of a virtual machine were runnable and waited for a CPU, summed up.",
+            |vm| vm.ready_seconds,
+        ),
+        (
+            MetricKind::Counter,
+            "pagefold_vm_cpu_run_seconds",
+            "Time for which vCPUs of a virtual machine ran, summed up.",
+            |vm| vm.run_seconds,
+        ),
+        (MetricKind::Gauge, "pagefold_vm_vcpus", "vCPUs of a virtual machine.", |vm| vm.vcpus as f64),
+    ];
+    // In a fixed order, so that the same machines are named each time.
+    let mut vms: Vec<&VmCpuReport> = status.vm_cpus.iter().collect();
+    vms.sort_by(|left, right| left.name.cmp(&right.name));
+    if vms.is_empty() {
+        return;
+    }
+    for (kind, name, help, figure) in figures {
+        let samples = bounded_series(vms.iter().map(|vm| (vec![("vm", &*vm.name)], Some(figure(vm)))));
+        out.add_family(&MetricFamily { kind, name, help, samples });
+    }
+    let help = "Virtual machines that the status omits: no series includes them.";
+    out.add_gauge("pagefold_vms_omitted", help, Some(status.vm_cpus_omitted));
 }
 
 /// The labels of a workload.

@@ -380,6 +380,14 @@ function drawPlacement(placement) {
     failures("Placements given up", placement.failed_machines),
     failures("Changes not undone", placement.failed_undos));
 }
+function drawVmCpus(vms, omitted) {
+  $("vm-cpus").hidden = vms.length === 0;
+  const percent = (value) => value === undefined ? "-" : `${value.toFixed(1)} %`;
+  $("vm-cpus-table").tBodies[0].replaceChildren(...vms.map((vm) => h("tr", {},
+    h("th", { scope: "row" }, vm.name), h("td", { class: "number" }, count(vm.vcpus)),
+    h("td", { class: "number" }, percent(vm.ready_percent)), h("td", { class: "number" }, percent(vm.run_percent)))));
+  $("vm-cpus-omitted").textContent = omitted ? `${count(omitted)} more virtual machines wait less.` : "";
+}
 function drawDecisions(decisions) {
   $("decisions").tBodies[0].replaceChildren(...decisions.map((d) => h("tr", {},
     h("td", {}, clock(d.time_ms / 1000, true)), h("th", { scope: "row" }, d.kind), h("td", {}, d.subject),
@@ -419,6 +427,7 @@ function draw(status) {
   part("domains", status.domains, drawDomains);
   part("sharing", status.sharing, drawSharing);
   part("placement", status.placement, drawPlacement);
+  part("vm-cpus", status.vm_cpus ?? [], (vms) => drawVmCpus(vms, status.vm_cpus_omitted));
   part("decisions", status.decisions, drawDecisions);
   part("findings", status.findings, drawFindings);
   part("ksm", status.ksm, drawKsm);

@@ -30,6 +30,9 @@ const FIGURE_HELP: [&str; 4] = [
     " for each merged page.",
 ];
 
+/// From this mean ready time of a machine on, its guest stalls noticeably: the usual limit of operators is 5 to 10 %.
+const HIGH_READY_PERCENT: f64 = 10.0;
+
 impl App {
     /// Draw the frame at any terminal size.
     pub fn draw(&mut self, frame: &mut Frame) {
@@ -40,6 +43,8 @@ impl App {
             (_, None) => 5,
             (_, Some(_)) => 7,
         };
+        let has_vms = self.status.as_ref().is_some_and(|status| !status.vm_cpus.is_empty());
+        let summary_height = if summary_height > 2 && has_vms { summary_height + 1 } else { summary_height };
         let detail_height = match area.height {
             0..20 => 0,
             30.. if self.view == TableView::Findings => 9,
@@ -87,6 +92,7 @@ impl App {
             self.measured_savings_line(status),
         ];
         lines.extend(status.placement.iter().flat_map(|placement| self.placement_lines(placement, status.time)));
+        lines.extend(self.cpu_ready_line(status));
         let [text_area, chart_area] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(area);
         // The title may use the whole width.
         frame.render_widget(Paragraph::new(Text::from(lines)), area);
@@ -202,6 +208,21 @@ impl App {
                 format_optional(status.huge_pages_split, format_number)
             ),
         )
+    }
+
+    /// The machine that waits most for CPUs.
+    fn cpu_ready_line(&self, status: &StatusReport) -> Option<Line<'static>> {
+        let most = status.vm_cpus.first()?;
+        let ready = most.ready_percent.map_or_else(|| "-".to_owned(), |percent| format!("{percent:.1} %"));
+        let is_high = most.ready_percent.is_some_and(|percent| percent >= HIGH_READY_PERCENT);
+        let vcpus: u64 = status.vm_cpus.iter().map(|vm| vm.vcpus).sum();
+        let details = format!(
+            "of the time vCPUs of {} wait for a CPU, most of {} virtual machines with {} vCPUs",
+            escape_unprintable(&most.name),
+            format_number(status.vm_cpus.len() as u64 + status.vm_cpus_omitted),
+            format_number(vcpus),
+        );
+        Some(self.figure_line("CPU ready", &ready, is_high, &details))
     }
 
     /// The placement on NUMA nodes, and its last plan.

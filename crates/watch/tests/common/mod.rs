@@ -21,7 +21,7 @@ pub fn fixture_status() -> StatusReport {
 /// A status without its optional fields.
 pub fn status_without_optional_fields() -> StatusReport {
     let mut document = serde_json::to_value(fixture_status()).unwrap();
-    for name in ["ksm", "resident", "huge_pages_split", "cow_breaks", "census", "sharing", "placement"] {
+    for name in ["ksm", "resident", "huge_pages_split", "cow_breaks", "census", "sharing", "placement", "vm_cpus"] {
         document.as_object_mut().unwrap().remove(name);
     }
     for name in ["memory", "goal", "saved", "cpu", "decisions_by_reason", "findings_by_verdict"] {

@@ -7,6 +7,7 @@ mod notify;
 mod placement;
 mod replay;
 mod status;
+mod vm_cpus;
 
 use crate::command::recover::check_ksm_present;
 use crate::command_line::GlobalOptions;
@@ -26,6 +27,7 @@ use pagefold_doctor::wire::FindingReport;
 use pagefold_host::{Host, memory_headroom};
 use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
+use pagefold_vcpu::monitor::MachineMonitor;
 use placement::{PlacementThread, SharedPlacement};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -174,6 +176,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         host,
         sender: sender.clone(),
         placement: placement.as_ref().map(PlacementThread::shared),
+        vm_cpus: Mutex::default(),
         cached_findings: Mutex::default(),
     });
     let history_path = history_recorder::history_path(options, global)?;
@@ -317,6 +320,8 @@ struct StatusSource {
     sender: Sender<Message>,
     /// The placement of virtual machines, if it is on.
     placement: Option<Arc<SharedPlacement>>,
+    /// The last reading of how virtual machines wait for CPUs.
+    vm_cpus: Mutex<MachineMonitor>,
     /// The doctor's findings, and when they expire.
     cached_findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
@@ -385,7 +390,11 @@ impl StatusSource {
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
         let placement = self.placement.as_ref().map(|placement| placement.report());
-        StatusReport { placement, ..status::build_status(self.host, snapshot, ProcessScope::All, found) }
+        let mut monitor = self.vm_cpus.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (vm_cpus, vm_cpus_omitted) = vm_cpus::read_vm_cpus(&mut monitor, self.host);
+        drop(monitor);
+        let status = status::build_status(self.host, snapshot, ProcessScope::All, found);
+        StatusReport { placement, vm_cpus, vm_cpus_omitted, ..status }
     }
 }
 

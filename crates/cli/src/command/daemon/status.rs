@@ -106,6 +106,8 @@ pub fn build_status(
         cgroups_omitted,
         sharing: sharing_report(snapshot, page_bytes),
         placement: None,
+        vm_cpus: Vec::new(),
+        vm_cpus_omitted: 0,
         decisions: snapshot.decisions.iter().take(MAX_LISTED_DECISIONS).map(decision_report).collect(),
         findings: findings.into_iter().filter(is_problem).collect(),
         findings_by_verdict,

@@ -1,0 +1,4 @@
+//! The reports in JSON.
+
+pub mod spread;
+pub mod status;
