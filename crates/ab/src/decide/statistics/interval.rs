@@ -24,6 +24,10 @@ pub enum IntervalMethod {
     /// Source: T. Hesterberg, "What teachers should know about the bootstrap", The American Statistician 69(4), 2015,
     /// "expanded percentile interval".
     ExpandedBca,
+    /// [`Self::Percentile`] with the same wider quantiles as [`Self::ExpandedBca`].
+    ///
+    /// Source: as for [`Self::ExpandedBca`].
+    ExpandedPercentile,
     /// The bootstrap distribution of the studentized mean.
     ///
     /// Source: Efron and Tibshirani, chapter 12.
@@ -140,6 +144,11 @@ impl Bootstrap {
             IntervalMethod::ExpandedBca => {
                 let count = self.values.len() as f64;
                 self.bca_quantiles((count / (count - 1.0)).sqrt() * t_quantile(1.0 - tail, count - 1.0))
+            }
+            IntervalMethod::ExpandedPercentile => {
+                let count = self.values.len() as f64;
+                let z = (count / (count - 1.0)).sqrt() * t_quantile(1.0 - tail, count - 1.0);
+                Some((normal_probability(-z), normal_probability(z)))
             }
             IntervalMethod::BootstrapT if self.is_resolved(tail) && self.studentized.len() * 2 > self.means.len() => {
                 let error = spread / (self.values.len() as f64).sqrt();

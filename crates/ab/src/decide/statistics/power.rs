@@ -50,7 +50,8 @@ impl SpreadDistribution {
                 odd if odd % 2 == 1 => 4.0,
                 _ => 2.0,
             };
-            let density = 2.0 * freedom * ratio * chi_squared.pdf(freedom * ratio * ratio);
+            // By its logarithm: the factors of the density overflow for hundreds of blocks.
+            let density = 2.0 * freedom * ratio * chi_squared.ln_pdf(freedom * ratio * ratio).exp();
             (ratio, simpson * step / 3.0 * density)
         };
         Self {

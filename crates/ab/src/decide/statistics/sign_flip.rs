@@ -83,4 +83,28 @@ mod tests {
         assert_eq!(sign_flip_test(&[0.0; 6], 0).p_value, 1.0);
         assert_eq!(sign_flip_test(&[], 0).p_value, 1.0);
     }
+
+    /// `scipy.stats.permutation_test((VALUES,), numpy.mean, permutation_type="samples", n_resamples=2**20)` of scipy 1.17.
+    #[test]
+    fn p_values_equal_those_of_scipy() {
+        let values = [0.012, -0.004, 0.031, 0.008, 0.015, -0.011, 0.022, 0.067, 0.009, 0.003];
+        assert_eq!(sign_flip_test(&values, 0), SignFlipTest { p_value: 0.033_203_125, is_exact: true });
+        // Ten more: the same in reverse order, halved, minus 0.006.
+        let more: Vec<f64> =
+            values.iter().copied().chain(values.iter().rev().map(|value| value * 0.5 - 0.006)).collect();
+        let drawn = sign_flip_test(&more, 3);
+        assert!(!drawn.is_exact);
+        // The exact value is 0.0374755859375; three standard errors of 9,999 patterns are 0.0057.
+        assert!((drawn.p_value - 0.037_475_6).abs() < 0.0057, "{drawn:?}");
+    }
+
+    #[test]
+    fn more_than_64_values_are_all_flipped() {
+        let mut values = vec![0.0; 70];
+        values.extend([1.0; 12]);
+        let test = sign_flip_test(&values, 1);
+        assert!(test.p_value < 0.002, "{test:?}");
+        values.extend([-1.0; 12]);
+        assert_eq!(sign_flip_test(&values, 1).p_value, 1.0);
+    }
 }
