@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ab_harness;
 mod audit;
 mod census_process;
 mod chart;
@@ -72,6 +73,8 @@ enum BenchmarkSection {
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// The analysis of experiments, over simulated campaigns with known effects
+    AbHarness,
 }
 
 impl BenchmarkSection {
@@ -87,6 +90,7 @@ impl BenchmarkSection {
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
+            Self::AbHarness => "ab-harness",
         }
     }
 
@@ -102,6 +106,7 @@ impl BenchmarkSection {
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::AbHarness => ab_harness::measure(effort),
         }
     }
 }

@@ -26,10 +26,11 @@ pub const COMPARISON_PERCENT: u32 = 1;
 pub const EFFECT_PERCENTS: [u32; 4] = [0, COMPARISON_PERCENT, 2, 5];
 
 /// The methods whose coverage is compared.
-pub const METHODS: [IntervalMethod; 5] = [
+pub const METHODS: [IntervalMethod; 6] = [
     IntervalMethod::Percentile,
     IntervalMethod::Bca,
     IntervalMethod::ExpandedBca,
+    IntervalMethod::ExpandedPercentile,
     IntervalMethod::BootstrapT,
     IntervalMethod::StudentT,
 ];
@@ -93,7 +94,7 @@ pub struct CampaignOutcome {
     /// For each of [`EFFECT_PERCENTS`].
     pub effects: [EffectOutcome; 4],
     /// For each of [`METHODS`], whether its 95 % interval contained the true ratio of the comparison.
-    pub covered_by_method: [bool; 5],
+    pub covered_by_method: [bool; 6],
 }
 
 /// Simulate and analyze one campaign.
@@ -231,7 +232,7 @@ pub struct CampaignRates {
     /// For each of [`EFFECT_PERCENTS`].
     pub effects: [EffectRates; 4],
     /// For each of [`METHODS`], intervals that contained the true ratio.
-    pub methods: [Rate; 5],
+    pub methods: [Rate; 6],
 }
 
 impl CampaignRates {

@@ -8,18 +8,18 @@ use pagefold_ab::decide::statistics::interval::normal_quantile;
 use rand::RngExt as _;
 use rand::rngs::ChaCha8Rng;
 
-/// The measured runs: a line of titles, and the microseconds of one run of each workload on each line.
+/// The measured runs: a line of titles, and on each line the microseconds of one run of each workload.
 const MEASURED_RUNS: &str = include_str!("../../measured-runs/runs.csv");
 
 /// A workload with measured runs: a column of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MeasuredWorkload {
-    /// A hash of 24 MiB.
-    Hash,
-    /// A sort of 60,000 lines.
-    Sort,
-    /// 40 processes.
-    Spawn,
+    /// Wall time of a hash of 12 MiB.
+    HashWall,
+    /// CPU time of a sort of 60,000 lines.
+    SortCpu,
+    /// Wall time of 40 processes.
+    SpawnWall,
 }
 
 /// How the times of runs vary.
@@ -51,9 +51,9 @@ impl RunTimeModel {
         Self::Autocorrelated,
         Self::BlockEffects,
         Self::Bimodal,
-        Self::Measured(MeasuredWorkload::Hash),
-        Self::Measured(MeasuredWorkload::Sort),
-        Self::Measured(MeasuredWorkload::Spawn),
+        Self::Measured(MeasuredWorkload::HashWall),
+        Self::Measured(MeasuredWorkload::SortCpu),
+        Self::Measured(MeasuredWorkload::SpawnWall),
     ];
 
     /// The name in tables.
@@ -66,9 +66,9 @@ impl RunTimeModel {
             Self::Autocorrelated => "autocorrelated",
             Self::BlockEffects => "block effects",
             Self::Bimodal => "bimodal",
-            Self::Measured(MeasuredWorkload::Hash) => "measured: hash",
-            Self::Measured(MeasuredWorkload::Sort) => "measured: sort",
-            Self::Measured(MeasuredWorkload::Spawn) => "measured: spawn",
+            Self::Measured(MeasuredWorkload::HashWall) => "measured: hash, wall time",
+            Self::Measured(MeasuredWorkload::SortCpu) => "measured: sort, CPU time",
+            Self::Measured(MeasuredWorkload::SpawnWall) => "measured: spawn, wall time",
         }
     }
 
@@ -142,9 +142,9 @@ fn consecutive<'v>(values: &'v [f64], count: usize, random: &mut ChaCha8Rng) -> 
 /// The times of a workload in microseconds.
 fn measured_runs(workload: MeasuredWorkload) -> Vec<f64> {
     let column = match workload {
-        MeasuredWorkload::Hash => 0,
-        MeasuredWorkload::Sort => 1,
-        MeasuredWorkload::Spawn => 2,
+        MeasuredWorkload::HashWall => 0,
+        MeasuredWorkload::SortCpu => 3,
+        MeasuredWorkload::SpawnWall => 4,
     };
     let time = |line: &str| line.split(',').nth(column).and_then(|cell| cell.parse().ok());
     MEASURED_RUNS.lines().skip(1).map(|line| time(line).expect("the file of measured runs has numbers")).collect()

@@ -89,7 +89,7 @@ pub struct AnalysisOptions {
     pub margin: f64,
     /// The probability with which the smallest detectable effect is found.
     pub power: f64,
-    /// The method of the intervals.
+    /// The method of the intervals that verdicts rest on.
     pub method: IntervalMethod,
     /// The number of bootstrap resamples.
     pub resamples: usize,
@@ -107,7 +107,12 @@ impl AnalysisOptions {
     /// The default number of bootstrap resamples.
     pub const RESAMPLES: usize = 10_000;
 
-    /// A level of 5 percent, a margin of 1 percent, a power of 80 percent, expanded BCa intervals and Holm's correction.
+    /// A level of 5 percent, a margin of 1 percent, a power of 80 percent, Student's t intervals of the log ratios, and
+    /// Holm's correction.
+    ///
+    /// Of the methods in [`IntervalMethod`], Student's t has the smallest error of coverage in the worst case of the
+    /// simulated campaigns (`docs/ab-harness.md`): the randomized order makes the log ratios nearly symmetric, and the mean
+    /// of symmetric values needs no correction of skewness.
     #[must_use]
     pub fn new(metrics: Vec<Metric>, seed: u64) -> Self {
         Self {
@@ -115,7 +120,7 @@ impl AnalysisOptions {
             alpha: 0.05,
             margin: 0.01,
             power: 0.8,
-            method: IntervalMethod::ExpandedBca,
+            method: IntervalMethod::StudentT,
             resamples: Self::RESAMPLES,
             correction: Correction::default(),
             noisy_blocks: NoisyBlocks::default(),
@@ -136,6 +141,9 @@ pub struct EffectEstimate {
     pub ratio: f64,
     /// The interval of the ratio with confidence `1 - alpha`.
     pub interval: Interval,
+    /// The expanded BCa interval of the ratio with confidence `1 - alpha`. It is reported and decides nothing: for values
+    /// with heavy tails it is too narrow.
+    pub bca_interval: Interval,
     /// The interval of the ratio with confidence `1 - 2 * alpha`, for the equivalence.
     pub equivalence_interval: Interval,
     /// The two-sided p-value of the sign-flip test.
@@ -450,6 +458,7 @@ pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions) -> Effec
         blocks: log_ratios.len(),
         ratio: mean(&log_ratios).exp(),
         interval: as_ratio(interval),
+        bca_interval: as_ratio(bootstrap.interval(IntervalMethod::ExpandedBca, 1.0 - options.alpha)),
         equivalence_interval: as_ratio(inner),
         p_value: test.p_value,
         is_p_value_exact: test.is_exact,

@@ -10,7 +10,7 @@ use super::interval::{normal_probability, t_quantile};
 use statrs::distribution::{ChiSquared, Continuous};
 
 /// Intervals of the numerical integration over the sample standard deviation; even, for Simpson's rule.
-const INTEGRATION_INTERVALS: usize = 200;
+const INTEGRATION_INTERVALS: usize = 80;
 
 /// The largest number of blocks that [`blocks_needed`] answers.
 pub const MAX_BLOCKS: usize = 1_000_000;
@@ -92,7 +92,7 @@ pub fn smallest_detectable_effect(standard_deviation: f64, blocks: usize, goal: 
     while spread.power(high) < goal.power {
         high *= 2.0;
     }
-    for _ in 0..40 {
+    for _ in 0..25 {
         let middle = (low + high) / 2.0;
         if spread.power(middle) < goal.power { low = middle } else { high = middle }
     }
