@@ -19,10 +19,10 @@ const RIVAL_BLOCKS: usize = 20;
 /// Campaigns of each model and number of blocks.
 const CAMPAIGNS: u64 = 10_000;
 /// Campaigns that check a predicted number of blocks.
-const PREDICTION_CAMPAIGNS: u64 = 2_000;
+const PREDICTION_CAMPAIGNS: u64 = 1_000;
 /// Predicted numbers of blocks above this are not simulated.
-const MAX_SIMULATED_BLOCKS: usize = 160;
-const RESAMPLES: usize = 2_000;
+const MAX_SIMULATED_BLOCKS: usize = 100;
+const RESAMPLES: usize = 1_000;
 /// The permitted rate of differences in A/A.
 const MAX_FALSE_FINDINGS: f64 = 0.05;
 /// The permitted coverage of the intervals, whose confidence is 95 %.

@@ -257,7 +257,8 @@ impl Schedule {
 /// The labels of a block: pair `i` starts with `first` where the number of ones in the binary form of `i` is even, and
 /// with the other arm elsewhere.
 fn block_order(first: Arm, pairs: usize) -> Vec<Arm> {
-    let pair = |i: usize| if i.count_ones() % 2 == 0 { [first, first.other()] } else { [first.other(), first] };
+    let pair =
+        |i: usize| if i.count_ones().is_multiple_of(2) { [first, first.other()] } else { [first.other(), first] };
     (0..pairs).flat_map(pair).collect()
 }
 

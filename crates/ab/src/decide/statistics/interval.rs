@@ -95,22 +95,22 @@ impl Bootstrap {
     fn resample(values: &[f64], resamples: usize, seed: u64, studentize: bool) -> Self {
         assert!(!values.is_empty() && resamples > 0, "a bootstrap needs values and resamples");
         let mut random = ChaCha8Rng::seed_from_u64(seed);
-        let count = values.len();
+        let count = u32::try_from(values.len()).expect("a campaign has fewer than four billion blocks");
         let center = mean(values);
         let mut means = Vec::with_capacity(resamples);
         let mut studentized = Vec::new();
         for _ in 0..resamples {
             let (mut sum, mut squares) = (0.0, 0.0);
             for _ in 0..count {
-                let deviation = values[random.random_range(0..count)] - center;
+                let deviation = values[random.random_range(0..count) as usize] - center;
                 sum += deviation;
                 squares += deviation * deviation;
             }
-            let shift = sum / count as f64;
+            let shift = sum / f64::from(count);
             means.push(center + shift);
             if studentize {
                 // A resample of equal values has no standard error and is left out.
-                let error = ((squares / count as f64 - shift * shift).max(0.0) / (count as f64 - 1.0)).sqrt();
+                let error = ((squares / f64::from(count) - shift * shift).max(0.0) / (f64::from(count) - 1.0)).sqrt();
                 if error > f64::EPSILON * center.abs().max(squares.sqrt()) {
                     studentized.push(shift / error);
                 }
