@@ -25,6 +25,9 @@ pub const COMPARISON_PERCENT: u32 = 1;
 /// The effects that a campaign holds, in percent: none, the comparison's, and the injected ones.
 pub const EFFECT_PERCENTS: [u32; 4] = [0, COMPARISON_PERCENT, 2, 5];
 
+/// Resamples of the analysis of a simulated campaign. They do not change a verdict, which rests on Student's t.
+const ANALYSIS_RESAMPLES: usize = 100;
+
 /// The methods whose coverage is compared.
 pub const METHODS: [IntervalMethod; 6] = [
     IntervalMethod::Percentile,
@@ -67,10 +70,9 @@ pub fn simulate(model: RunTimeModel, blocks: usize, seed: u64) -> Vec<BlockSampl
 }
 
 /// The options of the analysis of simulated campaigns.
-#[must_use]
-pub fn analysis_options(resamples: usize, seed: u64) -> AnalysisOptions {
+fn analysis_options(seed: u64) -> AnalysisOptions {
     let metric = Metric { name: "time".to_owned(), direction: Direction::LowerIsBetter };
-    AnalysisOptions { resamples, ..AnalysisOptions::new(vec![metric], seed) }
+    AnalysisOptions { resamples: ANALYSIS_RESAMPLES, ..AnalysisOptions::new(vec![metric], seed) }
 }
 
 /// What one campaign said about one effect.
@@ -97,14 +99,14 @@ pub struct CampaignOutcome {
     pub covered_by_method: [bool; 6],
 }
 
-/// Simulate and analyze one campaign.
+/// Simulate and analyze one campaign, and compute the intervals of [`METHODS`] with so many resamples.
 ///
 /// # Panics
 /// If the analysis refuses the samples, which are complete and positive.
 #[must_use]
 pub fn try_campaign(model: RunTimeModel, blocks: usize, resamples: usize, seed: u64) -> CampaignOutcome {
     let samples = simulate(model, blocks, seed);
-    let options = analysis_options(resamples, seed);
+    let options = analysis_options(seed);
     let analysis = analyze(&samples, &options).expect("a simulated campaign is complete");
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     random.set_stream(2);
