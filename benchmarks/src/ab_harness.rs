@@ -16,10 +16,10 @@ use rayon::prelude::*;
 const BLOCKS: [usize; 3] = [10, 20, 40];
 /// The number of blocks at which common rules are compared.
 const RIVAL_BLOCKS: usize = 20;
-/// Campaigns of each model and number of blocks.
-const CAMPAIGNS: u64 = 10_000;
-/// Campaigns that check a predicted number of blocks.
-const PREDICTION_CAMPAIGNS: u64 = 1_000;
+/// Campaigns of a quick run.
+const QUICK_CAMPAIGNS: u64 = 50;
+/// The most campaigns that check a predicted number of blocks.
+const MAX_PREDICTION_CAMPAIGNS: u64 = 1_000;
 /// Predicted numbers of blocks above this are not simulated.
 const MAX_SIMULATED_BLOCKS: usize = 100;
 const RESAMPLES: usize = 1_000;
@@ -43,7 +43,7 @@ fn simulate(model: RunTimeModel, blocks: usize, campaigns: u64) -> CampaignRates
 }
 
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
-    let (campaigns, prediction_campaigns) = if effort.quick { (50, 50) } else { (CAMPAIGNS, PREDICTION_CAMPAIGNS) };
+    let campaigns = if effort.quick { QUICK_CAMPAIGNS } else { effort.campaigns };
     let mut cells = Vec::new();
     for model in RunTimeModel::ALL {
         for blocks in BLOCKS {
@@ -57,7 +57,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     }
     findings.tables.push(rate_table(&cells, campaigns));
     findings.tables.push(method_table(&cells));
-    findings.tables.push(blocks_table(&cells, prediction_campaigns));
+    findings.tables.push(blocks_table(&cells, campaigns.min(MAX_PREDICTION_CAMPAIGNS)));
     findings.tables.push(rival_table(&cells, "Rules on the same runs", false));
     findings.tables.push(rival_table(&cells, "Rules on as many runs in sequence: all of A, then all of B", true));
     judge(&mut findings, &cells);

@@ -46,6 +46,9 @@ struct BenchmarkArguments {
     /// Small sizes and few rounds: shows that it works, not how fast
     #[arg(long)]
     quick: bool,
+    /// Simulated campaigns of each kind of noise and number of blocks (ab-harness)
+    #[arg(long, value_name = "NUMBER", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
+    campaigns: u64,
     /// Where to keep the run, instead of benchmarks/runs/DATE-REVISION
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -116,6 +119,8 @@ impl BenchmarkSection {
 pub struct BenchmarkEffort {
     /// Small sizes and few rounds.
     pub quick: bool,
+    /// Simulated campaigns of each kind of noise and number of blocks.
+    pub campaigns: u64,
 }
 
 impl BenchmarkEffort {
@@ -194,8 +199,8 @@ fn run_benchmark(arguments: &BenchmarkArguments) -> Result<bool> {
     let mut met = true;
     for section in sections {
         let started = Instant::now();
-        let findings =
-            section.measure(BenchmarkEffort { quick: arguments.quick }).with_context(|| section.name().to_owned())?;
+        let effort = BenchmarkEffort { quick: arguments.quick, campaigns: arguments.campaigns };
+        let findings = section.measure(effort).with_context(|| section.name().to_owned())?;
         met &= findings.checks.iter().all(|bar| bar.met);
         let text = findings.to_markdown(section.name(), !arguments.quick);
         println!("{text}");

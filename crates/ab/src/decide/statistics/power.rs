@@ -10,7 +10,10 @@ use super::interval::{normal_probability, t_quantile};
 use statrs::distribution::{ChiSquared, Continuous};
 
 /// Intervals of the numerical integration over the sample standard deviation; even, for Simpson's rule.
-const INTEGRATION_INTERVALS: usize = 80;
+const INTEGRATION_INTERVALS: usize = 60;
+
+/// The relative error of a smallest detectable effect.
+const DETECTABLE_EFFECT_TOLERANCE: f64 = 0.0005;
 
 /// The largest number of blocks that [`blocks_needed`] answers.
 pub const MAX_BLOCKS: usize = 1_000_000;
@@ -88,12 +91,13 @@ pub fn smallest_detectable_effect(standard_deviation: f64, blocks: usize, goal: 
         return f64::INFINITY;
     }
     let spread = SpreadDistribution::new(blocks, goal.alpha);
-    let (mut low, mut high) = (0.0, 1.0);
+    let (mut low, mut high) = (0.0, spread.critical);
     while spread.power(high) < goal.power {
+        low = high;
         high *= 2.0;
     }
-    for _ in 0..25 {
-        let middle = (low + high) / 2.0;
+    while high - low > DETECTABLE_EFFECT_TOLERANCE * high {
+        let middle = f64::midpoint(low, high);
         if spread.power(middle) < goal.power { low = middle } else { high = middle }
     }
     high * standard_deviation / (blocks as f64).sqrt()
