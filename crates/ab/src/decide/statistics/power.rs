@@ -10,7 +10,7 @@ use super::interval::{normal_probability, t_quantile};
 use statrs::distribution::{ChiSquared, Continuous};
 
 /// Intervals of the numerical integration over the sample standard deviation; even, for Simpson's rule.
-const INTEGRATION_INTERVALS: usize = 60;
+const INTEGRATION_INTERVALS: usize = 200;
 
 /// The relative error of a smallest detectable effect.
 const DETECTABLE_EFFECT_TOLERANCE: f64 = 0.0005;
