@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ab_harness;
 mod audit;
 mod census_process;
 mod chart;
@@ -45,6 +46,9 @@ struct BenchmarkArguments {
     /// Small sizes and few rounds: shows that it works, not how fast
     #[arg(long)]
     quick: bool,
+    /// Simulated campaigns of each kind of noise and number of blocks (ab-harness)
+    #[arg(long, value_name = "NUMBER", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
+    campaigns: u64,
     /// Where to keep the run, instead of benchmarks/runs/DATE-REVISION
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -72,6 +76,8 @@ enum BenchmarkSection {
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// The analysis of experiments, over simulated campaigns with known effects
+    AbHarness,
 }
 
 impl BenchmarkSection {
@@ -87,6 +93,7 @@ impl BenchmarkSection {
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
+            Self::AbHarness => "ab-harness",
         }
     }
 
@@ -102,6 +109,7 @@ impl BenchmarkSection {
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::AbHarness => ab_harness::measure(effort),
         }
     }
 }
@@ -111,6 +119,8 @@ impl BenchmarkSection {
 pub struct BenchmarkEffort {
     /// Small sizes and few rounds.
     pub quick: bool,
+    /// Simulated campaigns of each kind of noise and number of blocks.
+    pub campaigns: u64,
 }
 
 impl BenchmarkEffort {
@@ -189,8 +199,8 @@ fn run_benchmark(arguments: &BenchmarkArguments) -> Result<bool> {
     let mut met = true;
     for section in sections {
         let started = Instant::now();
-        let findings =
-            section.measure(BenchmarkEffort { quick: arguments.quick }).with_context(|| section.name().to_owned())?;
+        let effort = BenchmarkEffort { quick: arguments.quick, campaigns: arguments.campaigns };
+        let findings = section.measure(effort).with_context(|| section.name().to_owned())?;
         met &= findings.checks.iter().all(|bar| bar.met);
         let text = findings.to_markdown(section.name(), !arguments.quick);
         println!("{text}");

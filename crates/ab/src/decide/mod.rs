@@ -1,1 +1,13 @@
-//! Pure decisions of experiments: their design, and the statistics of their samples.
+//! The pure half of an experiment: its design, its statistics, its stopping rule and its verdict.
+//!
+//! [`design`] draws the schedule of blocks before the campaign starts. [`noise`] flags blocks by the readings of their
+//! environment, before a sample is looked at. [`analysis`] turns the samples of the blocks into verdicts with
+//! [`statistics`]. [`stopping`] says at which numbers of blocks a campaign may stop, and at which level it then judges.
+//!
+//! All randomness comes from a seed, so that a schedule and an analysis can be repeated from the record of a campaign.
+
+pub mod analysis;
+pub mod design;
+pub mod noise;
+pub mod statistics;
+pub mod stopping;

@@ -1,0 +1,170 @@
+//! The analysis of small campaigns made by hand.
+
+use super::*;
+
+fn run(label: Arm, time: f64, counter_change: Option<f64>) -> RunSamples {
+    RunSamples { label, metrics: vec![vec![time]], counter_change }
+}
+
+/// A block ABBA whose ratio is exactly `ratio`; the level of the machine differs between blocks.
+fn block(index: usize, kind: BlockKind, ratio: f64) -> BlockSamples {
+    let level = 10.0 + index as f64;
+    let a = |drift: f64| run(Arm::A, level * (1.0 + drift), Some(5.0));
+    let b = |drift: f64| run(Arm::B, level * ratio * (1.0 + drift), Some(7.0));
+    BlockSamples { index, kind, runs: vec![a(-0.01), b(0.01), b(-0.01), a(0.01)], is_noisy: false }
+}
+
+/// Ten blocks with ratios around `ratio`, at most 1.4 per mille away.
+fn blocks(kind: BlockKind, ratio: f64) -> Vec<BlockSamples> {
+    let jitter = [-14, 9, -3, 12, -8, 5, -11, 2, 7, 1];
+    jitter.iter().enumerate().map(|(i, &jitter)| block(i, kind, ratio * (1.0 + f64::from(jitter) * 1e-4))).collect()
+}
+
+fn options() -> AnalysisOptions {
+    AnalysisOptions::new(vec![Metric { name: "time".to_owned(), direction: Direction::LowerIsBetter }], 1)
+}
+
+fn analyzed(blocks: &[BlockSamples], options: &AnalysisOptions) -> MetricAnalysis {
+    analyze(blocks, options).unwrap().metrics.remove(0)
+}
+
+#[test]
+fn a_higher_time_is_slower_and_a_higher_throughput_faster() {
+    let slower = blocks(BlockKind::Comparison, 1.02);
+    let result = analyzed(&slower, &options());
+    assert_eq!(result.verdict, Verdict::Slower);
+    assert!((result.comparison.ratio - 1.02).abs() < 1e-4, "{result:?}");
+    assert!(result.comparison.interval.contains(1.02), "{result:?}");
+    assert_eq!(result.comparison.p_value, 2.0 / 1024.0);
+    let mut throughput = options();
+    throughput.metrics[0].direction = Direction::HigherIsBetter;
+    assert_eq!(analyzed(&slower, &throughput).verdict, Verdict::Faster);
+    assert_eq!(analyzed(&blocks(BlockKind::Comparison, 0.98), &options()).verdict, Verdict::Faster);
+}
+
+#[test]
+fn no_difference_within_the_margin_is_equivalent_and_outside_inconclusive() {
+    let same = blocks(BlockKind::Comparison, 1.0);
+    assert_eq!(analyzed(&same, &options()).verdict, Verdict::Equivalent);
+    let strict = AnalysisOptions { margin: 0.0001, ..options() };
+    let result = analyzed(&same, &strict);
+    let expected = result.comparison.smallest_detectable_effect;
+    assert_eq!(result.verdict, Verdict::Inconclusive { smallest_detectable_effect: expected });
+    // The noncentral t distribution: 0.996 standard deviations for ten blocks.
+    assert!((expected / result.comparison.standard_deviation - 0.996).abs() < 0.002, "{result:?}");
+}
+
+#[test]
+fn controls_say_whether_the_campaign_finds_what_is_there() {
+    let mut all = blocks(BlockKind::Comparison, 1.0);
+    all.extend(blocks(BlockKind::SameArm, 1.0));
+    all.extend(blocks(BlockKind::Injected { slowdown_percent: 5 }, 1.05));
+    all.extend(blocks(BlockKind::Injected { slowdown_percent: 2 }, 1.0));
+    let result = analyzed(&all, &options());
+    assert!(!result.same_arm.as_ref().unwrap().is_difference_found);
+    let found: Vec<_> = result
+        .injected
+        .iter()
+        .map(|injected| (injected.slowdown_percent, injected.is_found, injected.is_ratio_in_interval))
+        .collect();
+    assert_eq!(found, [(2, false, false), (5, true, true)]);
+}
+
+#[test]
+fn an_injected_slowdown_lowers_a_throughput() {
+    let mut all = blocks(BlockKind::Comparison, 1.0);
+    all.extend(blocks(BlockKind::Injected { slowdown_percent: 5 }, 1.0 / 1.05));
+    let mut throughput = options();
+    throughput.metrics[0].direction = Direction::HigherIsBetter;
+    let result = analyzed(&all, &throughput);
+    assert!(result.injected[0].is_found && result.injected[0].is_ratio_in_interval, "{result:?}");
+}
+
+#[test]
+fn a_counter_that_does_not_move_means_not_applied() {
+    let mut all = blocks(BlockKind::Comparison, 1.05);
+    let verdict =
+        |all: &[BlockSamples], counter| analyze(all, &AnalysisOptions { counter: Some(counter), ..options() });
+    let moved = verdict(&all, CounterExpectation::Increase).unwrap();
+    assert_eq!(moved.metrics[0].verdict, Verdict::Slower);
+    assert!(moved.counter.unwrap().has_moved);
+    let wrong_direction = verdict(&all, CounterExpectation::Decrease).unwrap();
+    assert_eq!(wrong_direction.metrics[0].verdict, Verdict::NotApplied);
+    for run in all.iter_mut().flat_map(|block| &mut block.runs) {
+        run.counter_change = Some(5.0);
+    }
+    let unmoved = verdict(&all, CounterExpectation::Differ).unwrap();
+    assert_eq!(unmoved.metrics[0].verdict, Verdict::NotApplied);
+    // Few blocks cannot reach the level; all differences in one direction are enough.
+    let few = verdict(&blocks(BlockKind::Comparison, 1.05)[..3], CounterExpectation::Increase).unwrap();
+    assert!(few.counter.unwrap().has_moved);
+    all[3].runs[0].counter_change = None;
+    assert_eq!(verdict(&all, CounterExpectation::Differ), Err(AnalysisError::CounterNotRead { block: 3 }));
+}
+
+#[test]
+fn samples_of_a_run_are_averaged_and_not_pooled() {
+    let mut all = blocks(BlockKind::Comparison, 1.02);
+    let single = analyzed(&all, &options());
+    for run in all.iter_mut().flat_map(|block| &mut block.runs) {
+        let mean = run.metrics[0][0];
+        run.metrics[0] = vec![mean * 0.9, mean * 1.1, mean];
+    }
+    let several = analyzed(&all, &options());
+    assert_eq!(several.comparison.blocks, 10);
+    assert!((several.comparison.standard_deviation - single.comparison.standard_deviation).abs() < 1e-12);
+}
+
+#[test]
+fn noisy_blocks_are_kept_or_excluded_by_the_option_and_reported_both_ways() {
+    let mut all = blocks(BlockKind::Comparison, 1.0);
+    all[2] = BlockSamples { is_noisy: true, ..block(2, BlockKind::Comparison, 1.5) };
+    let kept = analyze(&all, &options()).unwrap();
+    assert_eq!(kept.noisy_blocks, 1);
+    let kept = &kept.metrics[0];
+    let excluded = analyzed(&all, &AnalysisOptions { noisy_blocks: NoisyBlocks::Exclude, ..options() });
+    assert_eq!((kept.comparison.blocks, excluded.comparison.blocks), (10, 9));
+    assert_eq!(kept.other_noisy_choice.as_ref(), Some(&excluded.comparison));
+    assert_eq!(excluded.other_noisy_choice.as_ref(), Some(&kept.comparison));
+    assert_eq!(excluded.verdict, Verdict::Equivalent);
+}
+
+#[test]
+fn several_metrics_are_corrected() {
+    let mut all = blocks(BlockKind::Comparison, 1.02);
+    for run in all.iter_mut().flat_map(|block| &mut block.runs) {
+        let time = run.metrics[0][0];
+        run.metrics = vec![vec![time]; 30];
+    }
+    let metric = options().metrics.remove(0);
+    let many = AnalysisOptions { metrics: vec![metric; 30], ..options() };
+    // The smallest p-value of ten blocks is 2 / 1024; thirty times that is above the level.
+    let holm = analyze(&all, &many).unwrap();
+    assert!((holm.metrics[0].corrected_p_value - 60.0 / 1024.0).abs() < 1e-12);
+    assert!(!matches!(holm.metrics[0].verdict, Verdict::Slower));
+    let none = analyze(&all, &AnalysisOptions { correction: Correction::None, ..many }).unwrap();
+    assert_eq!(none.metrics[29].verdict, Verdict::Slower);
+}
+
+#[test]
+fn samples_that_cannot_be_analyzed_are_named() {
+    let all = blocks(BlockKind::Comparison, 1.0);
+    let refused = |change: &dyn Fn(&mut Vec<BlockSamples>)| {
+        let mut all = all.clone();
+        change(&mut all);
+        analyze(&all, &options()).unwrap_err()
+    };
+    assert_eq!(refused(&|all| all.truncate(1)), AnalysisError::TooFewBlocks { blocks: 1 });
+    assert_eq!(
+        refused(&|all| all[4].runs.retain(|run| run.label == Arm::A)),
+        AnalysisError::ArmWithoutRun { block: 4, arm: Arm::B }
+    );
+    assert_eq!(
+        refused(&|all| all[4].runs[1].metrics.clear()),
+        AnalysisError::RunWithoutSamples { block: 4, metric: "time".to_owned() }
+    );
+    assert_eq!(
+        refused(&|all| all[4].runs[1].metrics[0][0] = 0.0),
+        AnalysisError::SampleNotPositive { block: 4, metric: "time".to_owned(), value: 0.0 }
+    );
+}
