@@ -1,1 +1,3 @@
 //! Pure figures of vCPU scheduling.
+
+pub mod model;
