@@ -7,7 +7,7 @@ use super::event_queue::{EventQueue, NEVER};
 use super::gang::GangClock;
 use super::outcome::{Outcome, RunInterval, VmOutcome};
 use super::random::RandomSource;
-use super::run_queue::{Entity, NONE, RunQueue};
+use super::run_queue::{Entity, NONE, RunQueue, by_weight};
 use super::workload::{LockKind, Workload};
 use super::{Kernel, Policy, Scenario};
 use std::collections::VecDeque;
@@ -105,10 +105,6 @@ pub(super) struct Vcpu {
     pub cpu: u32,
     pub place: Place,
     pub phase: Phase,
-    /// Whether it runs in guest mode; false while the host handles its exit. See also `exits_at`.
-    pub in_guest: bool,
-    /// When the spin window ends and the vCPU leaves guest mode on its own, in nanoseconds.
-    pub exits_at: u64,
     /// When the timed phase began to run, in nanoseconds.
     pub phase_since: u64,
     /// What remains of a timed phase, in nanoseconds.
@@ -143,11 +139,6 @@ pub(super) struct Vcpu {
     pub search_left: u32,
     /// Attempts that the search may still make.
     pub attempts_left: u32,
-}
-
-#[inline]
-fn is_in_guest(vcpu: &Vcpu, now: u64) -> bool {
-    vcpu.in_guest && now < vcpu.exits_at
 }
 
 /// A spin lock of a guest.
@@ -211,6 +202,9 @@ pub(super) struct Simulation<'a> {
     pub now: u64,
     pub cpus: Vec<Cpu>,
     pub vcpus: Vec<Vcpu>,
+    /// Until when each vCPU runs in guest mode, in nanoseconds: the end of its spin window, [`NEVER`] if it does not
+    /// spin, 0 if it does not run or the host handles its exit. Apart from [`Vcpu`] because a search reads many of them.
+    pub guest_until: Vec<u64>,
     pub entities: Vec<Entity>,
     pub vms: Vec<Vm>,
     pub events: EventQueue,
@@ -255,8 +249,6 @@ impl<'a> Simulation<'a> {
                     cpu: 0,
                     place: Place::Parked,
                     phase: Phase::Think,
-                    in_guest: false,
-                    exits_at: NEVER,
                     phase_since: 0,
                     remaining: random.exponential(spec.workload.think_ns.max(1)),
                     lock: 0,
@@ -306,6 +298,7 @@ impl<'a> Simulation<'a> {
             kernel: settings.kernel,
             now: 0,
             cpus,
+            guest_until: vec![0; vcpus.len()],
             vcpus,
             entities,
             vms,
@@ -434,6 +427,7 @@ impl<'a> Simulation<'a> {
 
     // Accounting
 
+    #[inline]
     fn count_co_run(&mut self, vm: usize) {
         let cpu_count = self.cpus.len() as u32;
         let vm = &mut self.vms[vm];
@@ -447,11 +441,13 @@ impl<'a> Simulation<'a> {
         vm.counted_since = self.now;
     }
 
+    #[inline]
     fn end_ready_time(&mut self, vcpu: u32) {
         let vcpu = &self.vcpus[vcpu as usize];
         self.vms[vcpu.vm as usize].outcome.ready_time_ns += self.now - vcpu.ready_since;
     }
 
+    #[inline]
     pub(super) fn charge_current(&mut self, cpu: usize) {
         let state = &mut self.cpus[cpu];
         let elapsed = self.now - state.charged_until;
@@ -462,11 +458,11 @@ impl<'a> Simulation<'a> {
             entity.charge(elapsed);
             let vm = &mut self.vms[self.vcpus[current as usize].vm as usize];
             vm.outcome.cpu_time_ns += elapsed;
-            vm.gang_vruntime += elapsed * super::run_queue::NICE_0_WEIGHT / vm.weight;
-            state.queue.advance_min_vruntime(current, &self.entities);
+            vm.gang_vruntime += by_weight(elapsed, vm.weight);
         }
     }
 
+    #[inline]
     fn keep_interval(&mut self, cpu: usize) {
         let state = &self.cpus[cpu];
         let (start, end) = (state.started_at.max(self.kept.0), self.now.min(self.kept.1));
@@ -484,6 +480,7 @@ impl<'a> Simulation<'a> {
 
     // Scheduling
 
+    #[inline]
     pub(super) fn set_activity(&mut self, cpu: usize, at: u64, activity: Activity) {
         let state = &mut self.cpus[cpu];
         state.activity = activity;
@@ -525,9 +522,9 @@ impl<'a> Simulation<'a> {
     /// Leave guest mode: what remains of a timed phase is kept.
     pub(super) fn leave_guest(&mut self, vcpu: u32) {
         let now = self.now;
-        let vcpu = &mut self.vcpus[vcpu as usize];
-        if vcpu.in_guest {
-            vcpu.in_guest = false;
+        let index = vcpu as usize;
+        let vcpu = &mut self.vcpus[index];
+        if std::mem::take(&mut self.guest_until[index]) > 0 {
             if matches!(vcpu.phase, Phase::Think | Phase::Critical | Phase::SendInterrupts) {
                 vcpu.remaining = vcpu.remaining.saturating_sub(now.saturating_sub(vcpu.phase_since)).max(1);
             }
@@ -577,6 +574,7 @@ impl<'a> Simulation<'a> {
                 self.go_on(cpu, previous);
                 return;
             }
+            // It is in the queue already.
             self.stop_current(cpu, Place::Parked);
             self.vcpus[previous as usize].place = Place::Queued;
         }
@@ -596,7 +594,7 @@ impl<'a> Simulation<'a> {
 
     /// The previous vCPU was chosen again.
     fn go_on(&mut self, cpu: usize, vcpu: u32) {
-        if !self.vcpus[vcpu as usize].in_guest {
+        if self.guest_until[vcpu as usize] == 0 {
             self.enter_guest(cpu, vcpu, self.now + self.scenario.costs.yield_ns);
         }
     }
@@ -639,7 +637,6 @@ impl<'a> Simulation<'a> {
     /// Enter guest mode at `at`, which may be later than now.
     pub(super) fn enter_guest(&mut self, cpu: usize, vcpu: u32, at: u64) {
         let state = &mut self.vcpus[vcpu as usize];
-        state.in_guest = true;
         state.phase_since = at;
         state.in_spin_loop = false;
         state.yield_eligible = false;
@@ -672,23 +669,24 @@ impl<'a> Simulation<'a> {
             }
             Phase::Spin | Phase::AwaitSiblings => (NEVER, Activity::None),
         };
-        self.vcpus[vcpu as usize].exits_at = NEVER;
+        self.guest_until[vcpu as usize] = NEVER;
         self.set_activity(cpu, time, activity);
     }
 
     /// Let the running vCPU spin from `at` on until it exits. One event serves for the end of the window and of the
     /// exit: nothing but [`is_in_guest`](Self::is_in_guest) depends on the time between.
     fn set_spin_window(&mut self, cpu: usize, vcpu: u32, at: u64) {
-        let state = &mut self.vcpus[vcpu as usize];
-        state.exits_at = at + state.spin_window;
-        let done = state.exits_at + self.scenario.costs.exit_ns;
+        let state = &self.vcpus[vcpu as usize];
+        let exits_at = at + state.spin_window;
+        self.guest_until[vcpu as usize] = exits_at;
+        let done = exits_at + self.scenario.costs.exit_ns;
         self.set_activity(cpu, done, Activity::ExitDone);
     }
 
     /// Whether a vCPU runs in guest mode now.
     #[inline]
     pub(super) fn is_in_guest(&self, vcpu: u32) -> bool {
-        is_in_guest(&self.vcpus[vcpu as usize], self.now)
+        self.now < self.guest_until[vcpu as usize]
     }
 
     fn run_activity(&mut self, cpu: usize) {
@@ -799,14 +797,14 @@ impl<'a> Simulation<'a> {
         let next = match kind {
             LockKind::Fifo => guest_lock.waiters.pop_front(),
             LockKind::TestAndSet => {
-                let runs = |&waiter: &u32| is_in_guest(&self.vcpus[waiter as usize], self.now);
+                let runs = |&waiter: &u32| self.now < self.guest_until[waiter as usize];
                 match guest_lock.waiters.iter().position(runs) {
                     Some(position) => guest_lock.waiters.remove(position),
                     None => None,
                 }
             }
             LockKind::ParaVirtual => match guest_lock.waiters.front() {
-                Some(&head) if is_in_guest(&self.vcpus[head as usize], self.now) => guest_lock.waiters.pop_front(),
+                Some(&head) if self.now < self.guest_until[head as usize] => guest_lock.waiters.pop_front(),
                 Some(&head) if self.vcpus[head as usize].halted_in_lock => {
                     self.vcpus[head as usize].halted_in_lock = false;
                     self.wake(head);
@@ -818,7 +816,7 @@ impl<'a> Simulation<'a> {
         if let Some(next) = next {
             self.grant(next);
             let state = &mut self.vcpus[next as usize];
-            if is_in_guest(state, self.now) {
+            if self.now < self.guest_until[next as usize] {
                 let at = self.now.max(state.phase_since);
                 state.phase_since = at;
                 let cpu = state.cpu as usize;
@@ -855,8 +853,7 @@ impl<'a> Simulation<'a> {
 
     fn halt(&mut self, cpu: usize, vcpu: u32) {
         self.charge_current(cpu);
-        let state = &self.cpus[cpu];
-        state.queue.save_lag(vcpu, vcpu, &mut self.entities);
+        self.cpus[cpu].queue.prepare_removal(vcpu, vcpu, &mut self.entities);
         self.stop_current(cpu, Place::Halted);
         self.schedule(cpu);
     }
@@ -879,7 +876,7 @@ impl<'a> Simulation<'a> {
             if sibling == vcpu || state.place == Place::Halted {
                 continue;
             }
-            if is_in_guest(state, self.now) {
+            if self.now < self.guest_until[sibling as usize] {
                 if matches!(state.phase, Phase::Think | Phase::Critical | Phase::SendInterrupts) {
                     state.remaining += receive_ns;
                     let (at, remaining, cpu) = (state.phase_since, state.remaining, state.cpu as usize);
@@ -903,7 +900,7 @@ impl<'a> Simulation<'a> {
             let state = &mut self.vcpus[sender as usize];
             state.unhandled -= 1;
             if state.unhandled == 0 && state.phase == Phase::AwaitSiblings {
-                if is_in_guest(state, self.now) {
+                if self.now < self.guest_until[sender as usize] {
                     let cpu = state.cpu as usize;
                     self.complete_operation(cpu, sender);
                 } else {
@@ -925,7 +922,7 @@ impl<'a> Simulation<'a> {
         state.phase_since = self.now.max(state.phase_since);
         if halt_ns > 0 {
             // The new phase has not begun.
-            state.in_guest = false;
+            self.guest_until[vcpu as usize] = 0;
             let wakes_at = self.now + self.random.exponential(halt_ns);
             self.events.set(self.timer_source(vcpu), wakes_at);
             self.halt(cpu, vcpu);
@@ -964,6 +961,7 @@ impl<'a> Simulation<'a> {
     pub(super) fn queue_on(&mut self, cpu: usize, vcpu: u32, slept: bool) {
         self.vcpus[vcpu as usize].place = Place::Queued;
         self.vcpus[vcpu as usize].cpu = cpu as u32;
+        self.charge_current(cpu);
         let current = self.cpus[cpu].current;
         self.cpus[cpu].queue.enqueue(vcpu, slept, current, &mut self.entities);
     }
@@ -1031,7 +1029,8 @@ impl<'a> Simulation<'a> {
             waiting.iter().copied().min()?
         };
         let current = self.cpus[source].current;
-        self.cpus[source].queue.save_lag(vcpu, current, &mut self.entities);
+        self.charge_current(source);
+        self.cpus[source].queue.prepare_removal(vcpu, current, &mut self.entities);
         self.cpus[source].queue.remove(vcpu);
         let (source, target) = (&self.cpus[source].queue, &self.cpus[target].queue);
         source.rebase(vcpu, target, &mut self.entities);

@@ -35,6 +35,9 @@ impl EventQueue {
         let mut node = self.width + source;
         let mut key = if time == NEVER { NEVER } else { (time << SOURCE_BITS) | source as u64 };
         let keys = self.keys.as_mut_slice();
+        if keys[node] == key {
+            return;
+        }
         keys[node] = key;
         while node > 1 {
             key = key.min(keys[node ^ 1]);

@@ -22,6 +22,12 @@ const CFS_LATENCY_TASKS: i64 = 8;
 /// `sysctl_sched_base_slice` of Linux 6.18 on eight or more CPUs: 0.7 ms times 1 + log2(8).
 pub(crate) const EEVDF_BASE_SLICE_NS: i64 = 2_800_000;
 
+/// Virtual time for a time of an entity of this weight, in nanoseconds (`calc_delta_fair`).
+#[inline]
+pub(crate) fn by_weight(nanoseconds: u64, weight: u64) -> u64 {
+    if weight == NICE_0_WEIGHT { nanoseconds } else { nanoseconds * NICE_0_WEIGHT / weight }
+}
+
 /// What the scheduler knows of one vCPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Entity {
@@ -46,11 +52,7 @@ impl Entity {
     }
 
     fn scaled(&self, nanoseconds: i64) -> i64 {
-        if self.weight == NICE_0_WEIGHT {
-            nanoseconds
-        } else {
-            nanoseconds * NICE_0_WEIGHT as i64 / self.weight as i64
-        }
+        by_weight(nanoseconds as u64, self.weight) as i64
     }
 
     /// Charge CPU time.
@@ -92,8 +94,9 @@ impl RunQueue {
         if weights == 0 { self.min_vruntime } else { self.min_vruntime + weighted.div_euclid(weights) as i64 }
     }
 
-    /// Advance the lower bound of virtual run times.
-    pub(crate) fn advance_min_vruntime(&mut self, current: u32, entities: &[Entity]) {
+    /// Advance the lower bound of virtual run times. Within a queue they only grow, so that it suffices to do so before
+    /// a member comes or goes.
+    fn advance_min_vruntime(&mut self, current: u32, entities: &[Entity]) {
         let members = self.queued.iter().copied().chain((current != NONE).then_some(current));
         if let Some(least) = members.map(|vcpu| entities[vcpu as usize].vruntime).min() {
             self.min_vruntime = self.min_vruntime.max(least);
@@ -102,6 +105,7 @@ impl RunQueue {
 
     /// Place a vCPU that starts, wakes or migrates, and queue it.
     pub(crate) fn enqueue(&mut self, vcpu: u32, slept: bool, current: u32, entities: &mut [Entity]) {
+        self.advance_min_vruntime(current, entities);
         match self.scheduler {
             Scheduler::Cfs36 => {
                 // place_entity with GENTLE_FAIR_SLEEPERS: a sleeper is at most half a latency behind.
@@ -131,8 +135,9 @@ impl RunQueue {
         self.queued.push(vcpu);
     }
 
-    /// Note the lag of a vCPU that leaves the queue to sleep or to migrate.
-    pub(crate) fn save_lag(&self, vcpu: u32, current: u32, entities: &mut [Entity]) {
+    /// Note the lag of a vCPU that is about to leave the queue to sleep or to migrate.
+    pub(crate) fn prepare_removal(&mut self, vcpu: u32, current: u32, entities: &mut [Entity]) {
+        self.advance_min_vruntime(current, entities);
         if self.scheduler == Scheduler::Eevdf {
             let mean = self.mean_vruntime(current, entities);
             entities[vcpu as usize].lag = mean - entities[vcpu as usize].vruntime;
@@ -179,23 +184,28 @@ impl RunQueue {
     /// `pick_next_entity` of Linux 3.6: the leftmost entity, unless a buddy is within the wake-up granularity of it.
     fn pick_cfs(&self, entities: &[Entity]) -> Option<u32> {
         let key = |vcpu: u32| (entities[vcpu as usize].vruntime, vcpu);
-        let leftmost = self.queued.iter().copied().min_by_key(|&vcpu| key(vcpu))?;
-        let left = entities[leftmost as usize].vruntime;
-        let is_near = |vcpu: u32| {
-            let entity = &entities[vcpu as usize];
-            entity.vruntime - left <= entity.scaled(CFS_WAKEUP_GRANULARITY_NS)
-        };
-        let mut picked = leftmost;
-        if self.skip_buddy == leftmost {
-            let second = self.queued.iter().copied().filter(|&vcpu| vcpu != leftmost).min_by_key(|&vcpu| key(vcpu));
-            if let Some(second) = second.filter(|&second| is_near(second)) {
-                picked = second;
+        let (mut leftmost, mut second, mut buddy_waits) = ((i64::MAX, NONE), (i64::MAX, NONE), false);
+        for &vcpu in &self.queued {
+            let key = key(vcpu);
+            buddy_waits |= vcpu == self.next_buddy;
+            if key < leftmost {
+                second = leftmost;
+                leftmost = key;
+            } else if key < second {
+                second = key;
             }
         }
-        if self.next_buddy != NONE && self.queued.contains(&self.next_buddy) && is_near(self.next_buddy) {
-            picked = self.next_buddy;
+        let is_near = |vcpu: u32| {
+            let entity = &entities[vcpu as usize];
+            entity.vruntime - leftmost.0 <= entity.scaled(CFS_WAKEUP_GRANULARITY_NS)
+        };
+        if buddy_waits && is_near(self.next_buddy) {
+            return Some(self.next_buddy);
         }
-        Some(picked)
+        if self.skip_buddy == leftmost.1 && second.1 != NONE && is_near(second.1) {
+            return Some(second.1);
+        }
+        (leftmost.1 != NONE).then_some(leftmost.1)
     }
 
     /// `pick_eevdf`: the eligible entity with the earliest deadline, or an eligible buddy (`PICK_BUDDY`).

@@ -20,7 +20,7 @@ impl Simulation<'_> {
         self.outcome.spin_exits += 1;
         let vm = self.vcpus[vcpu as usize].vm as usize;
         let state = &mut self.vcpus[vcpu as usize];
-        state.in_guest = false;
+        self.guest_until[vcpu as usize] = 0;
         state.in_spin_loop = true;
         state.pv_spin_left = state.pv_spin_left.saturating_sub(state.spin_window).max(1);
         if self.kernel == Kernel::Today {
@@ -64,28 +64,32 @@ impl Simulation<'_> {
     fn next_candidate(&mut self, me: u32) -> Option<u32> {
         let vm = &self.vms[self.vcpus[me as usize].vm as usize];
         let (first, count) = (vm.first_vcpu, vm.vcpu_count);
-        while self.vcpus[me as usize].search_left > 0 && self.vcpus[me as usize].attempts_left > 0 {
-            let state = &mut self.vcpus[me as usize];
-            state.search_left -= 1;
-            state.search_next = (state.search_next + 1) % count;
-            let sibling = first + state.search_next;
-            if sibling == me || !self.is_candidate(sibling) || !self.passes_eligibility(sibling) {
-                continue;
+        let state = &self.vcpus[me as usize];
+        let (mut left, mut next) = (state.search_left, state.search_next);
+        let mut candidate = None;
+        if state.attempts_left > 0 {
+            while left > 0 && candidate.is_none() {
+                left -= 1;
+                next = if next + 1 >= count { 0 } else { next + 1 };
+                let sibling = first + next;
+                if sibling != me && self.is_candidate(sibling) && self.passes_eligibility(sibling) {
+                    candidate = Some(sibling);
+                }
             }
-            return Some(sibling);
         }
-        None
+        let state = &mut self.vcpus[me as usize];
+        (state.search_left, state.search_next) = (left, next);
+        candidate
     }
 
     fn is_candidate(&self, sibling: u32) -> bool {
+        if self.is_in_guest(sibling) {
+            return false;
+        }
         let state = &self.vcpus[sibling as usize];
         match self.kernel {
             // Not halted, and not in guest mode (PF_VCPU), which includes vCPUs whose exits are being handled.
-            Kernel::Linux36 => match state.place {
-                Place::Queued | Place::Parked => true,
-                Place::Running => !self.is_in_guest(sibling),
-                Place::Halted => false,
-            },
+            Kernel::Linux36 => state.place != Place::Halted,
             // Preempted, and in kernel mode when that happened.
             Kernel::Today => {
                 let workload = &self.scenario.vms[state.vm as usize].workload;
@@ -98,7 +102,7 @@ impl Simulation<'_> {
     fn passes_eligibility(&mut self, sibling: u32) -> bool {
         let now = self.now;
         let state = &mut self.vcpus[sibling as usize];
-        let in_spin_loop = state.in_spin_loop || (state.in_guest && state.exits_at <= now);
+        let in_spin_loop = state.in_spin_loop || (1..=now).contains(&self.guest_until[sibling as usize]);
         let passes = !in_spin_loop || state.yield_eligible;
         if in_spin_loop {
             state.yield_eligible = !state.yield_eligible;
