@@ -73,6 +73,8 @@ pub enum PagefoldCommand {
     Account(command::account::AccountArguments),
     /// Show on which NUMA nodes virtual machines and processes have their memory and threads
     Numa(command::numa::NumaArguments),
+    /// Show how vCPUs are scheduled on an over-committed host, and spread them over CPUs
+    Vcpu(command::vcpu::VcpuArguments),
     /// Change the settings that findings of `doctor` ask for, verify them, and undo them
     Tune(command::tune::TuneArguments),
     /// Start a program with its process tree enrolled in KSM, or merged in user space

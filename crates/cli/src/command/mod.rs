@@ -22,3 +22,4 @@ pub mod schema;
 pub mod top;
 pub mod tune;
 pub mod unmerge;
+pub mod vcpu;

@@ -33,11 +33,13 @@ pub use labels::{labels, strip_to_labels};
 pub use libvirt::{libvirt_domain_state, strip_libvirt_secrets};
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
-    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_at_secure, job_environment,
-    memory_policies, stat, statm, status,
+    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, context_switches, is_at_secure,
+    job_environment, memory_policies, stat, statm, status,
 };
 pub use smaps::{maps, rollup, smaps};
-pub use text::{CpuTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, number, number_list, schedstat};
+pub use text::{
+    CpuTicks, IdleTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, idle_ticks, number, number_list, schedstat,
+};
 
 #[cfg(doc)]
 use pagefold_base::Absent;

@@ -137,6 +137,14 @@ pub fn status(bytes: &[u8]) -> Status {
     }
 }
 
+/// How often a thread has given up its CPU: because it waited for something (`voluntary_ctxt_switches:`), and because
+/// another thread got the CPU (`nonvoluntary_ctxt_switches:`), from its `status` (fs/proc/array.c,
+/// `task_context_switch_counts`).
+pub fn context_switches(bytes: &[u8]) -> Reading<(u64, u64)> {
+    let count = |name| field(bytes, name).and_then(number);
+    Ok((count("voluntary_ctxt_switches")?, count("nonvoluntary_ctxt_switches")?))
+}
+
 /// The nodes that the memory of a process is bound to. The bindings come from policies (`bind`, set_mempolicy(2) and
 /// mbind(2)) in `/proc/PID/numa_maps`, or from its cpuset (`Mems_allowed_list:` of its `status`, cpuset(7)). `None` if
 /// neither excludes any of `nodes`, the nodes with memory. Other policies prefer a node and do not bind to it.
@@ -292,6 +300,14 @@ mod tests {
             allowed_nodes,
         };
         assert_eq!(status(include_bytes!("samples/status")), expected);
+    }
+
+    #[test]
+    fn context_switches_are_parsed() {
+        let found = context_switches(b"Name:\ta\nvoluntary_ctxt_switches:\t12\nnonvoluntary_ctxt_switches:\t3\n");
+        assert_eq!(found, Ok((12, 3)));
+        assert_eq!(context_switches(b"voluntary_ctxt_switches:\t12\n"), Err(Absent::NotOnThisKernel));
+        assert!(is_malformed(&context_switches(b"voluntary_ctxt_switches:\t12\nnonvoluntary_ctxt_switches:\t3")));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Common elements of the kernel's text files: lines, `key value` fields, numbers and lists of numbers.
 
 use pagefold_base::{Absent, Bytes, Reading};
+use std::collections::BTreeMap;
 use std::str::FromStr;
 
 /// Maximum number of offending bytes in a message.
@@ -93,6 +94,33 @@ pub fn cpu_ticks(bytes: &[u8]) -> Reading<CpuTicks> {
     Ok(CpuTicks { total: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), steal: stolen })
 }
 
+/// The ticks of one CPU in `/proc/stat`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IdleTicks {
+    /// Fields 1 to 8.
+    pub total: u64,
+    /// Fields 4 and 5: idle, also with outstanding I/O.
+    pub idle: u64,
+}
+
+/// Parses the lines of single CPUs of `/proc/stat`, by their numbers. The file has online CPUs only.
+pub fn idle_ticks(bytes: &[u8]) -> Reading<BTreeMap<u32, IdleTicks>> {
+    let mut cpus = BTreeMap::new();
+    for line in lines(bytes) {
+        let line = line?;
+        let Some(rest) = line.strip_prefix(b"cpu").filter(|rest| rest.first().is_some_and(u8::is_ascii_digit)) else {
+            continue;
+        };
+        let mut words = rest.split(|&byte| byte == b' ');
+        let cpu = number(words.next().unwrap_or_default())?;
+        let ticks = words.take(8).map(number::<u64>).collect::<Reading<Vec<u64>>>()?;
+        let [_, _, _, idle, io_wait, ..] = ticks[..] else { return Err(malformed("no line of a CPU", line)) };
+        let total = ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks));
+        cpus.insert(cpu, IdleTicks { total, idle: idle.saturating_add(io_wait) });
+    }
+    Ok(cpus)
+}
+
 /// A signed count, also if an older kernel printed a negative one as unsigned.
 pub(super) fn signed(bytes: &[u8]) -> Reading<i64> {
     number::<i64>(bytes).or_else(|_| number::<u64>(bytes).map(u64::cast_signed))
@@ -155,6 +183,17 @@ mod tests {
             assert!(is_malformed(number::<u64>(text.as_bytes())), "{text:?}");
         }
         assert_eq!(number::<u64>(b"\xff7"), Err(Absent::Malformed("not a number in range: \"\u{fffd}7\"".into())));
+    }
+
+    #[test]
+    fn idle_ticks_are_parsed_for_each_cpu() {
+        let text = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 1 2 3 40 5 6 7 8 1 0\ncpu12 1 0 0 2 3 0 0 0 0 0\nintr 5\n";
+        let expected = [(0, IdleTicks { total: 72, idle: 45 }), (12, IdleTicks { total: 6, idle: 5 })];
+        assert_eq!(idle_ticks(text.as_bytes()), Ok(expected.into()));
+        assert_eq!(idle_ticks(b"intr 5\n"), Ok(BTreeMap::new()));
+        for bad in ["cpu0 1 2 3\n", "cpu0 1 2 x 4 5 6 7 8\n", "cpu0 1 2 3 4 5 6"] {
+            assert!(is_malformed(idle_ticks(bad.as_bytes())), "{bad:?}");
+        }
     }
 
     #[test]

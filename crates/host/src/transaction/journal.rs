@@ -50,6 +50,8 @@ pub struct JournalEntry {
     pub enclosing_extents: Vec<AddressRange>,
     /// Whether the change stays once its purpose is achieved.
     pub until_commit: bool,
+    /// The purpose for which the change was kept, if it was, and is no setting.
+    pub purpose: Option<String>,
 }
 
 /// A change to the entries of a journal.
@@ -263,6 +265,8 @@ struct WireEntry {
     enclosing_extents: Vec<(u64, u64)>,
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     until_commit: bool,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    purpose: Option<String>,
     undo: WireAction,
 }
 
@@ -565,6 +569,7 @@ impl WireEntry {
             written_values: entry.written_values.clone(),
             enclosing_extents: address_pairs(&entry.enclosing_extents),
             until_commit: entry.until_commit,
+            purpose: entry.purpose.clone(),
             undo: WireAction::from_action(&entry.undo)?,
         })
     }
@@ -577,6 +582,7 @@ impl From<WireEntry> for JournalEntry {
             written_values: entry.written_values,
             enclosing_extents: address_ranges(entry.enclosing_extents),
             until_commit: entry.until_commit,
+            purpose: entry.purpose,
         }
     }
 }
@@ -692,6 +698,7 @@ mod tests {
                 written_values: vec!["1".to_owned()],
                 enclosing_extents: ranges.clone(),
                 until_commit: true,
+                purpose: Some("spread".to_owned()),
             })
             .to_vec();
         let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
@@ -706,7 +713,13 @@ mod tests {
     /// Entries of one setting each, by its previous value.
     fn setting_entry(value: &str) -> JournalEntry {
         let undo = Action::Write { knob: Setting::PagesToScan.into(), value: value.to_owned() };
-        JournalEntry { undo, written_values: Vec::new(), enclosing_extents: Vec::new(), until_commit: false }
+        JournalEntry {
+            undo,
+            written_values: Vec::new(),
+            enclosing_extents: Vec::new(),
+            until_commit: false,
+            purpose: None,
+        }
     }
 
     #[test]

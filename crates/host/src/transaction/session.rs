@@ -385,7 +385,7 @@ impl<'a> Session<'a> {
         for entry in self.journal.entries.iter().filter(|entry| entry.undo.can_be_kept()) {
             let Action::Write { knob, value } = &entry.undo else {
                 // Undone newest first, so the state before the first change comes back.
-                kept.entries.push(entry.clone());
+                kept.entries.push(JournalEntry { purpose: Some(purpose.to_owned()), ..entry.clone() });
                 continue;
             };
             match kept.entries.iter_mut().find(|entry| is_entry_of_knob(entry, knob)) {
@@ -423,6 +423,44 @@ impl<'a> Session<'a> {
         self.rewrite_journal()?;
         Journal { entries: Vec::new(), ..self.journal.clone() }
             .store(&self.directory, self.class.kept_changes_file())?;
+        self.undo_entries()
+    }
+
+    /// Undoes the changes of threads' CPUs that were kept for one purpose, newest first, and keeps all others. Where a
+    /// thread has got other CPUs for another purpose since, it keeps these, and their undo restores the CPUs from before
+    /// both. Returns the undone actions and the failed ones.
+    ///
+    /// # Errors
+    /// If a journal cannot be used.
+    pub fn undo_kept_affinities(&mut self, purpose: &str) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
+        let Some(mut kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
+        let (mut remaining, mut to_undo): (Vec<JournalEntry>, Vec<JournalEntry>) = (Vec::new(), Vec::new());
+        // Newest first, so that the entry above each one is known.
+        while let Some(entry) = kept.entries.pop() {
+            let Action::SetAffinity { thread, cpus, .. } = &entry.undo else {
+                remaining.push(entry);
+                continue;
+            };
+            if entry.purpose.as_deref() != Some(purpose) {
+                remaining.push(entry);
+                continue;
+            }
+            let later = remaining.iter_mut().rev().find_map(|later| match &mut later.undo {
+                Action::SetAffinity { thread: same, cpus, .. } if same == thread => Some(cpus),
+                _ => None,
+            });
+            match later {
+                Some(later) => later.to.clone_from(&cpus.to),
+                None => to_undo.push(entry),
+            }
+        }
+        remaining.reverse();
+        to_undo.reverse();
+        self.journal.entries.extend(to_undo);
+        // From here on this session undoes the entries, even after a kill.
+        self.rewrite_journal()?;
+        kept.entries = remaining;
+        kept.store(&self.directory, self.class.kept_changes_file())?;
         self.undo_entries()
     }
 
@@ -481,6 +519,7 @@ impl<'a> Session<'a> {
                     written_values: Vec::new(),
                     enclosing_extents,
                     until_commit,
+                    purpose: None,
                 });
             }
         }
@@ -523,6 +562,7 @@ impl<'a> Session<'a> {
                     written_values,
                     enclosing_extents: Vec::new(),
                     until_commit: false,
+                    purpose: None,
                 });
             }
         }

@@ -230,7 +230,7 @@ impl Session<'_> {
         let partial_entry = |pairs: &[(AddressRange, AddressRange)]| {
             let (ranges, enclosing_extents) = pairs.iter().copied().unzip();
             let undo = entry.undo.with_ranges(ranges);
-            JournalEntry { undo, written_values: Vec::new(), enclosing_extents, until_commit: entry.until_commit }
+            JournalEntry { undo, written_values: Vec::new(), enclosing_extents, ..entry.clone() }
         };
         let mut result = UndoResult::default();
         let (mut unchanged, mut changed) = (Vec::new(), Vec::new());

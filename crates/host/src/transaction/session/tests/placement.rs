@@ -268,6 +268,36 @@ fn kept_changes_outlive_their_sessions_and_are_undone_newest_first() {
 }
 
 #[test]
+fn affinities_of_one_purpose_are_undone_alone() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let cpus = || String::from_utf8(host.read("proc/7/task/8/cpus").unwrap()).unwrap();
+    let begin = || Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).unwrap().0;
+    let original = cpus();
+    let keep = |from: &str, to: &str, purpose: &str| {
+        let mut session = begin();
+        session.apply(&set_affinity(from, to), ChangeLifetime::Temporary).unwrap();
+        assert_eq!(session.keep_changes(purpose).unwrap(), []);
+    };
+    // Above a placement: the CPUs of the placement come back, and then those from before.
+    keep("0-3", "2-3", "numa");
+    let placed = cpus();
+    keep("2-3", "2", "spread");
+    keep("2", "3", "spread");
+    let (undone, failed) = begin().undo_kept_affinities("spread").unwrap();
+    assert_eq!((undone.len(), failed.len(), cpus()), (2, 0, placed.clone()));
+    assert_eq!(begin().undo_kept_affinities("spread").unwrap(), (Vec::new(), Vec::new()));
+    assert_eq!(begin().undo_kept_changes().unwrap().0.len(), 1);
+    assert_eq!(cpus(), original);
+    // Below a placement: the thread keeps the CPUs of the placement, whose undo skips the spread.
+    keep("0-3", "2", "spread");
+    keep("2", "2-3", "numa");
+    assert_eq!(begin().undo_kept_affinities("spread").unwrap(), (Vec::new(), Vec::new()));
+    assert_eq!(cpus(), placed);
+    assert_eq!(begin().undo_kept_changes().unwrap().0.len(), 1);
+    assert_eq!(cpus(), original);
+}
+
+#[test]
 fn definition_is_replaced_only_if_it_is_the_expected_one() {
     let host = crate::fake_host::FakeHost::booted();
     let path = crate::action::domain_definition_path("db");
