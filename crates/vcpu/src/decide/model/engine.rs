@@ -5,9 +5,9 @@
 
 use super::event_queue::{EventQueue, NEVER};
 use super::gang::GangClock;
-use super::outcome::{Outcome, RunInterval, VmOutcome};
+use super::outcome::{Outcome, SimulatedRun, VmOutcome};
 use super::random::RandomSource;
-use super::run_queue::{Entity, NONE, RunQueue, by_weight};
+use super::run_queue::{Entity, NONE, RunQueue};
 use super::workload::{LockKind, Workload};
 use super::{Kernel, Policy, Scenario};
 use std::collections::VecDeque;
@@ -166,8 +166,10 @@ pub(super) struct Vm {
     pub yielded_in_tick: u64,
     /// Whether the gang has the time slice.
     pub selected: bool,
-    /// CPU time by weight, in nanoseconds (gangs).
+    /// CPU time by the weight of all vCPUs, in nanoseconds (gangs).
     pub gang_vruntime: u64,
+    /// CPU time that is not in `gang_vruntime` yet, in nanoseconds.
+    pub gang_uncharged: u64,
     pub outcome: VmOutcome,
 }
 
@@ -284,6 +286,7 @@ impl<'a> Simulation<'a> {
                 yielded_in_tick: NEVER,
                 selected: false,
                 gang_vruntime: 0,
+                gang_uncharged: 0,
                 outcome: VmOutcome::default(),
             });
         }
@@ -458,7 +461,7 @@ impl<'a> Simulation<'a> {
             entity.charge(elapsed);
             let vm = &mut self.vms[self.vcpus[current as usize].vm as usize];
             vm.outcome.cpu_time_ns += elapsed;
-            vm.gang_vruntime += by_weight(elapsed, vm.weight);
+            vm.gang_uncharged += elapsed;
         }
     }
 
@@ -468,7 +471,7 @@ impl<'a> Simulation<'a> {
         let (start, end) = (state.started_at.max(self.kept.0), self.now.min(self.kept.1));
         if state.current != NONE && start < end {
             let vcpu = &self.vcpus[state.current as usize];
-            self.outcome.schedule.push(RunInterval {
+            self.outcome.schedule.push(SimulatedRun {
                 cpu: cpu as u32,
                 vm: vcpu.vm,
                 vcpu: state.current - self.vms[vcpu.vm as usize].first_vcpu,
@@ -1036,5 +1039,63 @@ impl<'a> Simulation<'a> {
         source.rebase(vcpu, target, &mut self.entities);
         self.outcome.migrations += 1;
         Some(vcpu)
+    }
+}
+
+#[cfg(test)]
+impl Simulation<'_> {
+    /// Simulate, and check the state at the end.
+    pub(super) fn run_checked(scenario: &Scenario, settings: &SimulationSettings) -> Outcome {
+        let mut simulation = Simulation::new(scenario, settings);
+        simulation.run();
+        simulation.check_vcpus();
+        simulation.check_locks();
+        simulation.into_outcome()
+    }
+
+    /// Each vCPU is at exactly one place.
+    fn check_vcpus(&self) {
+        for (vcpu, state) in self.vcpus.iter().enumerate() {
+            let vcpu = vcpu as u32;
+            let running = self.cpus.iter().filter(|cpu| cpu.current == vcpu).count();
+            let queued: usize =
+                self.cpus.iter().map(|cpu| cpu.queue.queued.iter().filter(|&&other| other == vcpu).count()).sum();
+            let expected = match state.place {
+                Place::Running => (1, 0),
+                Place::Queued => (0, 1),
+                Place::Parked | Place::Halted => (0, 0),
+            };
+            assert_eq!((running, queued), expected, "vCPU {vcpu} is {:?}", state.place);
+            assert!(state.place != Place::Parked || self.policy == Policy::Gang);
+        }
+        for vm in &self.vms {
+            let siblings = &self.vcpus[vm.first_vcpu as usize..(vm.first_vcpu + vm.vcpu_count) as usize];
+            let count = |place: Place| siblings.iter().filter(|vcpu| vcpu.place == place).count() as u32;
+            assert_eq!(vm.running, count(Place::Running));
+            assert_eq!(vm.runnable, vm.vcpu_count - count(Place::Halted));
+        }
+    }
+
+    /// No lock is lost: a holder is in its critical section, a waiter waits once, and a lock of which the next waiter
+    /// is the owner is not free while there are waiters.
+    fn check_locks(&self) {
+        for vm in &self.vms {
+            for (index, lock) in vm.locks.iter().enumerate() {
+                if lock.holder != NONE {
+                    let holder = &self.vcpus[lock.holder as usize];
+                    assert_eq!((holder.phase, holder.lock), (Phase::Critical, index as u32));
+                } else if vm.workload.lock_kind == LockKind::Fifo {
+                    assert!(lock.waiters.is_empty(), "a free lock has waiters");
+                }
+                for &waiter in &lock.waiters {
+                    let state = &self.vcpus[waiter as usize];
+                    assert_eq!((state.phase, state.lock), (Phase::Spin, index as u32));
+                    assert_eq!(lock.waiters.iter().filter(|&&other| other == waiter).count(), 1);
+                }
+            }
+            let spinning = |vcpu: &u32| self.vcpus[*vcpu as usize].phase == Phase::Spin;
+            let spinning = (vm.first_vcpu..vm.first_vcpu + vm.vcpu_count).filter(spinning).count();
+            assert_eq!(vm.locks.iter().map(|lock| lock.waiters.len()).sum::<usize>(), spinning);
+        }
     }
 }

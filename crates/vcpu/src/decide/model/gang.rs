@@ -1,11 +1,11 @@
 //! Gang scheduling: all runnable vCPUs of a VM in one time slice.
 //!
-//! In each slice the VM with the least CPU time by weight goes first; further VMs that fit as a whole fill the remaining
+//! In each slice the VM with the least CPU time by the weight of its vCPUs goes first; further VMs that fit as a whole fill the remaining
 //! CPUs, in the same order. A VM wider than the host gets the whole host, and its vCPUs share the CPUs as usual.
 
 use super::engine::{Place, Simulation};
 use super::event_queue::NEVER;
-use super::run_queue::NONE;
+use super::run_queue::{NONE, by_weight};
 
 /// The least time between two decisions, in nanoseconds: VMs that halt and wake often do not cause a decision each.
 const MIN_DECISION_INTERVAL_NS: u64 = 500_000;
@@ -58,6 +58,10 @@ impl Simulation<'_> {
         self.settle_accounts();
         self.gang.last_decision = self.now;
         self.decide_at(self.now + self.scenario.costs.gang_slice_ns);
+        for vm in &mut self.vms {
+            let weight = vm.weight * u64::from(vm.vcpu_count);
+            vm.gang_vruntime += by_weight(std::mem::take(&mut vm.gang_uncharged), weight);
+        }
         let mut order = std::mem::take(&mut self.gang.order);
         order.clear();
         order.extend((0..self.vms.len()).filter(|&vm| self.vms[vm].runnable > 0));

@@ -8,6 +8,8 @@
 //! Left out: caches and memory, NUMA, frequency and hyper-threads of CPUs, devices and I/O threads, and other programs
 //! of the host.
 
+pub mod calibration;
+pub mod capacity;
 pub mod costs;
 mod engine;
 mod event_queue;
@@ -18,10 +20,12 @@ mod run_queue;
 mod workload;
 mod yielding;
 
+#[cfg(test)]
+mod tests;
 
 pub use costs::HostCosts;
 pub use engine::{SimulationSettings, simulate};
-pub use outcome::{Outcome, RunInterval, VmOutcome, jain_index};
+pub use outcome::{Outcome, SimulatedRun, VmOutcome, jain_index};
 pub use workload::{LockKind, VmSpec, Workload};
 
 /// The scheduler of the host's run queues.

@@ -9,7 +9,7 @@ pub fn jain_index(shares: &[f64]) -> f64 {
 
 /// A time in which a vCPU ran on a CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RunInterval {
+pub struct SimulatedRun {
     /// The CPU.
     pub cpu: u32,
     /// The VM, by its position in the scenario.
@@ -74,7 +74,7 @@ pub struct Outcome {
     /// Events that the simulation processed.
     pub events: u64,
     /// The schedule, if it was asked for.
-    pub schedule: Vec<RunInterval>,
+    pub schedule: Vec<SimulatedRun>,
 }
 
 impl Outcome {

@@ -2,6 +2,13 @@
 
 use super::run_queue::NICE_0_WEIGHT;
 
+/// Mean time between critical sections of a file-system benchmark in memory, in nanoseconds (fitted).
+pub(super) const THINK_NS: u64 = 9_800;
+/// Its critical section, in nanoseconds (fitted).
+pub(super) const CRITICAL_SECTION_NS: u64 = 9_000;
+/// Its contended locks (fitted).
+pub(super) const LOCKS: u32 = 4;
+
 /// How a spin lock of the guest's kernel waits and hands over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockKind {
@@ -49,13 +56,13 @@ impl Workload {
     }
 
     /// A file-system benchmark in memory, as fitted to the published measurements (see
-    /// [`calibration`](crate::decide::calibration)).
+    /// [`calibration`](super::calibration)).
     pub fn kernel_locks() -> Self {
         Self {
-            think_ns: 5_800,
+            think_ns: THINK_NS,
             think_in_kernel: false,
-            critical_section_ns: 4_550,
-            locks: 4,
+            critical_section_ns: CRITICAL_SECTION_NS,
+            locks: LOCKS,
             lock_kind: LockKind::Fifo,
             shootdown_probability: 0.0,
             halt_ns: 0,
