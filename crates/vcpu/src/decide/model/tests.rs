@@ -101,8 +101,9 @@ fn gang_wider_than_the_host_reaches_its_share_of_what_it_reaches_alone() {
     };
     let alone = [0, 1].map(|vm| operations(&vms[vm..=vm], Policy::Plain)[0]);
     let gang = operations(&vms, Policy::Gang);
-    // Six and four of ten vCPUs.
-    assert!(gang[0] > 0.9 * 0.6 * alone[0], "{gang:?} of {alone:?}");
+    // Six and four of ten vCPUs. The wide gang's vCPUs share CPUs in its slice, and each slice begins with a stall if
+    // the next owner of the lock is not among those that run first: a turn of 3 ms, at most twice in 12 ms.
+    assert!(gang[0] > 0.5 * 0.6 * alone[0], "{gang:?} of {alone:?}");
     assert!(gang[1] > 0.9 * 0.4 * alone[1], "{gang:?} of {alone:?}");
     assert!(gang.iter().sum::<f64>() > 10.0 * operations(&vms, Policy::Plain).iter().sum::<f64>());
 }
