@@ -6,3 +6,5 @@
 
 pub mod decide;
 pub mod scenario;
+pub mod text;
+pub mod wire;

@@ -1,6 +1,6 @@
 //! How far a host can be over-committed with VMs like those it has: a sweep over their number.
 
-use super::{Kernel, Policy, Scenario, SimulationSettings, simulate};
+use super::{HostCosts, Kernel, Policy, Scenario, SimulationSettings, VmSpec, Workload, simulate};
 
 /// Largest loss against the ideal at which a number of VMs is still within the knee.
 pub const KNEE_LOSS: f64 = 0.2;
@@ -72,6 +72,63 @@ pub fn multiply(scenario: &Scenario, copies: u32) -> Scenario {
     Scenario { vms: vms.collect(), ..scenario.clone() }
 }
 
+/// What the VMs do with a CPU for each vCPU.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Alone {
+    /// Operations of all VMs in a second.
+    pub operations_per_second: f64,
+    /// CPUs that they keep busy.
+    pub busy_cpus: f64,
+}
+
+impl Alone {
+    /// Operations in a second on `cpus` CPUs if sharing them cost nothing.
+    pub fn ideal_on(&self, cpus: u32) -> f64 {
+        self.operations_per_second * (f64::from(cpus) / self.busy_cpus).min(1.0)
+    }
+}
+
+/// Simulate the VMs of a scenario with a CPU for each vCPU.
+pub fn measure_alone(scenario: &Scenario, settings: &CapacitySettings) -> Alone {
+    let roomy = Scenario { cpus: scenario.vcpu_count(), ..scenario.clone() };
+    let run = SimulationSettings::new(settings.kernel, Policy::Plain, settings.duration_ns, settings.seed);
+    let outcome = simulate(&roomy, &run);
+    let cpu_time: u64 = outcome.vms.iter().map(|vm| vm.cpu_time_ns).sum();
+    Alone {
+        operations_per_second: outcome.operations_per_second().max(f64::MIN_POSITIVE),
+        busy_cpus: (cpu_time as f64 / outcome.simulated_ns.max(1) as f64).max(f64::MIN_POSITIVE),
+    }
+}
+
+/// A VM of a host, as it is measured.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MeasuredVm {
+    /// Its name.
+    pub name: String,
+    /// Its vCPUs.
+    pub vcpus: u32,
+    /// The share of the time in which its vCPUs ran, on the mean.
+    pub run_share: f64,
+}
+
+/// Shares below this count as this: a VM that sleeps still wakes for its timers.
+const MIN_RUN_SHARE: f64 = 0.005;
+
+/// Operations of a few microseconds between two halts: guests halt about every millisecond.
+const OPERATIONS_PER_HALT: u32 = 50;
+
+/// The scenario of a host whose VMs do `workload`, and halt in between as often as measured.
+pub fn host_scenario(cpus: u32, vms: &[MeasuredVm], workload: Workload) -> Scenario {
+    let vms = vms.iter().map(|vm| {
+        let share = vm.run_share.clamp(MIN_RUN_SHARE, 1.0);
+        let busy = (workload.think_ns + workload.critical_section_ns) as f64;
+        let halt_ns = busy * f64::from(OPERATIONS_PER_HALT) * (1.0 - share) / share;
+        let halts = Workload { halt_ns: halt_ns.round() as u64, operations_per_halt: OPERATIONS_PER_HALT, ..workload };
+        VmSpec::new(&vm.name, vm.vcpus, halts)
+    });
+    Scenario { cpus, vms: vms.collect(), costs: HostCosts::default() }
+}
+
 /// Sweep the number of copies under a policy. `progress` is told each finished point.
 pub fn sweep(
     scenario: &Scenario,
@@ -83,16 +140,11 @@ pub fn sweep(
         let run = SimulationSettings::new(settings.kernel, policy, settings.duration_ns, settings.seed);
         simulate(scenario, &run)
     };
-    // One set of VMs with a CPU for each vCPU.
-    let roomy = Scenario { cpus: scenario.vcpu_count(), ..scenario.clone() };
-    let alone = run(&roomy, Policy::Plain);
-    let alone_rate = alone.operations_per_second().max(f64::MIN_POSITIVE);
-    let alone_cpu: u64 = alone.vms.iter().map(|vm| vm.cpu_time_ns).sum();
-    let demand = alone_cpu as f64 / alone.simulated_ns.max(1) as f64;
+    let alone = measure_alone(scenario, settings);
     let points = (1..=settings.max_copies).map(|copies| {
         let outcome = run(&multiply(scenario, copies), policy);
-        let total = outcome.operations_per_second() / alone_rate;
-        let ideal = f64::from(copies).min(f64::from(scenario.cpus) / demand.max(f64::MIN_POSITIVE));
+        let total = outcome.operations_per_second() / alone.operations_per_second;
+        let ideal = f64::from(copies).min(f64::from(scenario.cpus) / alone.busy_cpus);
         let cpu_times: Vec<f64> = outcome.vms.iter().map(|vm| vm.cpu_time_ns as f64).collect();
         progress(copies);
         CapacityPoint {

@@ -918,12 +918,13 @@ impl<'a> Simulation<'a> {
     fn complete_operation(&mut self, cpu: usize, vcpu: u32) {
         let vm = &mut self.vms[self.vcpus[vcpu as usize].vm as usize];
         vm.outcome.operations += 1;
-        let Workload { think_ns, halt_ns, .. } = vm.workload;
+        let Workload { think_ns, halt_ns, operations_per_halt, .. } = vm.workload;
         let state = &mut self.vcpus[vcpu as usize];
         state.phase = Phase::Think;
         state.remaining = self.random.exponential(think_ns.max(1));
         state.phase_since = self.now.max(state.phase_since);
-        if halt_ns > 0 {
+        let every = u64::from(operations_per_halt);
+        if halt_ns > 0 && (every == 1 || self.random.below(every) == 0) {
             // The new phase has not begun.
             self.guest_until[vcpu as usize] = 0;
             let wakes_at = self.now + self.random.exponential(halt_ns);

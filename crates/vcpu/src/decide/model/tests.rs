@@ -215,6 +215,7 @@ fn any_workload() -> impl Strategy<Value = Workload> {
                     lock_kind,
                     shootdown_probability,
                     halt_ns,
+                    operations_per_halt: 1,
                 }
             },
         )

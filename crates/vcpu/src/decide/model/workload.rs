@@ -37,8 +37,10 @@ pub struct Workload {
     pub lock_kind: LockKind,
     /// Probability that an operation sends an interrupt to all siblings and waits for them (TLB shootdown).
     pub shootdown_probability: f64,
-    /// Mean time that a vCPU halts after each operation (exponential), in nanoseconds; 0 for never.
+    /// Mean time of a halt (exponential), in nanoseconds; 0 for never.
     pub halt_ns: u64,
+    /// Operations between two halts, on the mean; not zero.
+    pub operations_per_halt: u32,
 }
 
 impl Workload {
@@ -52,6 +54,7 @@ impl Workload {
             lock_kind: LockKind::Fifo,
             shootdown_probability: 0.0,
             halt_ns: 0,
+            operations_per_halt: 1,
         }
     }
 
@@ -66,6 +69,7 @@ impl Workload {
             lock_kind: LockKind::Fifo,
             shootdown_probability: 0.0,
             halt_ns: 0,
+            operations_per_halt: 1,
         }
     }
 }

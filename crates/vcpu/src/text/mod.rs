@@ -1,0 +1,3 @@
+//! The reports as text for the terminal.
+
+pub mod sim;

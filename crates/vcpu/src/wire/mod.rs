@@ -1,0 +1,3 @@
+//! The reports in JSON.
+
+pub mod sim;
