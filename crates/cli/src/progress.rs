@@ -7,7 +7,7 @@ use pagefold_merge::execute::{MergeProgress, MergeStage};
 use pagefold_numa::apply::ProgressObserver;
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Run a census and show its progress on standard error, if that is a terminal.
 pub fn run_census_with_progress<T: Send>(
@@ -55,6 +55,17 @@ pub fn run_move_with_progress<T: Send>(
     };
     let mut note_progress = |_, moved: Bytes| moved_bytes.store(moved.0, Ordering::Relaxed);
     run_with_bar("placing threads", draw, || work(&mut note_progress))
+}
+
+/// Observe vCPUs for `interval` and show how much of it is left, in the same way.
+pub fn run_observation_with_progress<T: Send>(interval: Duration, work: impl FnOnce() -> T + Send) -> T {
+    let started = Instant::now();
+    let draw = |bar: &ProgressBar| {
+        let left = interval.saturating_sub(started.elapsed());
+        bar.set_message(format!("observing vCPUs: {:.0} s left", left.as_secs_f64().ceil()));
+        bar.tick();
+    };
+    run_with_bar("observing vCPUs", draw, work)
 }
 
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.

@@ -91,6 +91,16 @@ impl Recording {
         Ok(Self { frames_by_first: Ok(frames).into(), content_kinds: Ok(kinds).into(), ..recording })
     }
 
+    /// Open the recording before the last one of a trace, for figures that are increases of counters. `None` if there is
+    /// only one.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn open_previous(root: &Path) -> Result<Option<Self>, RecordingError> {
+        let folders = trace::recording_folders(root)?.unwrap_or_default();
+        folders.iter().rev().nth(1).map(|folder| Self::open_lazily(folder)).transpose()
+    }
+
     /// Open it without reading frames and contents; errors in them are reported at the first request.
     fn open_lazily(root: &Path) -> Result<Self, RecordingError> {
         let header = read_text(&root.join("recording.toml"))?;

@@ -1,10 +1,15 @@
 //! Scheduling of vCPUs under over-commit: what a schedule looks like, what it costs, and which one would be better.
 //!
-//! [`decide`] has the measures of a schedule and the model of a host.
+//! [`decide`] has the measures of a schedule and the model of a host. [`machines`] finds the threads that run vCPUs,
+//! [`sample`] reads their counters over an interval, and [`spread`] keeps siblings on different run queues by their
+//! affinity.
 
 #![forbid(unsafe_code)]
 
 pub mod decide;
+pub mod machines;
+pub mod sample;
 pub mod scenario;
+pub mod spread;
 pub mod text;
 pub mod wire;

@@ -19,6 +19,8 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_vcpu::wire::spread::VcpuSpreadReport;
+use pagefold_vcpu::wire::status::VcpuStatusReport;
 
 /// Arguments of `schema`.
 #[derive(Args, Debug)]
@@ -47,6 +49,10 @@ enum SchemaName {
     NumaApply,
     /// `pagefold numa verify --json`
     NumaVerify,
+    /// `pagefold vcpu status --json`
+    VcpuStatus,
+    /// `pagefold vcpu spread --json`
+    VcpuSpread,
     /// `pagefold tune plan --json` and `pagefold tune import --json`
     TunePlan,
     /// `pagefold tune apply --json`
@@ -57,8 +63,8 @@ enum SchemaName {
     Merge,
     /// `pagefold policy show --json` and `set --json`
     Policy,
-    /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold numa undo --json`
-    /// `pagefold recover --json`, `pagefold policy restore --json` and `pagefold tune undo --json`
+    /// `pagefold recover --json`, `pagefold policy restore --json`, and `--json` of `undo` of `numa`, `tune` and
+    /// `vcpu spread`
     Recover,
     /// `pagefold unmerge --json`
     Unmerge,
@@ -88,6 +94,8 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::NumaPredict => wire::json_schema::<NumaPredictReport>(),
         SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
+        SchemaName::VcpuStatus => wire::json_schema::<VcpuStatusReport>(),
+        SchemaName::VcpuSpread => wire::json_schema::<VcpuSpreadReport>(),
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),
         SchemaName::TuneVerify => wire::json_schema::<TuneVerifyReport>(),
