@@ -15,6 +15,7 @@ mod engine;
 mod event_queue;
 mod gang;
 mod outcome;
+pub mod picture;
 mod random;
 mod run_queue;
 mod workload;
