@@ -28,6 +28,7 @@ mod run_settings;
 mod scaling;
 mod target_process;
 mod threads;
+mod vcpu_model;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
@@ -72,6 +73,8 @@ enum BenchmarkSection {
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// The over-commit model: speed, and residuals against published measurements
+    VcpuModel,
 }
 
 impl BenchmarkSection {
@@ -87,6 +90,7 @@ impl BenchmarkSection {
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
+            Self::VcpuModel => "vcpu-model",
         }
     }
 
@@ -102,6 +106,7 @@ impl BenchmarkSection {
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::VcpuModel => vcpu_model::measure(effort),
         }
     }
 }
