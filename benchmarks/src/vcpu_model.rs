@@ -5,7 +5,7 @@ use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
 use anyhow::Result;
 use pagefold_vcpu::decide::model::calibration::{CalibrationEffort, FigureUse, published_host, residuals};
 use pagefold_vcpu::decide::model::costs::model_constants;
-use pagefold_vcpu::decide::model::{Kernel, Policy, SimulationSettings, simulate};
+use pagefold_vcpu::decide::model::{Kernel, SchedulingPolicy, SimulationSettings, simulate};
 use pagefold_vcpu::wire::sim::VcpuResidualsReport;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -35,10 +35,10 @@ fn measure_speed(findings: &mut Findings, seconds: f64, rounds: u32) {
         format!("CPU time of simulating 8 VMs with 20 vCPUs for {seconds} s, Linux 3.6"),
         &["policy", "CPU time, s", "events, million", "ns an event"],
     );
-    let mut times = vec![Vec::new(); Policy::ALL.len()];
-    let mut events = vec![0; Policy::ALL.len()];
+    let mut times = vec![Vec::new(); SchedulingPolicy::ALL.len()];
+    let mut events = vec![0; SchedulingPolicy::ALL.len()];
     for round in 0..rounds {
-        for (index, policy) in Policy::ALL.into_iter().enumerate() {
+        for (index, policy) in SchedulingPolicy::ALL.into_iter().enumerate() {
             let mut settings = SimulationSettings::new(Kernel::Linux36, policy, (seconds * 1e9) as u64, 1);
             // The warm-up is not part of the simulated time that the target names.
             settings.warm_up_ns = 0;
@@ -51,7 +51,7 @@ fn measure_speed(findings: &mut Findings, seconds: f64, rounds: u32) {
             findings.samples.push(format!("speed,{name},{round},{seconds},{used},{},", outcome.events));
         }
     }
-    for (index, policy) in Policy::ALL.into_iter().enumerate() {
+    for (index, policy) in SchedulingPolicy::ALL.into_iter().enumerate() {
         let spread = SampleSpread::from_samples(times[index].iter().copied());
         table.rows.push(vec![
             policy.name().to_owned(),

@@ -1,9 +1,9 @@
 //! The results of the over-commit model in JSON.
 
 use crate::decide::model::calibration::{self, FigureUse, PublishedValue, Residual};
-use crate::decide::model::capacity::{Alone, CapacityCurve, CapacityPoint};
+use crate::decide::model::capacity::{CapacityCurve, CapacityPoint, UnsharedThroughput};
 use crate::decide::model::costs::{ConstantOrigin, ModelConstant};
-use crate::decide::model::{Kernel, Outcome, Policy, Scenario, jain_index};
+use crate::decide::model::{Kernel, Outcome, Scenario, SchedulingPolicy, jain_index};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -123,14 +123,14 @@ impl VcpuSimReport {
     pub fn new(
         named: NamedScenario<'_>,
         (seconds, seed): (f64, u64),
-        alone: &Alone,
-        outcomes: &[(Kernel, Policy, Outcome)],
+        alone: &UnsharedThroughput,
+        outcomes: &[(Kernel, SchedulingPolicy, Outcome)],
         residuals: &[Residual],
     ) -> Self {
         let scenario = named.scenario;
         let ideal = alone.ideal_on(scenario.cpus);
         let best = outcomes.iter().map(|(_, _, outcome)| outcome.operations_per_second()).fold(0.0, f64::max);
-        let report = |(kernel, policy, outcome): &(Kernel, Policy, Outcome)| {
+        let report = |(kernel, policy, outcome): &(Kernel, SchedulingPolicy, Outcome)| {
             policy_report((*kernel, *policy), scenario, outcome, ideal, best)
         };
         Self {
@@ -150,7 +150,7 @@ impl VcpuSimReport {
 }
 
 fn policy_report(
-    (kernel, policy): (Kernel, Policy),
+    (kernel, policy): (Kernel, SchedulingPolicy),
     scenario: &Scenario,
     outcome: &Outcome,
     ideal: f64,

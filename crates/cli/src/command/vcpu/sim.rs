@@ -10,7 +10,7 @@ use pagefold_vcpu::decide::model::calibration::{CalibrationEffort, residuals};
 use pagefold_vcpu::decide::model::capacity::{self, CapacitySettings, KNEE_LOSS, MeasuredVm};
 use pagefold_vcpu::decide::model::costs::model_constants;
 use pagefold_vcpu::decide::model::picture::{self, SchedulePanel};
-use pagefold_vcpu::decide::model::{Kernel, Policy, Scenario, SimulationSettings, simulate};
+use pagefold_vcpu::decide::model::{Kernel, Scenario, SchedulingPolicy, SimulationSettings, simulate};
 use pagefold_vcpu::decide::ready_time::usage;
 use pagefold_vcpu::scenario::{
     DescribedScenario, ScenarioChanges, WorkloadPreset, parse_scenario, shipped_scenarios, shipped_text,
@@ -133,13 +133,13 @@ enum PolicyName {
 }
 
 impl PolicyName {
-    fn policy(self) -> Policy {
+    fn policy(self) -> SchedulingPolicy {
         match self {
-            Self::Plain => Policy::Plain,
-            Self::Ple => Policy::PauseLoopExit,
-            Self::Spread => Policy::Spread,
-            Self::Throttled => Policy::ThrottledYield,
-            Self::Gang => Policy::Gang,
+            Self::Plain => SchedulingPolicy::Plain,
+            Self::Ple => SchedulingPolicy::PauseLoopExit,
+            Self::Spread => SchedulingPolicy::Spread,
+            Self::Throttled => SchedulingPolicy::ThrottledYield,
+            Self::Gang => SchedulingPolicy::Gang,
         }
     }
 }

@@ -5,7 +5,7 @@
 //! two and three VMs on a host with 80 hardware threads. Its source does not name the kernel nor the width of the VMs:
 //! the model assumes today's kernel and 80 vCPUs each.
 
-use super::{HostCosts, Kernel, Policy, Scenario, SimulationSettings, VmSpec, Workload, simulate};
+use super::{HostCosts, Kernel, Scenario, SchedulingPolicy, SimulationSettings, VmSpec, Workload, simulate};
 
 /// The bound of the residuals of fitted figures: the model within this factor minus one of the published figure.
 pub const FIT_TOLERANCE: f64 = 0.25;
@@ -95,7 +95,7 @@ impl Default for CalibrationEffort {
 pub fn residuals(effort: CalibrationEffort) -> Vec<Residual> {
     let throughput = |scenario: &Scenario, kernel, policy| {
         // Without yields there are few events, and few operations: stalls last for time slices.
-        let factor = if policy == Policy::Plain { 8 } else { 1 };
+        let factor = if policy == SchedulingPolicy::Plain { 8 } else { 1 };
         let settings = SimulationSettings::new(kernel, policy, effort.duration_ns * factor, effort.seed);
         simulate(scenario, &settings).operations_per_second()
     };
@@ -107,28 +107,35 @@ pub fn residuals(effort: CalibrationEffort) -> Vec<Residual> {
     use PublishedValue::{AtLeast, Value};
 
     let wide = published_host(8, 20);
-    let of = |policy| throughput(&wide, Kernel::Linux36, policy);
-    let [plain, ple, throttled, gang] =
-        [Policy::Plain, Policy::PauseLoopExit, Policy::ThrottledYield, Policy::Gang].map(of);
+    let rate = |policy| throughput(&wide, Kernel::Linux36, policy);
+    let [plain, ple, throttled, gang] = [
+        SchedulingPolicy::Plain,
+        SchedulingPolicy::PauseLoopExit,
+        SchedulingPolicy::ThrottledYield,
+        SchedulingPolicy::Gang,
+    ]
+    .map(rate);
     let published = DBENCH_MB_PER_S.map(|rate| Value(rate / DBENCH_MB_PER_S[3]));
     push("dbench, 8 VMs x 20 vCPUs, PLE off", "of gang", published[0], plain / gang, Fitted);
     push("dbench, 8 VMs x 20 vCPUs, PLE", "of gang", published[1], ple / gang, Fitted);
     push("dbench, 8 VMs x 20 vCPUs, throttled yield", "of gang", published[2], throttled / gang, Fitted);
 
     let narrow = published_host(16, 10);
-    let of = |policy| throughput(&narrow, Kernel::Linux36, policy);
-    let good = of(Policy::PauseLoopExit) / of(Policy::Gang);
+    let rate = |policy| throughput(&narrow, Kernel::Linux36, policy);
+    let good = rate(SchedulingPolicy::PauseLoopExit) / rate(SchedulingPolicy::Gang);
     push("dbench, 16 VMs x 10 vCPUs, PLE: good", "of gang", AtLeast(GOOD_THROUGHPUT), good, NotFitted);
 
     let alone = published_host(1, 80);
-    let of = |policy| throughput(&alone, Kernel::Linux36, policy);
-    let [plain, ple, throttled] = [Policy::Plain, Policy::PauseLoopExit, Policy::ThrottledYield].map(of);
+    let rate = |policy| throughput(&alone, Kernel::Linux36, policy);
+    let [plain, ple, throttled] =
+        [SchedulingPolicy::Plain, SchedulingPolicy::PauseLoopExit, SchedulingPolicy::ThrottledYield].map(rate);
     // The number of operations of a boot follows from its time without exits.
     push("boot, 1 VM x 80 vCPUs, PLE off", "s", Value(BOOT_S[0]), BOOT_S[0], Fitted);
     push("boot, 1 VM x 80 vCPUs, PLE", "s", Value(BOOT_S[1]), BOOT_S[0] * plain / ple, Fitted);
     push("boot, 1 VM x 80 vCPUs, throttled yield", "s", Value(BOOT_S[2]), BOOT_S[0] * plain / throttled, Fitted);
 
-    let rates = [1, 2, 3].map(|count| throughput(&published_host(count, 80), Kernel::Today, Policy::PauseLoopExit));
+    let rates =
+        [1, 2, 3].map(|count| throughput(&published_host(count, 80), Kernel::Today, SchedulingPolicy::PauseLoopExit));
     let published = EBIZZY_RECORDS_PER_S.map(|rate| Value(rate / EBIZZY_RECORDS_PER_S[0]));
     push("ebizzy, 2 VMs", "of 1 VM", published[1], rates[1] / rates[0], NotFitted);
     push("ebizzy, 3 VMs", "of 1 VM", published[2], rates[2] / rates[0], NotFitted);

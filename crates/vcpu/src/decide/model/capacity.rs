@@ -1,6 +1,6 @@
 //! How far a host can be over-committed with VMs like those it has: a sweep over their number.
 
-use super::{HostCosts, Kernel, Policy, Scenario, SimulationSettings, VmSpec, Workload, simulate};
+use super::{HostCosts, Kernel, Scenario, SchedulingPolicy, SimulationSettings, VmSpec, Workload, simulate};
 
 /// Largest loss against the ideal at which a number of VMs is still within the knee.
 pub const KNEE_LOSS: f64 = 0.2;
@@ -28,7 +28,7 @@ pub struct CapacityPoint {
 #[derive(Debug, Clone, PartialEq)]
 pub struct CapacityCurve {
     /// The policy.
-    pub policy: Policy,
+    pub policy: SchedulingPolicy,
     /// One point for each number of copies, ascending.
     pub points: Vec<CapacityPoint>,
 }
@@ -74,14 +74,14 @@ pub fn multiply(scenario: &Scenario, copies: u32) -> Scenario {
 
 /// What the VMs do with a CPU for each vCPU.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Alone {
+pub struct UnsharedThroughput {
     /// Operations of all VMs in a second.
     pub operations_per_second: f64,
     /// CPUs that they keep busy.
     pub busy_cpus: f64,
 }
 
-impl Alone {
+impl UnsharedThroughput {
     /// Operations in a second on `cpus` CPUs if sharing them cost nothing.
     pub fn ideal_on(&self, cpus: u32) -> f64 {
         self.operations_per_second * (f64::from(cpus) / self.busy_cpus).min(1.0)
@@ -89,12 +89,12 @@ impl Alone {
 }
 
 /// Simulate the VMs of a scenario with a CPU for each vCPU.
-pub fn measure_alone(scenario: &Scenario, settings: &CapacitySettings) -> Alone {
+pub fn measure_alone(scenario: &Scenario, settings: &CapacitySettings) -> UnsharedThroughput {
     let roomy = Scenario { cpus: scenario.vcpu_count(), ..scenario.clone() };
-    let run = SimulationSettings::new(settings.kernel, Policy::Plain, settings.duration_ns, settings.seed);
+    let run = SimulationSettings::new(settings.kernel, SchedulingPolicy::Plain, settings.duration_ns, settings.seed);
     let outcome = simulate(&roomy, &run);
     let cpu_time: u64 = outcome.vms.iter().map(|vm| vm.cpu_time_ns).sum();
-    Alone {
+    UnsharedThroughput {
         operations_per_second: outcome.operations_per_second().max(f64::MIN_POSITIVE),
         busy_cpus: (cpu_time as f64 / outcome.simulated_ns.max(1) as f64).max(f64::MIN_POSITIVE),
     }
@@ -132,7 +132,7 @@ pub fn host_scenario(cpus: u32, vms: &[MeasuredVm], workload: Workload) -> Scena
 /// Sweep the number of copies under a policy. `progress` is told each finished point.
 pub fn sweep(
     scenario: &Scenario,
-    policy: Policy,
+    policy: SchedulingPolicy,
     settings: &CapacitySettings,
     mut progress: impl FnMut(u32),
 ) -> CapacityCurve {

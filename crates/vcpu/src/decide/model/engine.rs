@@ -3,13 +3,18 @@
 //! Each CPU has at most one pending activity and a tick. A vCPU that spins without pause-loop exits causes no events,
 //! so that the number of events follows the operations and the exits, not the time.
 
-use super::event_queue::{EventQueue, NEVER};
+mod balancing;
+#[cfg(test)]
+mod checks;
+mod guests;
+
+use super::event_queue::{EventQueue, NO_EVENT_TIME};
 use super::gang::GangClock;
 use super::outcome::{Outcome, SimulatedRun, VmOutcome};
 use super::random::RandomSource;
 use super::run_queue::{Entity, NONE, RunQueue};
 use super::workload::{LockKind, Workload};
-use super::{Kernel, Policy, Scenario};
+use super::{Kernel, Scenario, SchedulingPolicy};
 use std::collections::VecDeque;
 
 /// Ticks between two attempts to balance the queue of a CPU.
@@ -24,7 +29,7 @@ pub struct SimulationSettings {
     /// The modeled kernel.
     pub kernel: Kernel,
     /// The policy.
-    pub policy: Policy,
+    pub policy: SchedulingPolicy,
     /// Measured time, in nanoseconds.
     pub duration_ns: u64,
     /// Time before the measurement starts, in nanoseconds.
@@ -37,7 +42,7 @@ pub struct SimulationSettings {
 
 impl SimulationSettings {
     /// Settings with a warm-up of a tenth of the time, at most a second, and no schedule.
-    pub fn new(kernel: Kernel, policy: Policy, duration_ns: u64, seed: u64) -> Self {
+    pub fn new(kernel: Kernel, policy: SchedulingPolicy, duration_ns: u64, seed: u64) -> Self {
         let warm_up_ns = (duration_ns / 10).min(1_000_000_000);
         Self { kernel, policy, duration_ns, warm_up_ns, seed, kept_schedule_ns: None }
     }
@@ -150,7 +155,7 @@ struct GuestLock {
 
 /// One virtual machine.
 #[derive(Debug)]
-pub(super) struct Vm {
+pub(super) struct VmState {
     pub first_vcpu: u32,
     pub vcpu_count: u32,
     pub weight: u64,
@@ -199,16 +204,16 @@ pub(super) struct Cpu {
 pub(super) struct Simulation<'a> {
     pub scenario: &'a Scenario,
     settings: &'a SimulationSettings,
-    pub policy: Policy,
+    pub policy: SchedulingPolicy,
     pub kernel: Kernel,
     pub now: u64,
     pub cpus: Vec<Cpu>,
     pub vcpus: Vec<Vcpu>,
-    /// Until when each vCPU runs in guest mode, in nanoseconds: the end of its spin window, [`NEVER`] if it does not
+    /// Until when each vCPU runs in guest mode, in nanoseconds: the end of its spin window, [`NO_EVENT_TIME`] if it does not
     /// spin, 0 if it does not run or the host handles its exit. Apart from [`Vcpu`] because a search reads many of them.
     pub guest_until: Vec<u64>,
     pub entities: Vec<Entity>,
-    pub vms: Vec<Vm>,
+    pub vms: Vec<VmState>,
     pub events: EventQueue,
     random: RandomSource,
     pub gang: GangClock,
@@ -227,8 +232,8 @@ impl<'a> Simulation<'a> {
                 current: NONE,
                 last: NONE,
                 activity: Activity::None,
-                activity_at: NEVER,
-                next_tick: NEVER,
+                activity_at: NO_EVENT_TIME,
+                next_tick: NO_EVENT_TIME,
                 charged_until: 0,
                 started_at: 0,
                 need_resched: false,
@@ -270,7 +275,7 @@ impl<'a> Simulation<'a> {
                     attempts_left: 0,
                 });
             }
-            vms.push(Vm {
+            vms.push(VmState {
                 first_vcpu,
                 vcpu_count: spec.vcpus,
                 weight: spec.weight,
@@ -283,7 +288,7 @@ impl<'a> Simulation<'a> {
                 running: 0,
                 counted_since: 0,
                 last_boosted: 0,
-                yielded_in_tick: NEVER,
+                yielded_in_tick: NO_EVENT_TIME,
                 selected: false,
                 gang_vruntime: 0,
                 gang_uncharged: 0,
@@ -292,7 +297,7 @@ impl<'a> Simulation<'a> {
         }
         let halts = scenario.vms.iter().any(|vm| vm.workload.halt_ns > 0);
         let timers = if halts { vcpu_count } else { 0 };
-        let (kept_from, kept_for) = settings.kept_schedule_ns.unwrap_or((NEVER, 0));
+        let (kept_from, kept_for) = settings.kept_schedule_ns.unwrap_or((NO_EVENT_TIME, 0));
         let kept_from = kept_from.saturating_add(settings.warm_up_ns);
         let mut simulation = Self {
             scenario,
@@ -312,7 +317,7 @@ impl<'a> Simulation<'a> {
             kept: (kept_from, kept_from.saturating_add(kept_for)),
         };
         simulation.events.set(simulation.warm_up_source(), settings.warm_up_ns);
-        if simulation.policy == Policy::Gang {
+        if simulation.policy == SchedulingPolicy::Gang {
             simulation.start_gang_slice();
         } else {
             simulation.place_all(tick_ns);
@@ -379,10 +384,10 @@ impl<'a> Simulation<'a> {
             } else if source == self.gang_source() {
                 self.start_gang_slice();
             } else if source == self.warm_up_source() {
-                self.events.set(source, NEVER);
+                self.events.set(source, NO_EVENT_TIME);
                 self.end_warm_up();
             } else {
-                self.events.set(source, NEVER);
+                self.events.set(source, NO_EVENT_TIME);
                 self.wake((source - self.cpus.len() - CONTROL_SOURCES) as u32);
             }
         }
@@ -500,10 +505,10 @@ impl<'a> Simulation<'a> {
         let next = state.activity_at.min(state.next_tick);
         self.events.set(cpu, next);
         self.charge_current(cpu);
-        if self.policy == Policy::Gang && self.cpus[cpu].queue.queued.is_empty() {
+        if self.policy == SchedulingPolicy::Gang && self.cpus[cpu].queue.queued.is_empty() {
             return;
         }
-        if balances && self.policy != Policy::Gang {
+        if balances && self.policy != SchedulingPolicy::Gang {
             self.balance(cpu);
         }
         let state = &self.cpus[cpu];
@@ -586,9 +591,9 @@ impl<'a> Simulation<'a> {
             Some(vcpu) => self.dispatch(cpu, vcpu),
             None => {
                 let state = &mut self.cpus[cpu];
-                state.next_tick = NEVER;
-                self.set_activity(cpu, NEVER, Activity::None);
-                if self.policy == Policy::Gang {
+                state.next_tick = NO_EVENT_TIME;
+                self.set_activity(cpu, NO_EVENT_TIME, Activity::None);
+                if self.policy == SchedulingPolicy::Gang {
                     self.note_idle_gang_cpu();
                 }
             }
@@ -615,7 +620,7 @@ impl<'a> Simulation<'a> {
         state.current = vcpu;
         state.charged_until = now;
         state.started_at = now;
-        if state.next_tick == NEVER {
+        if state.next_tick == NO_EVENT_TIME {
             // Ticks of different CPUs are apart (`skew_tick`), so that their slices do not end together.
             let phase = cpu as u64 * tick_ns / self.cpus.len() as u64;
             let state = &mut self.cpus[cpu];
@@ -670,9 +675,9 @@ impl<'a> Simulation<'a> {
                 self.set_spin_window(cpu, vcpu, at);
                 return;
             }
-            Phase::Spin | Phase::AwaitSiblings => (NEVER, Activity::None),
+            Phase::Spin | Phase::AwaitSiblings => (NO_EVENT_TIME, Activity::None),
         };
-        self.guest_until[vcpu as usize] = NEVER;
+        self.guest_until[vcpu as usize] = NO_EVENT_TIME;
         self.set_activity(cpu, time, activity);
     }
 
@@ -702,7 +707,7 @@ impl<'a> Simulation<'a> {
             Activity::LocksDone => self.finish_directed_yield(cpu, vcpu),
             Activity::EnterGuest if self.cpus[cpu].need_resched => self.schedule(cpu),
             Activity::EnterGuest => self.enter_guest(cpu, vcpu, self.now),
-            Activity::None => self.set_activity(cpu, NEVER, Activity::None),
+            Activity::None => self.set_activity(cpu, NO_EVENT_TIME, Activity::None),
         }
     }
 
@@ -729,374 +734,6 @@ impl<'a> Simulation<'a> {
         self.cpus[own].lock_users -= 1;
         if other != own {
             self.cpus[other].lock_users -= 1;
-        }
-    }
-
-    // Guests
-
-    fn end_phase(&mut self, cpu: usize, vcpu: u32) {
-        match self.vcpus[vcpu as usize].phase {
-            Phase::Think => self.acquire_lock(cpu, vcpu),
-            Phase::Critical => {
-                self.release_lock(vcpu);
-                self.after_critical_section(cpu, vcpu);
-            }
-            Phase::SendInterrupts => {
-                if self.vcpus[vcpu as usize].unhandled == 0 {
-                    self.complete_operation(cpu, vcpu);
-                } else {
-                    self.vcpus[vcpu as usize].phase = Phase::AwaitSiblings;
-                    self.continue_phase(cpu, vcpu, self.now);
-                }
-            }
-            Phase::Spin | Phase::AwaitSiblings => {}
-        }
-    }
-
-    fn acquire_lock(&mut self, cpu: usize, vcpu: u32) {
-        let vm = self.vcpus[vcpu as usize].vm as usize;
-        let Workload { locks, critical_section_ns, lock_kind, .. } = self.vms[vm].workload;
-        if critical_section_ns == 0 || locks == 0 {
-            self.after_critical_section(cpu, vcpu);
-            return;
-        }
-        let lock = if locks == 1 { 0 } else { self.random.below(u64::from(locks)) as u32 };
-        let state = &mut self.vcpus[vcpu as usize];
-        state.lock = lock;
-        let guest_lock = &mut self.vms[vm].locks[lock as usize];
-        let is_free = guest_lock.holder == NONE && (guest_lock.waiters.is_empty() || lock_kind != LockKind::Fifo);
-        if is_free {
-            guest_lock.holder = vcpu;
-            state.phase = Phase::Critical;
-            state.remaining = critical_section_ns;
-            state.phase_since = self.now;
-        } else {
-            guest_lock.waiters.push_back(vcpu);
-            state.phase = Phase::Spin;
-            state.wait_since = self.now;
-            state.pv_spin_left = self.scenario.costs.pv_spin_ns;
-        }
-        self.continue_phase(cpu, vcpu, self.now);
-    }
-
-    /// A waiter owns its lock.
-    fn grant(&mut self, vcpu: u32) {
-        let vm = &mut self.vms[self.vcpus[vcpu as usize].vm as usize];
-        let state = &mut self.vcpus[vcpu as usize];
-        vm.locks[state.lock as usize].holder = vcpu;
-        // A spin that began after a switch, later than now, ends when the switch ends.
-        vm.outcome.lock_wait_ns += self.now.saturating_sub(state.wait_since);
-        vm.outcome.lock_waits += 1;
-        state.phase = Phase::Critical;
-        state.remaining = vm.workload.critical_section_ns;
-    }
-
-    fn release_lock(&mut self, vcpu: u32) {
-        let vm = self.vcpus[vcpu as usize].vm as usize;
-        let lock = self.vcpus[vcpu as usize].lock as usize;
-        let kind = self.vms[vm].workload.lock_kind;
-        let guest_lock = &mut self.vms[vm].locks[lock];
-        guest_lock.holder = NONE;
-        let next = match kind {
-            LockKind::Fifo => guest_lock.waiters.pop_front(),
-            LockKind::TestAndSet => {
-                let runs = |&waiter: &u32| self.now < self.guest_until[waiter as usize];
-                match guest_lock.waiters.iter().position(runs) {
-                    Some(position) => guest_lock.waiters.remove(position),
-                    None => None,
-                }
-            }
-            LockKind::ParaVirtual => match guest_lock.waiters.front() {
-                Some(&head) if self.now < self.guest_until[head as usize] => guest_lock.waiters.pop_front(),
-                Some(&head) if self.vcpus[head as usize].halted_in_lock => {
-                    self.vcpus[head as usize].halted_in_lock = false;
-                    self.wake(head);
-                    None
-                }
-                _ => None,
-            },
-        };
-        if let Some(next) = next {
-            self.grant(next);
-            let state = &mut self.vcpus[next as usize];
-            if self.now < self.guest_until[next as usize] {
-                let at = self.now.max(state.phase_since);
-                state.phase_since = at;
-                let cpu = state.cpu as usize;
-                self.continue_phase(cpu, next, at);
-            }
-        }
-    }
-
-    /// A waiter that enters the guest takes its lock if the kind of lock allows it and the lock is free.
-    fn try_free_lock(&mut self, vcpu: u32) {
-        let state = &self.vcpus[vcpu as usize];
-        let vm = &mut self.vms[state.vm as usize];
-        let kind = vm.workload.lock_kind;
-        let guest_lock = &mut vm.locks[state.lock as usize];
-        if kind == LockKind::Fifo || guest_lock.holder != NONE {
-            return;
-        }
-        let position = guest_lock.waiters.iter().position(|&waiter| waiter == vcpu);
-        match position {
-            Some(position) if kind == LockKind::TestAndSet || position == 0 => {
-                guest_lock.waiters.remove(position);
-                self.grant(vcpu);
-            }
-            _ => {}
-        }
-    }
-
-    /// A para-virtual lock has spun for long enough.
-    fn halt_in_lock(&mut self, cpu: usize, vcpu: u32) {
-        self.vcpus[vcpu as usize].halted_in_lock = true;
-        self.vcpus[vcpu as usize].pv_spin_left = self.scenario.costs.pv_spin_ns;
-        self.halt(cpu, vcpu);
-    }
-
-    fn halt(&mut self, cpu: usize, vcpu: u32) {
-        self.charge_current(cpu);
-        self.cpus[cpu].queue.prepare_removal(vcpu, vcpu, &mut self.entities);
-        self.stop_current(cpu, Place::Halted);
-        self.schedule(cpu);
-    }
-
-    fn after_critical_section(&mut self, cpu: usize, vcpu: u32) {
-        let vm = self.vcpus[vcpu as usize].vm as usize;
-        if self.random.happens(self.vms[vm].shootdown) {
-            self.send_interrupts(cpu, vcpu);
-        } else {
-            self.complete_operation(cpu, vcpu);
-        }
-    }
-
-    fn send_interrupts(&mut self, cpu: usize, vcpu: u32) {
-        let vm = &self.vms[self.vcpus[vcpu as usize].vm as usize];
-        let siblings = vm.first_vcpu..vm.first_vcpu + vm.vcpu_count;
-        let receive_ns = self.scenario.costs.ipi_receive_ns;
-        for sibling in siblings {
-            let state = &mut self.vcpus[sibling as usize];
-            if sibling == vcpu || state.place == Place::Halted {
-                continue;
-            }
-            if self.now < self.guest_until[sibling as usize] {
-                if matches!(state.phase, Phase::Think | Phase::Critical | Phase::SendInterrupts) {
-                    state.remaining += receive_ns;
-                    let (at, remaining, cpu) = (state.phase_since, state.remaining, state.cpu as usize);
-                    self.set_activity(cpu, at + remaining, Activity::PhaseEnd);
-                }
-            } else {
-                state.senders.push(vcpu);
-                self.vcpus[vcpu as usize].unhandled += 1;
-            }
-        }
-        let state = &mut self.vcpus[vcpu as usize];
-        state.phase = Phase::SendInterrupts;
-        state.remaining = self.scenario.costs.ipi_ns;
-        state.phase_since = self.now;
-        self.continue_phase(cpu, vcpu, self.now);
-    }
-
-    /// A vCPU that enters the guest handles the interrupts of its siblings.
-    fn handle_interrupts(&mut self, vcpu: u32) {
-        while let Some(sender) = self.vcpus[vcpu as usize].senders.pop() {
-            let state = &mut self.vcpus[sender as usize];
-            state.unhandled -= 1;
-            if state.unhandled == 0 && state.phase == Phase::AwaitSiblings {
-                if self.now < self.guest_until[sender as usize] {
-                    let cpu = state.cpu as usize;
-                    self.complete_operation(cpu, sender);
-                } else {
-                    // It completes the operation when it runs.
-                    state.phase = Phase::SendInterrupts;
-                    state.remaining = 1;
-                }
-            }
-        }
-    }
-
-    fn complete_operation(&mut self, cpu: usize, vcpu: u32) {
-        let vm = &mut self.vms[self.vcpus[vcpu as usize].vm as usize];
-        vm.outcome.operations += 1;
-        let Workload { think_ns, halt_ns, operations_per_halt, .. } = vm.workload;
-        let state = &mut self.vcpus[vcpu as usize];
-        state.phase = Phase::Think;
-        state.remaining = self.random.exponential(think_ns.max(1));
-        state.phase_since = self.now.max(state.phase_since);
-        let every = u64::from(operations_per_halt);
-        if halt_ns > 0 && (every == 1 || self.random.below(every) == 0) {
-            // The new phase has not begun.
-            self.guest_until[vcpu as usize] = 0;
-            let wakes_at = self.now + self.random.exponential(halt_ns);
-            self.events.set(self.timer_source(vcpu), wakes_at);
-            self.halt(cpu, vcpu);
-        } else {
-            let at = self.vcpus[vcpu as usize].phase_since;
-            self.continue_phase(cpu, vcpu, at);
-        }
-    }
-
-    // Wake-ups and balancing
-
-    fn wake(&mut self, vcpu: u32) {
-        let vm = self.vcpus[vcpu as usize].vm as usize;
-        self.count_co_run(vm);
-        self.vms[vm].runnable += 1;
-        self.vcpus[vcpu as usize].ready_since = self.now;
-        if self.policy == Policy::Gang && !self.vms[vm].selected {
-            self.vcpus[vcpu as usize].place = Place::Parked;
-            self.note_parked_wakeup(vm);
-            return;
-        }
-        let cpu = self.choose_cpu(vcpu);
-        self.queue_on(cpu, vcpu, true);
-        let current = self.cpus[cpu].current;
-        if current == NONE {
-            self.schedule(cpu);
-        } else {
-            self.charge_current(cpu);
-            if self.cpus[cpu].queue.wakeup_preempts(vcpu, current, &self.entities) {
-                self.reschedule(cpu);
-            }
-        }
-    }
-
-    /// Queue a vCPU that is in no queue.
-    pub(super) fn queue_on(&mut self, cpu: usize, vcpu: u32, slept: bool) {
-        self.vcpus[vcpu as usize].place = Place::Queued;
-        self.vcpus[vcpu as usize].cpu = cpu as u32;
-        self.charge_current(cpu);
-        let current = self.cpus[cpu].current;
-        self.cpus[cpu].queue.enqueue(vcpu, slept, current, &mut self.entities);
-    }
-
-    /// `select_task_rq_fair`: the last CPU if it is idle, then any idle CPU, then the shortest queue.
-    fn choose_cpu(&self, vcpu: u32) -> usize {
-        let last = self.vcpus[vcpu as usize].cpu as usize;
-        let is_idle = |cpu: usize| self.cpus[cpu].current == NONE && self.cpus[cpu].queue.queued.is_empty();
-        if is_idle(last) {
-            return last;
-        }
-        let count = self.cpus.len();
-        if let Some(idle) = (0..count).map(|step| (last + step) % count).find(|&cpu| is_idle(cpu)) {
-            return idle;
-        }
-        let siblings = |cpu: usize| if self.policy.spreads_siblings() { self.sibling_count(cpu, vcpu) } else { 0 };
-        let length = |cpu: usize| self.cpus[cpu].queue.task_count(self.cpus[cpu].current);
-        let best = (0..count).map(|step| (last + step) % count).min_by_key(|&cpu| (siblings(cpu), length(cpu)));
-        best.unwrap_or(last)
-    }
-
-    fn sibling_count(&self, cpu: usize, vcpu: u32) -> usize {
-        let vm = self.vcpus[vcpu as usize].vm;
-        let state = &self.cpus[cpu];
-        let members = state.queue.queued.iter().copied().chain((state.current != NONE).then_some(state.current));
-        members.filter(|&other| other != vcpu && self.vcpus[other as usize].vm == vm).count()
-    }
-
-    /// Move a vCPU from the longest queue to this one if that one is longer by two.
-    fn balance(&mut self, cpu: usize) {
-        let length = |cpu: usize| self.cpus[cpu].queue.task_count(self.cpus[cpu].current);
-        let own = length(cpu);
-        let Some(busiest) = (0..self.cpus.len()).max_by_key(|&other| (length(other), usize::MAX - other)) else {
-            return;
-        };
-        if length(busiest) < own + 2 {
-            return;
-        }
-        if let Some(vcpu) = self.pull(busiest, cpu) {
-            self.queue_on(cpu, vcpu, false);
-        }
-    }
-
-    /// Pull a vCPU to a CPU that becomes idle.
-    fn pull_when_idle(&mut self, cpu: usize) -> Option<u32> {
-        if self.policy == Policy::Gang {
-            return None;
-        }
-        let waiting = |other: usize| self.cpus[other].queue.queued.len();
-        let busiest = (0..self.cpus.len()).max_by_key(|&other| (waiting(other), usize::MAX - other))?;
-        if waiting(busiest) == 0 {
-            return None;
-        }
-        let vcpu = self.pull(busiest, cpu)?;
-        self.queue_on(cpu, vcpu, false);
-        self.cpus[cpu].queue.pick(&mut self.entities)
-    }
-
-    /// Take a waiting vCPU out of the queue of `source`: the one that has the fewest siblings on `target`.
-    fn pull(&mut self, source: usize, target: usize) -> Option<u32> {
-        let waiting = &self.cpus[source].queue.queued;
-        let vcpu = if self.policy.spreads_siblings() {
-            waiting.iter().copied().min_by_key(|&vcpu| (self.sibling_count(target, vcpu), vcpu))?
-        } else {
-            waiting.iter().copied().min()?
-        };
-        let current = self.cpus[source].current;
-        self.charge_current(source);
-        self.cpus[source].queue.prepare_removal(vcpu, current, &mut self.entities);
-        self.cpus[source].queue.remove(vcpu);
-        let (source, target) = (&self.cpus[source].queue, &self.cpus[target].queue);
-        source.rebase(vcpu, target, &mut self.entities);
-        self.outcome.migrations += 1;
-        Some(vcpu)
-    }
-}
-
-#[cfg(test)]
-impl Simulation<'_> {
-    /// Simulate, and check the state at the end.
-    pub(super) fn run_checked(scenario: &Scenario, settings: &SimulationSettings) -> Outcome {
-        let mut simulation = Simulation::new(scenario, settings);
-        simulation.run();
-        simulation.check_vcpus();
-        simulation.check_locks();
-        simulation.into_outcome()
-    }
-
-    /// Each vCPU is at exactly one place.
-    fn check_vcpus(&self) {
-        for (vcpu, state) in self.vcpus.iter().enumerate() {
-            let vcpu = vcpu as u32;
-            let running = self.cpus.iter().filter(|cpu| cpu.current == vcpu).count();
-            let queued: usize =
-                self.cpus.iter().map(|cpu| cpu.queue.queued.iter().filter(|&&other| other == vcpu).count()).sum();
-            let expected = match state.place {
-                Place::Running => (1, 0),
-                Place::Queued => (0, 1),
-                Place::Parked | Place::Halted => (0, 0),
-            };
-            assert_eq!((running, queued), expected, "vCPU {vcpu} is {:?}", state.place);
-            assert!(state.place != Place::Parked || self.policy == Policy::Gang);
-        }
-        for vm in &self.vms {
-            let siblings = &self.vcpus[vm.first_vcpu as usize..(vm.first_vcpu + vm.vcpu_count) as usize];
-            let count = |place: Place| siblings.iter().filter(|vcpu| vcpu.place == place).count() as u32;
-            assert_eq!(vm.running, count(Place::Running));
-            assert_eq!(vm.runnable, vm.vcpu_count - count(Place::Halted));
-        }
-    }
-
-    /// No lock is lost: a holder is in its critical section, a waiter waits once, and a lock of which the next waiter
-    /// is the owner is not free while there are waiters.
-    fn check_locks(&self) {
-        for vm in &self.vms {
-            for (index, lock) in vm.locks.iter().enumerate() {
-                if lock.holder != NONE {
-                    let holder = &self.vcpus[lock.holder as usize];
-                    assert_eq!((holder.phase, holder.lock), (Phase::Critical, index as u32));
-                } else if vm.workload.lock_kind == LockKind::Fifo {
-                    assert!(lock.waiters.is_empty(), "a free lock has waiters");
-                }
-                for &waiter in &lock.waiters {
-                    let state = &self.vcpus[waiter as usize];
-                    assert_eq!((state.phase, state.lock), (Phase::Spin, index as u32));
-                    assert_eq!(lock.waiters.iter().filter(|&&other| other == waiter).count(), 1);
-                }
-            }
-            let spinning = |vcpu: &u32| self.vcpus[*vcpu as usize].phase == Phase::Spin;
-            let spinning = (vm.first_vcpu..vm.first_vcpu + vm.vcpu_count).filter(spinning).count();
-            assert_eq!(vm.locks.iter().map(|lock| lock.waiters.len()).sum::<usize>(), spinning);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! CPUs, in the same order. A VM wider than the host gets the whole host, and its vCPUs share the CPUs as usual.
 
 use super::engine::{Place, Simulation};
-use super::event_queue::NEVER;
+use super::event_queue::NO_EVENT_TIME;
 use super::run_queue::{NONE, by_weight};
 
 /// The least time between two decisions, in nanoseconds: VMs that halt and wake often do not cause a decision each.
@@ -21,7 +21,7 @@ pub(super) struct GangClock {
 
 impl Default for GangClock {
     fn default() -> Self {
-        Self { last_decision: 0, next_decision: NEVER, order: Vec::new() }
+        Self { last_decision: 0, next_decision: NO_EVENT_TIME, order: Vec::new() }
     }
 }
 

@@ -68,7 +68,7 @@ impl Kernel {
 
 /// What the host does about vCPUs that spin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Policy {
+pub enum SchedulingPolicy {
     /// The scheduler alone, without pause-loop exits.
     Plain,
     /// Pause-loop exits with a directed yield each.
@@ -81,7 +81,7 @@ pub enum Policy {
     Gang,
 }
 
-impl Policy {
+impl SchedulingPolicy {
     /// All policies, in the order of tables.
     pub const ALL: [Self; 5] = [Self::Plain, Self::PauseLoopExit, Self::Spread, Self::ThrottledYield, Self::Gang];
 

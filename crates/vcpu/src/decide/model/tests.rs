@@ -16,7 +16,7 @@ fn contended(critical_section_ns: u64) -> Workload {
     Workload { think_ns: 1, critical_section_ns, locks: 1, ..Workload::kernel_locks() }
 }
 
-fn run(scenario: &Scenario, kernel: Kernel, policy: Policy, duration_ns: u64) -> Outcome {
+fn run(scenario: &Scenario, kernel: Kernel, policy: SchedulingPolicy, duration_ns: u64) -> Outcome {
     Simulation::run_checked(scenario, &SimulationSettings::new(kernel, policy, duration_ns, 7))
 }
 
@@ -24,7 +24,7 @@ fn run(scenario: &Scenario, kernel: Kernel, policy: Policy, duration_ns: u64) ->
 fn run_lengths(kernel: Kernel) -> Vec<u64> {
     let vms = ["a", "b"].map(|name| VmSpec::new(name, 1, Workload::compute()));
     let scenario = scenario(1, vms.to_vec());
-    let mut settings = SimulationSettings::new(kernel, Policy::Plain, 1_000 * MS, 3);
+    let mut settings = SimulationSettings::new(kernel, SchedulingPolicy::Plain, 1_000 * MS, 3);
     settings.kept_schedule_ns = Some((0, 1_000 * MS));
     let schedule = Simulation::run_checked(&scenario, &settings).schedule;
     assert!(schedule.windows(2).all(|pair| pair[0].end_ns == pair[1].start_ns && pair[0].vm != pair[1].vm));
@@ -48,7 +48,7 @@ fn two_tasks_of_today_take_turns_of_the_base_slice() {
 #[test]
 fn fifo_lock_passes_through_all_vcpus() {
     let scenario = scenario(4, vec![VmSpec::new("vm", 4, contended(100_000))]);
-    let outcome = run(&scenario, Kernel::Linux36, Policy::Plain, 1_000 * MS);
+    let outcome = run(&scenario, Kernel::Linux36, SchedulingPolicy::Plain, 1_000 * MS);
     // The lock is never free: an operation each 100 us, and each waits for those of its three siblings.
     assert!(outcome.vms[0].operations.abs_diff(10_000) <= 1, "{}", outcome.vms[0].operations);
     assert!((outcome.mean_lock_wait_ns() - 300_000.0).abs() < 200.0, "{}", outcome.mean_lock_wait_ns());
@@ -61,12 +61,12 @@ fn preempted_lock_holder_costs_a_time_slice_for_each_operation() {
     // Two siblings on one CPU. Each slice ends one critical section, whose lock the preempted sibling gets; the rest of
     // the slice is spent spinning for it.
     let scenario = scenario(1, vec![VmSpec::new("vm", 2, contended(MS))]);
-    let plain = run(&scenario, Kernel::Linux36, Policy::Plain, 1_300 * MS);
+    let plain = run(&scenario, Kernel::Linux36, SchedulingPolicy::Plain, 1_300 * MS);
     assert!(plain.vms[0].operations.abs_diff(100) <= 2, "{}", plain.vms[0].operations);
     assert_eq!(plain.spin_exits, 0);
     // The sibling was spinning too when it was preempted, so that only the second search finds it: two windows, exits
     // and searches of 4.8 us, the locks for 0.5 us and a switch of 3 us are 13.1 us for each critical section of 1 ms.
-    let yielding = run(&scenario, Kernel::Linux36, Policy::PauseLoopExit, 1_300 * MS);
+    let yielding = run(&scenario, Kernel::Linux36, SchedulingPolicy::PauseLoopExit, 1_300 * MS);
     assert!((1_281..=1_285).contains(&yielding.vms[0].operations), "{}", yielding.vms[0].operations);
     assert!(yielding.directed_yields.abs_diff(yielding.vms[0].operations) <= 110, "{}", yielding.directed_yields);
 }
@@ -75,7 +75,7 @@ fn preempted_lock_holder_costs_a_time_slice_for_each_operation() {
 fn gangs_run_together_and_share_by_weight() {
     let vm = |name: &str, weight| VmSpec { weight, ..VmSpec::new(name, 4, contended(5_000)) };
     let scenario = scenario(4, vec![vm("a", 2048), vm("b", 1024), vm("c", 1024)]);
-    let outcome = run(&scenario, Kernel::Today, Policy::Gang, 2_000 * MS);
+    let outcome = run(&scenario, Kernel::Today, SchedulingPolicy::Gang, 2_000 * MS);
     assert!(outcome.co_run_fraction() > 0.99, "{}", outcome.co_run_fraction());
     let cpu_time = |vm: usize| outcome.vms[vm].cpu_time_ns as f64;
     assert!((cpu_time(0) / cpu_time(1) - 2.0).abs() < 0.1, "{} {}", cpu_time(0), cpu_time(1));
@@ -86,7 +86,7 @@ fn gangs_run_together_and_share_by_weight() {
 #[test]
 fn smaller_gang_fills_the_gap() {
     let vms = [("a", 3), ("b", 3), ("c", 1)].map(|(name, vcpus)| VmSpec::new(name, vcpus, Workload::compute()));
-    let outcome = run(&scenario(4, vms.to_vec()), Kernel::Today, Policy::Gang, 1_000 * MS);
+    let outcome = run(&scenario(4, vms.to_vec()), Kernel::Today, SchedulingPolicy::Gang, 1_000 * MS);
     // The wide ones take turns, and the small one runs beside both.
     assert_eq!(outcome.idle_ns, 0);
     assert!(outcome.vms[2].cpu_time_ns >= 980 * MS, "{}", outcome.vms[2].cpu_time_ns);
@@ -99,19 +99,19 @@ fn gang_wider_than_the_host_reaches_its_share_of_what_it_reaches_alone() {
         let outcome = run(&scenario(4, vms.to_vec()), Kernel::Today, policy, 2_000 * MS);
         outcome.vms.iter().map(|vm| vm.operations as f64).collect::<Vec<_>>()
     };
-    let alone = [0, 1].map(|vm| operations(&vms[vm..=vm], Policy::Plain)[0]);
-    let gang = operations(&vms, Policy::Gang);
+    let alone = [0, 1].map(|vm| operations(&vms[vm..=vm], SchedulingPolicy::Plain)[0]);
+    let gang = operations(&vms, SchedulingPolicy::Gang);
     // Six and four of ten vCPUs. The wide gang's vCPUs share CPUs in its slice, and each slice begins with a stall if
     // the next owner of the lock is not among those that run first: a turn of 3 ms, at most twice in 12 ms.
     assert!(gang[0] > 0.5 * 0.6 * alone[0], "{gang:?} of {alone:?}");
     assert!(gang[1] > 0.9 * 0.4 * alone[1], "{gang:?} of {alone:?}");
-    assert!(gang.iter().sum::<f64>() > 10.0 * operations(&vms, Policy::Plain).iter().sum::<f64>());
+    assert!(gang.iter().sum::<f64>() > 10.0 * operations(&vms, SchedulingPolicy::Plain).iter().sum::<f64>());
 }
 
 #[test]
 fn spread_keeps_siblings_apart() {
     let vms = ["a", "b"].map(|name| VmSpec::new(name, 4, Workload::compute()));
-    let mut settings = SimulationSettings::new(Kernel::Today, Policy::Spread, 100 * MS, 1);
+    let mut settings = SimulationSettings::new(Kernel::Today, SchedulingPolicy::Spread, 100 * MS, 1);
     settings.kept_schedule_ns = Some((0, 100 * MS));
     let outcome = Simulation::run_checked(&scenario(4, vms.to_vec()), &settings);
     for cpu in 0..4 {
@@ -128,7 +128,7 @@ fn spread_keeps_siblings_apart() {
 fn throttled_yield_is_at_most_one_directed_yield_for_each_tick_and_vm() {
     let scenario = calibration::published_host(2, 20);
     let scenario = Scenario { cpus: 20, ..scenario };
-    let outcome = run(&scenario, Kernel::Today, Policy::ThrottledYield, 100 * MS);
+    let outcome = run(&scenario, Kernel::Today, SchedulingPolicy::ThrottledYield, 100 * MS);
     assert!(outcome.directed_yields + outcome.failed_yields <= 2 * 101 * 20, "a search may fail at each sibling");
     assert!(outcome.directed_yields <= 2 * 101);
     assert!(outcome.plain_yields > 1_000);
@@ -138,7 +138,8 @@ fn throttled_yield_is_at_most_one_directed_yield_for_each_tick_and_vm() {
 fn halted_vcpu_leaves_its_cpu_idle() {
     // 1 ms of work, 3 ms of sleep on the mean: a quarter of the time.
     let workload = Workload { think_ns: MS, halt_ns: 3 * MS, ..Workload::compute() };
-    let outcome = run(&scenario(1, vec![VmSpec::new("vm", 1, workload)]), Kernel::Today, Policy::Plain, 20_000 * MS);
+    let outcome =
+        run(&scenario(1, vec![VmSpec::new("vm", 1, workload)]), Kernel::Today, SchedulingPolicy::Plain, 20_000 * MS);
     let share = outcome.vms[0].cpu_time_ns as f64 / outcome.simulated_ns as f64;
     assert!((share - 0.25).abs() < 0.02, "{share}");
     assert_eq!(outcome.vms[0].ready_time_ns, 0);
@@ -149,7 +150,7 @@ fn para_virtual_lock_halts_instead_of_spinning_for_a_preempted_holder() {
     let workload = |lock_kind| Workload { lock_kind, ..contended(MS) };
     let operations = |kind| {
         let vms = ["a", "b"].map(|name| VmSpec::new(name, 2, workload(kind)));
-        let outcome = run(&scenario(2, vms.to_vec()), Kernel::Today, Policy::Plain, 1_000 * MS);
+        let outcome = run(&scenario(2, vms.to_vec()), Kernel::Today, SchedulingPolicy::Plain, 1_000 * MS);
         outcome.vms.iter().map(|vm| vm.operations).sum::<u64>()
     };
     let [fifo, para_virtual] = [LockKind::Fifo, LockKind::ParaVirtual].map(operations);
@@ -161,9 +162,9 @@ fn shootdown_waits_for_preempted_siblings() {
     let workload = Workload { think_ns: 20_000, shootdown_probability: 1.0, ..Workload::compute() };
     let vms = |count: usize| ["a", "b"].map(|name| VmSpec::new(name, 4, workload))[..count].to_vec();
     let rate = |count, policy| run(&scenario(4, vms(count)), Kernel::Today, policy, 500 * MS).operations_per_second();
-    let alone = rate(1, Policy::Plain);
-    assert!(rate(2, Policy::Plain) < alone / 4.0);
-    assert!(rate(2, Policy::Gang) > alone * 0.9);
+    let alone = rate(1, SchedulingPolicy::Plain);
+    assert!(rate(2, SchedulingPolicy::Plain) < alone / 4.0);
+    assert!(rate(2, SchedulingPolicy::Gang) > alone * 0.9);
 }
 
 #[test]
@@ -171,7 +172,7 @@ fn capacity_of_computing_vms_ends_with_the_cpus() {
     let scenario = scenario(4, vec![VmSpec::new("job", 2, Workload::compute())]);
     let settings = CapacitySettings { kernel: Kernel::Today, max_copies: 4, duration_ns: 200 * MS, seed: 1 };
     let mut finished = Vec::new();
-    let curve = sweep(&scenario, Policy::Plain, &settings, |copies| finished.push(copies));
+    let curve = sweep(&scenario, SchedulingPolicy::Plain, &settings, |copies| finished.push(copies));
     assert_eq!(finished, [1, 2, 3, 4]);
     for (point, total) in curve.points.iter().zip([1.0, 2.0, 2.0, 2.0]) {
         assert!((point.total - total).abs() < 0.05, "{point:?}");
@@ -234,7 +235,7 @@ proptest! {
     fn cpu_time_is_conserved_and_the_outcome_follows_the_seed(
         scenario in any_scenario(),
         today in any::<bool>(),
-        policy in prop::sample::select(&Policy::ALL),
+        policy in prop::sample::select(&SchedulingPolicy::ALL),
         seed in any::<u64>(),
     ) {
         let kernel = if today { Kernel::Today } else { Kernel::Linux36 };

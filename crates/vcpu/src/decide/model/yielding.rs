@@ -5,7 +5,7 @@
 
 use super::engine::{Activity, Phase, Place, Simulation};
 use super::run_queue::NONE;
-use super::{Kernel, Policy};
+use super::{Kernel, SchedulingPolicy};
 
 /// Failed attempts after which today's `kvm_vcpu_on_spin` gives up.
 const MAX_ATTEMPTS: u32 = 3;
@@ -35,7 +35,9 @@ impl Simulation<'_> {
     /// Go on with the search for a sibling that should run, or yield plainly.
     pub(super) fn choose_candidate(&mut self, cpu: usize, vcpu: u32) {
         let vm = self.vcpus[vcpu as usize].vm as usize;
-        if self.policy == Policy::ThrottledYield && self.vcpus[vcpu as usize].search_left == self.vms[vm].vcpu_count {
+        if self.policy == SchedulingPolicy::ThrottledYield
+            && self.vcpus[vcpu as usize].search_left == self.vms[vm].vcpu_count
+        {
             let tick = self.now / self.scenario.costs.tick_ns;
             if self.vms[vm].yielded_in_tick == tick {
                 self.yield_plainly(cpu, vcpu);
