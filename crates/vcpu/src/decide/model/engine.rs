@@ -501,7 +501,7 @@ impl<'a> Simulation<'a> {
         let state = &mut self.cpus[cpu];
         state.next_tick += tick_ns;
         state.tick_count += 1;
-        let balances = state.tick_count % BALANCE_TICKS == 0;
+        let balances = state.tick_count.is_multiple_of(BALANCE_TICKS);
         let next = state.activity_at.min(state.next_tick);
         self.events.set(cpu, next);
         self.charge_current(cpu);
@@ -532,10 +532,9 @@ impl<'a> Simulation<'a> {
         let now = self.now;
         let index = vcpu as usize;
         let vcpu = &mut self.vcpus[index];
-        if std::mem::take(&mut self.guest_until[index]) > 0 {
-            if matches!(vcpu.phase, Phase::Think | Phase::Critical | Phase::SendInterrupts) {
-                vcpu.remaining = vcpu.remaining.saturating_sub(now.saturating_sub(vcpu.phase_since)).max(1);
-            }
+        let was_in_guest = std::mem::take(&mut self.guest_until[index]) > 0;
+        if was_in_guest && matches!(vcpu.phase, Phase::Think | Phase::Critical | Phase::SendInterrupts) {
+            vcpu.remaining = vcpu.remaining.saturating_sub(now.saturating_sub(vcpu.phase_since)).max(1);
         }
     }
 

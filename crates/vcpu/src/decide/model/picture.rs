@@ -74,8 +74,11 @@ fn draw_panel(
     }
 }
 
-/// Runs of equal columns: CPU, first column and column after the last, and the VM and vCPU that they show.
-fn column_runs(schedule: &[SimulatedRun], duration_ns: u64) -> Vec<((u32, u64, u64), (u32, u32))> {
+/// Adjacent columns of a CPU that show the same: CPU, first column and column after the last; VM and vCPU.
+type ColumnRun = ((u32, u64, u64), (u32, u32));
+
+/// The columns that each CPU shows.
+fn column_runs(schedule: &[SimulatedRun], duration_ns: u64) -> Vec<ColumnRun> {
     let column_ns = (duration_ns / COLUMNS).max(1);
     let mut times: BTreeMap<(u32, u64), BTreeMap<(u32, u32), u64>> = BTreeMap::new();
     for run in schedule {
@@ -89,7 +92,7 @@ fn column_runs(schedule: &[SimulatedRun], duration_ns: u64) -> Vec<((u32, u64, u
             start = end;
         }
     }
-    let mut runs: Vec<((u32, u64, u64), (u32, u32))> = Vec::new();
+    let mut runs: Vec<ColumnRun> = Vec::new();
     for ((cpu, column), shown) in times {
         let Some((&key, _)) = shown.iter().max_by_key(|(_, time)| **time) else { continue };
         match runs.last_mut() {
