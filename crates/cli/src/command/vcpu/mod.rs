@@ -30,7 +30,7 @@ enum VcpuCommand {
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
     /// Simulate over-committed vCPUs under several policies, by a model
-    Sim(sim::SimArguments),
+    Sim(Box<sim::SimArguments>),
 }
 
 /// Run the subcommand.

@@ -120,7 +120,7 @@ impl Simulation<'_> {
         }
         // CPUs that lost their vCPU to another gang's end take what waits for them.
         for cpu in 0..self.cpus.len() {
-            if self.cpus[cpu].current == NONE {
+            if self.cpus[cpu].current == NONE && !self.cpus[cpu].queue.queued.is_empty() {
                 self.schedule(cpu);
             }
         }
