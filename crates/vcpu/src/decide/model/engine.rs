@@ -589,14 +589,18 @@ impl<'a> Simulation<'a> {
         match picked {
             Some(vcpu) => self.dispatch(cpu, vcpu),
             None => {
-                let state = &mut self.cpus[cpu];
-                state.next_tick = NO_EVENT_TIME;
-                self.set_activity(cpu, NO_EVENT_TIME, Activity::None);
+                self.set_idle(cpu);
                 if self.policy == SchedulingPolicy::Gang {
                     self.note_idle_gang_cpu();
                 }
             }
         }
+    }
+
+    /// A CPU without a vCPU has no events.
+    pub(super) fn set_idle(&mut self, cpu: usize) {
+        self.cpus[cpu].next_tick = NO_EVENT_TIME;
+        self.set_activity(cpu, NO_EVENT_TIME, Activity::None);
     }
 
     /// The previous vCPU was chosen again.

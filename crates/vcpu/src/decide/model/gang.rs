@@ -95,6 +95,7 @@ impl Simulation<'_> {
             let current = self.cpus[cpu].current;
             if current != NONE && !self.is_selected(current) {
                 self.stop_current(cpu, Place::Parked);
+                self.set_idle(cpu);
             }
         }
     }

@@ -9,8 +9,12 @@ impl Simulation<'_> {
         match self.vcpus[vcpu as usize].phase {
             Phase::Think => self.acquire_lock(cpu, vcpu),
             Phase::Critical => {
-                self.release_lock(vcpu);
+                let kicked = self.release_lock(vcpu);
                 self.after_critical_section(cpu, vcpu);
+                // Last, because the woken vCPU may preempt this one.
+                if let Some(kicked) = kicked {
+                    self.wake(kicked);
+                }
             }
             Phase::SendInterrupts => {
                 if self.vcpus[vcpu as usize].unhandled == 0 {
@@ -62,12 +66,14 @@ impl Simulation<'_> {
         state.remaining = vm.workload.critical_section_ns;
     }
 
-    pub(super) fn release_lock(&mut self, vcpu: u32) {
+    /// Release the lock, and grant it to the next waiter. Returns a halted waiter to be woken.
+    pub(super) fn release_lock(&mut self, vcpu: u32) -> Option<u32> {
         let vm = self.vcpus[vcpu as usize].vm as usize;
         let lock = self.vcpus[vcpu as usize].lock as usize;
         let kind = self.vms[vm].workload.lock_kind;
         let guest_lock = &mut self.vms[vm].locks[lock];
         guest_lock.holder = NONE;
+        let mut kicked = None;
         let next = match kind {
             LockKind::Fifo => guest_lock.waiters.pop_front(),
             LockKind::TestAndSet => {
@@ -81,7 +87,7 @@ impl Simulation<'_> {
                 Some(&head) if self.now < self.guest_until[head as usize] => guest_lock.waiters.pop_front(),
                 Some(&head) if self.vcpus[head as usize].halted_in_lock => {
                     self.vcpus[head as usize].halted_in_lock = false;
-                    self.wake(head);
+                    kicked = Some(head);
                     None
                 }
                 _ => None,
@@ -97,6 +103,7 @@ impl Simulation<'_> {
                 self.continue_phase(cpu, next, at);
             }
         }
+        kicked
     }
 
     /// A waiter that enters the guest takes its lock if the kind of lock allows it and the lock is free.
