@@ -29,6 +29,7 @@ mod run_settings;
 mod scaling;
 mod target_process;
 mod threads;
+mod vcpu_model;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
@@ -78,6 +79,8 @@ enum BenchmarkSection {
     Numad,
     /// The analysis of experiments, over simulated campaigns with known effects
     AbHarness,
+    /// The over-commit model: speed, and residuals against published measurements
+    VcpuModel,
 }
 
 impl BenchmarkSection {
@@ -94,6 +97,7 @@ impl BenchmarkSection {
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
             Self::AbHarness => "ab-harness",
+            Self::VcpuModel => "vcpu-model",
         }
     }
 
@@ -110,6 +114,7 @@ impl BenchmarkSection {
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),
+            Self::VcpuModel => vcpu_model::measure(effort),
         }
     }
 }

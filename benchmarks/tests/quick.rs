@@ -12,7 +12,7 @@ fn quick_run_is_printed_and_saved() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
     let output = Command::new(env!("CARGO_BIN_EXE_pagefold-benchmarks"))
-        .args(["--quick", "threads", "audit", "--out"])
+        .args(["--quick", "threads", "audit", "vcpu-model", "--out"])
         .arg(&out)
         .output()
         .unwrap();
@@ -21,6 +21,7 @@ fn quick_run_is_printed_and_saved() {
     let summary = fs::read_to_string(out.join("summary.md")).unwrap();
     assert!(summary.contains("| whole census"), "{summary}");
     assert!(stdout.contains("| whole census"), "{stdout}");
+    assert!(summary.contains("ebizzy, 3 VMs"), "{summary}");
     assert!(summary.contains("`pagefold doctor` for 10 virtual machines"), "{summary}");
     let settings: toml::Table = fs::read_to_string(out.join("settings.toml")).unwrap().parse().unwrap();
     assert_eq!(settings["quick"].as_bool(), Some(true));

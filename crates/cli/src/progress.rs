@@ -68,6 +68,16 @@ pub fn run_observation_with_progress<T: Send>(interval: Duration, work: impl FnO
     run_with_bar("observing vCPUs", draw, work)
 }
 
+/// Run simulations and show how many of `total` are finished. `work` counts them.
+pub fn run_simulations_with_progress<T: Send>(total: u64, work: impl FnOnce(&AtomicU64) -> T + Send) -> T {
+    let finished = AtomicU64::new(0);
+    let draw = |bar: &ProgressBar| {
+        bar.set_message(format!("{} of {total} simulations", finished.load(Ordering::Relaxed)));
+        bar.tick();
+    };
+    run_with_bar("simulating", draw, || work(&finished))
+}
+
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.
 fn run_with_bar<T: Send>(
     first_message: &'static str,

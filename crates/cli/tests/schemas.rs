@@ -28,6 +28,9 @@ fn published_schemas_are_current() {
         "tune-plan",
         "tune-apply",
         "tune-verify",
+        "vcpu-sim",
+        "vcpu-capacity",
+        "vcpu-residuals",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

@@ -10,6 +10,7 @@ pub mod decide;
 pub mod machines;
 pub mod monitor;
 pub mod sample;
+pub mod scenario;
 pub mod spread;
 pub mod text;
 pub mod wire;

@@ -19,6 +19,7 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_vcpu::wire::sim::{VcpuCapacityReport, VcpuResidualsReport, VcpuSimReport};
 use pagefold_vcpu::wire::spread::VcpuSpreadReport;
 use pagefold_vcpu::wire::status::VcpuStatusReport;
 
@@ -53,6 +54,12 @@ enum SchemaName {
     VcpuStatus,
     /// `pagefold vcpu spread --json`
     VcpuSpread,
+    /// `pagefold vcpu sim SCENARIO --json`
+    VcpuSim,
+    /// `pagefold vcpu sim capacity --json`
+    VcpuCapacity,
+    /// `pagefold vcpu sim residuals --json`
+    VcpuResiduals,
     /// `pagefold tune plan --json` and `pagefold tune import --json`
     TunePlan,
     /// `pagefold tune apply --json`
@@ -95,6 +102,9 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
         SchemaName::VcpuStatus => wire::json_schema::<VcpuStatusReport>(),
+        SchemaName::VcpuSim => wire::json_schema::<VcpuSimReport>(),
+        SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
+        SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),
         SchemaName::VcpuSpread => wire::json_schema::<VcpuSpreadReport>(),
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),

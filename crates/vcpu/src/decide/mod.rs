@@ -1,4 +1,5 @@
 //! Pure figures and decisions of vCPU scheduling.
 
+pub mod model;
 pub mod ready_time;
 pub mod spread;

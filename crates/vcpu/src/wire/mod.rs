@@ -1,4 +1,5 @@
 //! The reports in JSON.
 
+pub mod sim;
 pub mod spread;
 pub mod status;

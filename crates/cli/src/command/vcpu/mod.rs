@@ -1,5 +1,6 @@
 //! `pagefold vcpu`: how the vCPUs of virtual machines are scheduled.
 
+mod sim;
 mod spread;
 mod status;
 
@@ -28,6 +29,8 @@ enum VcpuCommand {
     Status(status::VcpuStatusArguments),
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
+    /// Simulate over-committed vCPUs under several policies, by a model
+    Sim(Box<sim::SimArguments>),
 }
 
 /// Run the subcommand.
@@ -35,6 +38,7 @@ pub fn run(options: &VcpuArguments, global: &GlobalOptions) -> anyhow::Result<Co
     match &options.command {
         VcpuCommand::Status(options) => status::run(options, global),
         VcpuCommand::Spread(options) => spread::run(options, global),
+        VcpuCommand::Sim(options) => sim::run(options, global),
     }
 }
 

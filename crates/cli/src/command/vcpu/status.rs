@@ -77,7 +77,7 @@ pub fn run(options: &VcpuStatusArguments, global: &GlobalOptions) -> anyhow::Res
 }
 
 /// The samples of the last two recordings of a trace.
-fn recorded_samples(host: &dyn Host, root: &Path, machines: &[Machine]) -> anyhow::Result<Vec<HostSample>> {
+pub(super) fn recorded_samples(host: &dyn Host, root: &Path, machines: &[Machine]) -> anyhow::Result<Vec<HostSample>> {
     let previous = Recording::open_previous(root)?.ok_or_else(|| {
         anyhow!(
             "{} is a single recording, and these figures need two: record again with `pagefold record --interval 2s \
