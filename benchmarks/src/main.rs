@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod ab_harness;
+mod ab_real;
 mod audit;
 mod census_process;
 mod chart;
@@ -79,6 +80,8 @@ enum BenchmarkSection {
     Numad,
     /// The analysis of experiments, over simulated campaigns with known effects
     AbHarness,
+    /// Real campaigns of `pagefold ab` in which nothing differs
+    AbReal,
     /// The over-commit model: speed, and residuals against published measurements
     VcpuModel,
 }
@@ -97,6 +100,7 @@ impl BenchmarkSection {
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
             Self::AbHarness => "ab-harness",
+            Self::AbReal => "ab-real",
             Self::VcpuModel => "vcpu-model",
         }
     }
@@ -114,6 +118,7 @@ impl BenchmarkSection {
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),
+            Self::AbReal => ab_real::measure(effort),
             Self::VcpuModel => vcpu_model::measure(effort),
         }
     }

@@ -53,6 +53,7 @@ fn run_command(arguments: &CommandLine) -> anyhow::Result<CommandOutcome> {
         PagefoldCommand::Record(options) => command::record::run(options, &arguments.global),
         PagefoldCommand::Doctor(options) => command::doctor::run(options, &arguments.global),
         PagefoldCommand::Numa(options) => command::numa::run(options, &arguments.global),
+        PagefoldCommand::Ab(options) => command::ab::run(options, &arguments.global),
         PagefoldCommand::Vcpu(options) => command::vcpu::run(options, &arguments.global),
         PagefoldCommand::Tune(options) => command::tune::run(options, &arguments.global),
         PagefoldCommand::Account(options) => command::account::run(options, &arguments.global),

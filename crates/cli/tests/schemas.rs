@@ -28,6 +28,7 @@ fn published_schemas_are_current() {
         "tune-plan",
         "tune-apply",
         "tune-verify",
+        "ab",
         "vcpu-sim",
         "vcpu-capacity",
         "vcpu-residuals",

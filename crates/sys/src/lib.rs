@@ -5,6 +5,7 @@
 
 pub mod advise;
 pub mod allocator;
+pub mod child;
 pub mod fault;
 pub mod fingerprint;
 pub mod forked_copy;

@@ -1,5 +1,6 @@
 //! The commands.
 
+pub mod ab;
 pub mod account;
 pub mod census;
 pub mod completions;

@@ -3,6 +3,7 @@
 use crate::command::engine::wire::EngineReport;
 use crate::{CommandOutcome, config, output};
 use clap::{Args, ValueEnum};
+use pagefold_ab::wire::AbReport;
 use pagefold_account::wire::AccountReport;
 use pagefold_census::wire::CensusReport;
 use pagefold_daemon::wire::{DecisionReport, StatusReport};
@@ -66,6 +67,8 @@ enum SchemaName {
     TuneApply,
     /// `pagefold tune verify --json`
     TuneVerify,
+    /// `pagefold ab --json`, and `report.json` of a campaign
+    Ab,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
@@ -109,6 +112,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),
         SchemaName::TuneVerify => wire::json_schema::<TuneVerifyReport>(),
+        SchemaName::Ab => wire::json_schema::<AbReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),

@@ -318,6 +318,12 @@ fn plan_findings(host: &dyn Host, source: &SourceOptions, global: &GlobalOptions
     Ok(PreparedPlan { profile, plan: plan(&proposals, profile, &state), ignored: Vec::new() })
 }
 
+/// Plan the changes of some rules.
+pub fn plan_rules(host: &dyn Host, rules: &[String], global: &GlobalOptions) -> anyhow::Result<TunePlan> {
+    let source = SourceOptions { rule: rules.to_owned(), ..SourceOptions::default() };
+    Ok(plan_findings(host, &source, global)?.plan)
+}
+
 fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
     proposals.iter().flat_map(|proposal| &proposal.changes).collect()
 }

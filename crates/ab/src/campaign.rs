@@ -1,0 +1,393 @@
+//! Carries out a campaign: block by block, with its record.
+
+use crate::arms::{self, ArmError, ArmSwitch};
+use crate::decide::analysis::{AnalysisError, Verdict, analyze};
+use crate::decide::design::{Arm, BlockKind, Schedule, ScheduledRun};
+use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
+use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
+use crate::experiment::{Experiment, ExperimentError, MetricSource};
+use crate::metric::{self, MetricError};
+use crate::record::{
+    BlockPlan, BlockRecord, CampaignStart, LoadedRecord, RECORD_VERSION, Record, RecordError, RecordLine, RunRecord,
+    SessionStart, SpawnedProcess, arm_letter,
+};
+use crate::samples::collect_samples;
+use crate::workload::{RunError, SampledMetric, Side, SideResult, observe, read_once, run_sides};
+use pagefold_base::Pid;
+use pagefold_host::Host;
+use pagefold_host::action::Action;
+use pagefold_host::transaction::session::{FailedUndo, read_boot_id};
+use std::fs;
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, UNIX_EPOCH};
+use thiserror::Error;
+
+/// How long the host is observed before the first block.
+const BASELINE_DURATION: Duration = Duration::from_secs(2);
+
+/// Why a campaign could not be carried out.
+#[derive(Debug, Error)]
+pub enum CampaignError {
+    /// The experiment.
+    #[error(transparent)]
+    Experiment(#[from] ExperimentError),
+    /// Settings or commands of an arm.
+    #[error("arm {arm}")]
+    Arm {
+        /// The arm.
+        arm: char,
+        /// The reason.
+        source: ArmError,
+    },
+    /// Before the first arm.
+    #[error(transparent)]
+    Settings(#[from] ArmError),
+    /// A run.
+    #[error("run {position} of block {block}")]
+    Run {
+        /// The block.
+        block: usize,
+        /// The position in the block.
+        position: usize,
+        /// The reason.
+        source: RunError,
+    },
+    /// The record.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// The samples.
+    #[error(transparent)]
+    Analysis(#[from] AnalysisError),
+    /// The proof counter.
+    #[error("the proof counter: {0}")]
+    Counter(MetricError),
+    /// The boot cannot be read.
+    #[error("cannot read the identifier of the boot: {0}")]
+    Boot(pagefold_base::Absent),
+}
+
+impl CampaignError {
+    /// Whether a signal asked to stop.
+    #[must_use]
+    pub fn is_stop(&self) -> bool {
+        matches!(self, Self::Run { source: RunError::Stopped, .. })
+    }
+}
+
+/// How far a campaign is.
+#[derive(Clone, Copy, Debug)]
+pub struct CampaignProgress {
+    /// Completed blocks.
+    pub blocks: usize,
+    /// Blocks of the schedule.
+    pub scheduled: usize,
+}
+
+/// What happened to the host's settings.
+#[derive(Debug, Default)]
+pub struct SettingsOutcome {
+    /// Changes of an earlier, killed run that were undone first.
+    pub recovered: Vec<Action>,
+    /// Changes that could not be undone.
+    pub failed_undos: Vec<FailedUndo>,
+}
+
+/// The first line of a new campaign's record.
+///
+/// # Errors
+/// An experiment that cannot be carried out, or settings that cannot be read.
+pub fn define(host: &dyn Host, mut experiment: Experiment) -> Result<CampaignStart, CampaignError> {
+    experiment.check()?;
+    let schedule = Schedule::generate(&experiment.design());
+    let plan = experiment.stopping_plan().map_err(ExperimentError::from)?;
+    Ok(CampaignStart {
+        version: RECORD_VERSION,
+        pagefold: env!("CARGO_PKG_VERSION").to_owned(),
+        settings: arms::resolve_settings(host, &experiment)?,
+        modules: arms::resolve_modules(host, &experiment)?,
+        looks: plan.looks().iter().map(|look| (look.blocks, look.nominal_alpha)).collect(),
+        schedule: schedule.blocks.iter().map(BlockPlan::from).collect(),
+        experiment,
+    })
+}
+
+/// Carries out the rest of a campaign, and restores the settings.
+///
+/// # Errors
+/// The first failure; the record keeps all completed blocks, and the settings are restored.
+pub fn run(
+    host: &dyn Host,
+    state_directory: &Path,
+    record: &mut Record,
+    loaded: &LoadedRecord,
+    stop: &AtomicBool,
+    note_progress: &mut dyn FnMut(CampaignProgress),
+) -> Result<SettingsOutcome, CampaignError> {
+    let boot = read_boot_id(host).map_err(CampaignError::Boot)?;
+    end_leftover(host, &loaded.leftover, &boot);
+    let start = &loaded.start;
+    // The settings of a killed run are undone before anything is measured.
+    let (switch, recovered, failed_undos) = ArmSwitch::begin(host, state_directory, start)?;
+    let left = match loaded.entered_arm {
+        Some('A') => start.experiment.a.after.as_deref(),
+        Some(_) => start.experiment.b.after.as_deref(),
+        None => None,
+    };
+    left.map_or(Ok(()), arms::run_shell)?;
+    let baseline =
+        loaded.sessions.last().filter(|session| session.boot == boot).map(|session| session.baseline.clone());
+    let baseline = baseline.unwrap_or_else(|| {
+        let before = EnvironmentCounters::read(host);
+        host.sleep(BASELINE_DURATION);
+        before.readings_since(host, 0.0)
+    });
+    let program = start.experiment.program();
+    record.append(&RecordLine::Session(Box::new(SessionStart {
+        boot: boot.clone(),
+        unix_seconds: unix_seconds(host),
+        host: HostDescription::read(host, program.as_deref()),
+        baseline: baseline.clone(),
+    })))?;
+    let mut campaign = Campaign { host, record, start, boot, baseline, stop, switch };
+    let result = campaign.run_blocks(loaded, note_progress);
+    // The arm is left even if a run failed.
+    let left = campaign.leave();
+    let Campaign { switch, .. } = campaign;
+    let mut failed_undos = failed_undos;
+    failed_undos.extend(switch.restore()?);
+    result.and(left)?;
+    Ok(SettingsOutcome { recovered, failed_undos })
+}
+
+fn unix_seconds(host: &dyn Host) -> f64 {
+    host.unix_time().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
+/// Ends processes of a run that was interrupted, with their groups, if they still are what the record names.
+fn end_leftover(host: &dyn Host, leftover: &[SpawnedProcess], boot: &str) {
+    for process in leftover.iter().filter(|process| process.boot == boot) {
+        let is_same = host.open(Pid(process.pid)).is_ok_and(|handle| handle.id().start_time == process.start_time);
+        if is_same && let Some(group) = rustix::process::Pid::from_raw(process.pid.cast_signed()) {
+            // It may have ended since.
+            let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+        }
+    }
+}
+
+struct Campaign<'a, 'r> {
+    host: &'a dyn Host,
+    record: &'r mut Record,
+    start: &'a CampaignStart,
+    boot: String,
+    baseline: BlockEnvironment,
+    stop: &'a AtomicBool,
+    switch: ArmSwitch<'a>,
+}
+
+impl Campaign<'_, '_> {
+    fn run_blocks(
+        &mut self,
+        loaded: &LoadedRecord,
+        note_progress: &mut dyn FnMut(CampaignProgress),
+    ) -> Result<(), CampaignError> {
+        if loaded.end.is_some() {
+            return Ok(());
+        }
+        let schedule = self.start.schedule();
+        let mut blocks = loaded.blocks.clone();
+        let plan = self.start.experiment.stopping_plan().map_err(ExperimentError::from)?;
+        loop {
+            note_progress(CampaignProgress { blocks: blocks.len(), scheduled: schedule.blocks.len() });
+            let is_comparison = |block: &BlockRecord| {
+                schedule.blocks.get(block.block).is_some_and(|block| block.kind == BlockKind::Comparison)
+            };
+            let compared = blocks.iter().filter(|(block, _)| is_comparison(block)).count();
+            let is_at_look = blocks.last().is_some_and(|(block, _)| is_comparison(block));
+            if is_at_look
+                && compared < plan.max_blocks()
+                && let Some(look) = plan.look_at(compared)
+            {
+                let options = self.start.experiment.analysis(look.nominal_alpha);
+                let analysis = analyze(&collect_samples(self.start, &blocks, false), &options)?;
+                let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
+                if analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)) {
+                    let why = format!("the look at {compared} blocks found a difference");
+                    self.record.append(&RecordLine::End { why })?;
+                    return Ok(());
+                }
+            }
+            let Some(block) = schedule.blocks.get(blocks.len()) else {
+                self.record.append(&RecordLine::End { why: "all blocks have run".to_owned() })?;
+                return Ok(());
+            };
+            let before = EnvironmentCounters::read(self.host);
+            let own_before = self.host.own_cpu_time();
+            let (mut runs, mut cpu_seconds) = (Vec::new(), 0.0);
+            let scheduled = block.runs(&schedule.warm_up);
+            let mut position = 0;
+            while position < scheduled.len() {
+                let is_pair =
+                    self.start.experiment.duet && !scheduled[position].is_warm_up && position + 1 < scheduled.len();
+                let group = &scheduled[position..position + if is_pair { 2 } else { 1 }];
+                let (records, cpu) = self.run_group(block.index, position, group)?;
+                cpu_seconds += cpu;
+                for run in records {
+                    self.record.append(&RecordLine::Run(run.clone()))?;
+                    runs.push(run);
+                }
+                position += group.len();
+            }
+            let own = self.host.own_cpu_time().saturating_sub(own_before).as_secs_f64();
+            let environment = before.readings_since(self.host, cpu_seconds + own);
+            let noise = judge_block(
+                &EnvironmentReadings::from(&environment),
+                &EnvironmentReadings::from(&self.baseline),
+                &noise_limits(&self.start.experiment),
+            );
+            let flags = noise.flags.iter().map(describe_flag).collect();
+            let done = BlockRecord { block: block.index, environment, flags };
+            self.record.append(&RecordLine::Block(done.clone()))?;
+            blocks.push((done, runs));
+        }
+    }
+
+    /// Runs one run, or the two runs of a pair at the same time.
+    fn run_group(
+        &mut self,
+        block: usize,
+        position: usize,
+        group: &[ScheduledRun],
+    ) -> Result<(Vec<RunRecord>, f64), CampaignError> {
+        let failed = |source: RunError| CampaignError::Run { block, position, source };
+        if self.stop.load(Ordering::Relaxed) {
+            return Err(failed(RunError::Stopped));
+        }
+        let experiment = &self.start.experiment;
+        let arm = group[0].applied;
+        self.enter(arm)?;
+        self.switch.restart(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
+        let sides: Vec<Side> = group
+            .iter()
+            .enumerate()
+            .map(|(number, run)| {
+                let definition = self.switch.definition(run.applied);
+                let mut environment = definition.environment.clone();
+                environment.insert("PAGEFOLD_AB_BLOCK".to_owned(), block.to_string());
+                environment.insert("PAGEFOLD_AB_RUN".to_owned(), (position + number).to_string());
+                environment.insert("PAGEFOLD_AB_ARM".to_owned(), arm_letter(run.applied).to_string());
+                Side {
+                    commands: experiment
+                        .workload
+                        .iter()
+                        .map(|words| definition.prefix.iter().chain(words).cloned().collect())
+                        .collect(),
+                    environment,
+                    slowdown_percent: run.slowdown_percent,
+                    // The position in a pair and the arm vary independently, so that no arm keeps a CPU.
+                    cpus: experiment.duet_cpus.as_ref().map(|cpus| cpus[(number + position / 2) % 2].clone()),
+                }
+            })
+            .collect();
+        let read_counter = || {
+            let counter = experiment.proof.as_ref().map(|proof| &proof.counter);
+            counter.map(|path| metric::read_file_number(self.host, path)).transpose().map_err(CampaignError::Counter)
+        };
+        let sampled: Vec<(usize, SampledMetric<'_>)> = experiment
+            .metric
+            .iter()
+            .enumerate()
+            .filter_map(|(position, metric)| {
+                let interval = Duration::from_secs_f64(metric.every_seconds?);
+                Some((position, SampledMetric { interval, read: Box::new(|| read_once(self.host, &metric.source)) }))
+            })
+            .collect();
+        let (positions, sampled): (Vec<usize>, Vec<SampledMetric<'_>>) = sampled.into_iter().unzip();
+        let before = read_counter()?;
+        let (results, readings) = if experiment.workload.is_empty() {
+            let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
+            let readings = observe(self.host, duration, self.stop, &sampled).map_err(failed)?;
+            let nothing =
+                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
+            (vec![nothing], readings)
+        } else {
+            let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
+            let output = record.directory().join("output");
+            fs::create_dir_all(&output).map_err(|source| {
+                failed(RunError::System { what: "cannot create the directory of outputs", source })
+            })?;
+            let mut note_started = |pids: &[u32]| -> io::Result<()> {
+                let describe = |&pid: &u32| {
+                    let start_time = host.open(Pid(pid)).ok()?.id().start_time;
+                    Some(SpawnedProcess { pid, start_time, boot: boot.clone() })
+                };
+                let processes = pids.iter().filter_map(describe).collect();
+                record.append(&RecordLine::Spawned { processes }).map_err(io::Error::other)
+            };
+            let timeout = Duration::from_secs_f64(experiment.timeout_seconds.clamp(0.0, 1e9));
+            run_sides(&sides, &output, timeout, self.stop, &sampled, &mut note_started).map_err(failed)?
+        };
+        let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
+        let mut records = Vec::new();
+        for (number, (run, result)) in group.iter().zip(&results).enumerate() {
+            let mut samples = Vec::new();
+            for (index, metric) in experiment.metric.iter().enumerate() {
+                let over_time = positions.iter().position(|&position| position == index).map(|at| readings[at].clone());
+                let value = match (&metric.source, over_time) {
+                    (_, Some(readings)) if !readings.is_empty() => {
+                        samples.push(readings);
+                        continue;
+                    }
+                    (MetricSource::WallTime, _) => Ok(result.wall.as_secs_f64()),
+                    (MetricSource::CpuTime, _) => Ok(result.cpu.as_secs_f64()),
+                    (MetricSource::Pattern { pattern }, _) => metric::match_number(pattern, &result.output),
+                    (source, _) => read_once(self.host, source),
+                };
+                samples.push(vec![value.map_err(|error| failed(error.into()))?]);
+            }
+            records.push(RunRecord {
+                block,
+                position: position + number,
+                label: arm_letter(run.label),
+                applied: arm_letter(run.applied),
+                slowdown_percent: run.slowdown_percent,
+                warm_up: run.is_warm_up,
+                unix_seconds: unix_seconds(self.host),
+                stopped_seconds: result.stopped.as_secs_f64(),
+                samples,
+                counter_change,
+            });
+        }
+        Ok((records, results.iter().map(|result| result.cpu.as_secs_f64()).sum()))
+    }
+
+    fn enter(&mut self, arm: Arm) -> Result<(), CampaignError> {
+        if self.start.experiment.duet || self.switch.current() == Some(arm) {
+            return Ok(());
+        }
+        self.leave()?;
+        self.record.append(&RecordLine::ArmEntered { arm: arm_letter(arm) })?;
+        self.switch.enter(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })
+    }
+
+    fn leave(&mut self) -> Result<(), CampaignError> {
+        let Some(arm) = self.switch.current() else { return Ok(()) };
+        self.switch.leave().map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
+        Ok(self.record.append(&RecordLine::ArmLeft)?)
+    }
+}
+
+/// The limits of a quiet block. The workload itself loads the host, so pressure is judged only where the host is
+/// observed.
+fn noise_limits(experiment: &Experiment) -> NoiseLimits {
+    if experiment.workload.is_empty() {
+        return NoiseLimits::default();
+    }
+    NoiseLimits {
+        cpu_pressure: f64::INFINITY,
+        memory_pressure: f64::INFINITY,
+        io_pressure: f64::INFINITY,
+        ..NoiseLimits::default()
+    }
+}

@@ -1,0 +1,151 @@
+//! What a person sees of a campaign on the terminal.
+
+use crate::wire::{AbReport, ControlReport, EstimateReport, MetricReport, VerdictName};
+use pagefold_output::text::{TextStyle, escape_unprintable};
+use std::fmt::Write;
+
+/// The width of a picture in characters.
+const PICTURE_WIDTH: usize = 61;
+
+/// Renders the report.
+#[must_use]
+pub fn render(report: &AbReport, style: TextStyle) -> String {
+    let result = &report.result;
+    let mut text = String::new();
+    let name = if result.experiment.name.is_empty() { "Experiment" } else { &result.experiment.name };
+    let _ = writeln!(text, "{}", style.format_heading(&escape_unprintable(name)));
+    for (path, [a, b]) in &result.settings {
+        let _ = writeln!(text, "  /{path}: {a} under A, {b} under B");
+    }
+    let looks: Vec<String> = result.looks.iter().map(|look| look.blocks.to_string()).collect();
+    let _ = writeln!(
+        text,
+        "  {} of {} comparison blocks{}; {} of all blocks flagged as noisy",
+        result.comparison_blocks,
+        looks.last().map_or("0", String::as_str),
+        if looks.len() > 1 { format!(", looks at {}", looks.join(", ")) } else { String::new() },
+        report.environment.iter().filter(|block| !block.flags.is_empty()).count()
+    );
+    if !result.complete {
+        let _ = writeln!(text, "  The campaign is not complete: `pagefold ab resume` continues it.");
+    }
+    if let Some(why) = &result.why_not_analyzed {
+        let _ = writeln!(text, "\nNot analyzed: {why}");
+    }
+    if let Some(counter) = &result.counter {
+        let moved = if counter.has_moved { "moved" } else { "did not move: the setting was not applied" };
+        let _ = writeln!(
+            text,
+            "  {} {moved}: {:.1} in a run under A, {:.1} under B",
+            counter.counter, counter.change_in_a, counter.change_in_b
+        );
+    }
+    for metric in &result.metrics {
+        let _ = write!(text, "\n{}", render_metric(metric, report, style));
+    }
+    text
+}
+
+fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> String {
+    let mut text = String::new();
+    let _ =
+        writeln!(text, "{}", style.format_heading(&format!("{}: {}", metric.name, describe_verdict(metric, report))));
+    let mut table = style.new_table(&["blocks", "number", "B to A", "interval", "p", "smallest effect seen", "found"]);
+    let row = |name: String, estimate: &EstimateReport, found: String| {
+        vec![
+            name,
+            estimate.blocks.to_string(),
+            format_percent(estimate.ratio),
+            format_interval(estimate),
+            format!("{:.4}", estimate.p_value),
+            estimate.smallest_detectable_percent.map_or("unknown".to_owned(), |percent| format!("{percent:.2} %")),
+            found,
+        ]
+    };
+    table.add_row(row("A against B".to_owned(), &metric.comparison, String::new()));
+    if let Some(other) = report.other_choice_of_noisy_blocks.get(&metric.name) {
+        let name =
+            if report.result.experiment.exclude_noisy_blocks { "with noisy blocks" } else { "without noisy blocks" };
+        table.add_row(row(name.to_owned(), other, String::new()));
+    }
+    for control in metric.same_arm.iter().chain(&metric.injected) {
+        table.add_row(row(describe_control(control), &control.estimate, describe_found(control).to_owned()));
+    }
+    text.push_str(&style.render_table(&table));
+    text.push('\n');
+    text.push_str(&picture(metric));
+    text
+}
+
+/// The name of a control.
+#[must_use]
+pub fn describe_control(control: &ControlReport) -> String {
+    match control.slowdown_percent {
+        0 => "A against A".to_owned(),
+        percent => format!("A slowed by {percent} %"),
+    }
+}
+
+/// Whether a control was found, in words.
+#[must_use]
+pub fn describe_found(control: &ControlReport) -> &'static str {
+    match (control.slowdown_percent, control.is_found) {
+        (0, true) => "a false difference",
+        (0, false) => "no difference, as it must be",
+        (_, true) => "yes",
+        (_, false) => "no",
+    }
+}
+
+/// The verdict on a metric as a sentence.
+#[must_use]
+pub fn describe_verdict(metric: &MetricReport, report: &AbReport) -> String {
+    let change = format_percent(metric.comparison.ratio);
+    match metric.verdict {
+        VerdictName::Better => format!("B is better ({change}, {})", format_interval(&metric.comparison)),
+        VerdictName::Worse => format!("B is worse ({change}, {})", format_interval(&metric.comparison)),
+        VerdictName::Equivalent => {
+            format!("no effect larger than {} %", report.result.experiment.equivalence_percent)
+        }
+        VerdictName::Inconclusive => match metric.comparison.smallest_detectable_percent {
+            Some(percent) => format!("inconclusive; an effect of {percent:.2} % would have been seen"),
+            None => "inconclusive".to_owned(),
+        },
+        VerdictName::NotApplied => "not applied: the proof counter did not move".to_owned(),
+    }
+}
+
+fn format_percent(ratio: f64) -> String {
+    format!("{:+.2} %", (ratio - 1.0) * 100.0)
+}
+
+fn format_interval(estimate: &EstimateReport) -> String {
+    match estimate.interval {
+        [Some(low), Some(high)] => format!("{} to {}", format_percent(low), format_percent(high)),
+        _ => "unknown".to_owned(),
+    }
+}
+
+/// The ratio of each comparison block as a mark, with the interval below.
+fn picture(metric: &MetricReport) -> String {
+    let estimate = &metric.comparison;
+    let [Some(low), Some(high)] = estimate.interval else { return String::new() };
+    let values = || estimate.block_ratios.iter().copied().chain([low, high, 1.0]);
+    let (min, max) = (values().fold(f64::INFINITY, f64::min), values().fold(0.0, f64::max));
+    let column = |ratio: f64| ((ratio - min) / (max - min).max(1e-9) * (PICTURE_WIDTH - 1) as f64).round() as usize;
+    let mut text = String::new();
+    for (number, &ratio) in estimate.block_ratios.iter().enumerate() {
+        let mut line = vec![' '; PICTURE_WIDTH];
+        line[column(1.0)] = '|';
+        line[column(ratio)] = 'o';
+        let _ =
+            writeln!(text, "  {:>8}  {}", format!("block {}", number + 1), line.iter().collect::<String>().trim_end());
+    }
+    let mut line = vec![' '; PICTURE_WIDTH];
+    line[column(1.0)] = '|';
+    line[column(low)..=column(high)].fill('=');
+    line[column(estimate.ratio)] = 'O';
+    let _ = writeln!(text, "  interval  {}", line.iter().collect::<String>().trim_end());
+    let _ = writeln!(text, "            from {} to {}; | is no difference", format_percent(min), format_percent(max));
+    text
+}

@@ -1,0 +1,357 @@
+//! The reports of campaigns for `--json` and for the file `result.json`.
+//!
+//! [`CampaignResult`] depends on the experiment and its samples only: a campaign that was interrupted and resumed has the
+//! same result as an uninterrupted one if its workload reports the same samples. What differs from run to run is in
+//! [`AbReport`]: times, readings of the host, flags.
+
+use crate::decide::analysis::{AnalysisError, EffectEstimate, MetricAnalysis, Verdict, analyze};
+use crate::environment::{BlockEnvironment, HostDescription};
+use crate::experiment::Experiment;
+use crate::record::{LoadedRecord, PlannedKind, RunRecord};
+use crate::samples::collect_samples;
+use schemars::JsonSchema;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The report of a campaign.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct AbReport {
+    /// What follows from the experiment and its samples.
+    pub result: CampaignResult,
+    /// The host at the start and at each resumption.
+    pub hosts: Vec<HostDescription>,
+    /// Starts and resumptions.
+    pub sessions: usize,
+    /// Runs of interrupted blocks, which are not analyzed.
+    pub abandoned_runs: usize,
+    /// The environment of each block.
+    pub environment: Vec<BlockNoiseReport>,
+    /// For each metric with noisy blocks, the estimate of the other choice: without them, or with them.
+    pub other_choice_of_noisy_blocks: BTreeMap<String, EstimateReport>,
+    /// For each completed run, when it ended and how long the injection stopped it.
+    pub run_times: Vec<RunTimeReport>,
+}
+
+/// When a run ended.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct RunTimeReport {
+    /// The block.
+    pub block: usize,
+    /// The position in the block.
+    pub position: usize,
+    /// Seconds since 1970 at its end.
+    pub unix_seconds: f64,
+    /// How long the injection stopped the commands, in seconds.
+    pub stopped_seconds: f64,
+}
+
+/// The environment of a block.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct BlockNoiseReport {
+    /// The block.
+    pub block: usize,
+    /// The readings while it ran.
+    pub readings: BlockEnvironment,
+    /// Readings beyond their limits.
+    pub flags: Vec<String>,
+}
+
+/// What follows from an experiment and its samples.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct CampaignResult {
+    /// The version of Pagefold that defined the campaign.
+    pub pagefold: String,
+    /// The experiment.
+    pub experiment: Experiment,
+    /// Each setting with its values under A and B.
+    pub settings: BTreeMap<String, [String; 2]>,
+    /// Whether the campaign is complete.
+    pub complete: bool,
+    /// The stopping rule: numbers of comparison blocks with the two-sided level at each.
+    pub looks: Vec<LookReport>,
+    /// Completed comparison blocks.
+    pub comparison_blocks: usize,
+    /// The metrics; empty if too few blocks have run.
+    pub metrics: Vec<MetricReport>,
+    /// The proof counter, if the experiment names one.
+    pub counter: Option<CounterReport>,
+    /// Why there are no metrics.
+    pub why_not_analyzed: Option<String>,
+    /// The samples of the measured runs.
+    pub samples: Vec<SampleReport>,
+}
+
+/// A look of the stopping rule.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct LookReport {
+    /// Comparison blocks.
+    pub blocks: usize,
+    /// The two-sided level.
+    pub nominal_alpha: f64,
+}
+
+/// The samples of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct SampleReport {
+    /// The block.
+    pub block: usize,
+    /// What the block compares.
+    pub kind: PlannedKind,
+    /// The position within the block.
+    pub position: usize,
+    /// Under which arm the run is counted.
+    pub label: char,
+    /// For each metric, the samples.
+    pub samples: Vec<Vec<f64>>,
+}
+
+/// The verdict on a metric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum VerdictName {
+    /// B is better.
+    Better,
+    /// B is worse.
+    Worse,
+    /// No effect is larger than the margin.
+    Equivalent,
+    /// The campaign cannot tell.
+    Inconclusive,
+    /// The proof counter did not move.
+    NotApplied,
+}
+
+/// One metric.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct MetricReport {
+    /// Its name.
+    pub name: String,
+    /// The verdict.
+    pub verdict: VerdictName,
+    /// A against B.
+    pub comparison: EstimateReport,
+    /// The p-value after the correction for several metrics.
+    pub corrected_p_value: f64,
+    /// A against A: the true ratio is 1.
+    pub same_arm: Option<ControlReport>,
+    /// A against A with injected slow-downs.
+    pub injected: Vec<ControlReport>,
+}
+
+/// A control of a campaign.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct ControlReport {
+    /// The injected slow-down in percent; 0 for A against A.
+    pub slowdown_percent: u32,
+    /// The ratio that the control has.
+    pub true_ratio: f64,
+    /// The estimate.
+    pub estimate: EstimateReport,
+    /// Whether the campaign sees a difference: for A against A a false one.
+    pub is_found: bool,
+}
+
+/// An estimated ratio of B to A.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct EstimateReport {
+    /// Number of blocks.
+    pub blocks: usize,
+    /// The geometric mean of the ratios of the blocks.
+    pub ratio: f64,
+    /// The interval of the ratio; a limit that is not known is absent.
+    pub interval: [Option<f64>; 2],
+    /// The p-value of the sign-flip permutation test.
+    pub p_value: f64,
+    /// The smallest effect that so many blocks would find, in percent; absent with too few blocks.
+    pub smallest_detectable_percent: Option<f64>,
+    /// The ratio of each block.
+    pub block_ratios: Vec<f64>,
+}
+
+/// The proof counter.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct CounterReport {
+    /// The counter.
+    pub counter: String,
+    /// Its mean change in a run under A.
+    pub change_in_a: f64,
+    /// Its mean change in a run under B.
+    pub change_in_b: f64,
+    /// Whether it moved as expected.
+    pub has_moved: bool,
+}
+
+impl EstimateReport {
+    fn new(estimate: &EffectEstimate) -> Self {
+        let finite = |value: f64| value.is_finite().then_some(value);
+        Self {
+            blocks: estimate.blocks,
+            ratio: estimate.ratio,
+            interval: [finite(estimate.interval.low), finite(estimate.interval.high)],
+            p_value: estimate.p_value,
+            smallest_detectable_percent: finite(estimate.smallest_detectable_effect * 100.0),
+            block_ratios: estimate.log_ratios.iter().map(|ratio| ratio.exp()).collect(),
+        }
+    }
+}
+
+impl MetricReport {
+    fn new(metric: &MetricAnalysis) -> Self {
+        let same_arm = metric.same_arm.as_ref().map(|control| ControlReport {
+            slowdown_percent: 0,
+            true_ratio: 1.0,
+            estimate: EstimateReport::new(&control.estimate),
+            is_found: control.is_difference_found,
+        });
+        let injected = metric.injected.iter().map(|control| ControlReport {
+            slowdown_percent: control.slowdown_percent,
+            true_ratio: control.true_ratio,
+            estimate: EstimateReport::new(&control.estimate),
+            is_found: control.is_found,
+        });
+        Self {
+            name: metric.metric.name.clone(),
+            verdict: match metric.verdict {
+                Verdict::Faster => VerdictName::Better,
+                Verdict::Slower => VerdictName::Worse,
+                Verdict::Equivalent => VerdictName::Equivalent,
+                Verdict::Inconclusive { .. } => VerdictName::Inconclusive,
+                Verdict::NotApplied => VerdictName::NotApplied,
+            },
+            comparison: EstimateReport::new(&metric.comparison),
+            corrected_p_value: metric.corrected_p_value,
+            same_arm,
+            injected: injected.collect(),
+        }
+    }
+}
+
+impl AbReport {
+    /// Analyzes a record.
+    #[must_use]
+    pub fn from_record(record: &LoadedRecord) -> Self {
+        let start = &record.start;
+        let kind = |block: usize| start.schedule.get(block).map_or(PlannedKind::Comparison, |plan| plan.kind);
+        let comparison_blocks =
+            record.blocks.iter().filter(|(block, _)| kind(block.block) == PlannedKind::Comparison).count();
+        // A campaign that has not reached a look yet is shown at the level of the next one.
+        let look = start.looks.iter().find(|(blocks, _)| comparison_blocks <= *blocks).or(start.looks.last());
+        let options = start.experiment.analysis(look.map_or(start.experiment.alpha, |&(_, alpha)| alpha));
+        // Flags depend on the host's load. They decide only if the experiment leaves noisy blocks out.
+        let decides_by_flags = start.experiment.exclude_noisy_blocks;
+        let analysis = analyze(&collect_samples(start, &record.blocks, decides_by_flags), &options);
+        let marked = analyze(&collect_samples(start, &record.blocks, true), &options);
+        let (metrics, counter, why) = match &analysis {
+            Ok(analysis) => (
+                analysis.metrics.iter().map(MetricReport::new).collect(),
+                analysis.counter.zip(start.experiment.proof.as_ref()).map(|(counter, proof)| CounterReport {
+                    counter: proof.counter.clone(),
+                    change_in_a: counter.change_in_a,
+                    change_in_b: counter.change_in_b,
+                    has_moved: counter.has_moved,
+                }),
+                None,
+            ),
+            Err(why) => (Vec::new(), None, Some(AnalysisError::to_string(why))),
+        };
+        let runs = || record.blocks.iter().flat_map(|(_, runs)| runs);
+        let sample = |run: &RunRecord| SampleReport {
+            block: run.block,
+            kind: kind(run.block),
+            position: run.position,
+            label: run.label,
+            samples: run.samples.clone(),
+        };
+        let other = marked.iter().flat_map(|analysis| &analysis.metrics).filter_map(|metric| {
+            Some((metric.metric.name.clone(), EstimateReport::new(metric.other_noisy_choice.as_ref()?)))
+        });
+        Self {
+            result: CampaignResult {
+                pagefold: start.pagefold.clone(),
+                experiment: start.experiment.clone(),
+                settings: start.settings.clone(),
+                complete: record.end.is_some(),
+                looks: start
+                    .looks
+                    .iter()
+                    .map(|&(blocks, nominal_alpha)| LookReport { blocks, nominal_alpha })
+                    .collect(),
+                comparison_blocks,
+                metrics,
+                counter,
+                why_not_analyzed: why,
+                samples: runs().filter(|run| !run.warm_up).map(sample).collect(),
+            },
+            hosts: record.sessions.iter().map(|session| session.host.clone()).collect(),
+            sessions: record.sessions.len(),
+            abandoned_runs: record.abandoned_runs,
+            environment: record
+                .blocks
+                .iter()
+                .map(|(block, _)| BlockNoiseReport {
+                    block: block.block,
+                    readings: block.environment.clone(),
+                    flags: block.flags.clone(),
+                })
+                .collect(),
+            other_choice_of_noisy_blocks: other.collect(),
+            run_times: runs()
+                .map(|run| RunTimeReport {
+                    block: run.block,
+                    position: run.position,
+                    unix_seconds: run.unix_seconds,
+                    stopped_seconds: run.stopped_seconds,
+                })
+                .collect(),
+        }
+    }
+
+    /// Whether part was not seen: the campaign is not complete, or the setting was not applied.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        let metrics = &self.result.metrics;
+        !self.result.complete
+            || metrics.is_empty()
+            || metrics.iter().any(|metric| metric.verdict == VerdictName::NotApplied)
+    }
+
+    /// Whether the first metric has an answer: a difference, or equivalence.
+    #[must_use]
+    pub fn has_answer(&self) -> bool {
+        let verdict = self.result.metrics.first().map(|metric| metric.verdict);
+        matches!(verdict, Some(VerdictName::Better | VerdictName::Worse | VerdictName::Equivalent))
+    }
+}
+
+/// All raw samples as CSV: one line for each sample of each run, warm-up included.
+#[must_use]
+pub fn samples_csv(record: &LoadedRecord) -> String {
+    let mut text = "block,kind,position,label,applied,slowdown_percent,warm_up,noisy,metric,sample,value,unix_seconds,stopped_seconds\n".to_owned();
+    for (block, runs) in &record.blocks {
+        let kind = match record.start.schedule.get(block.block).map(|plan| plan.kind) {
+            Some(PlannedKind::SameArm) => "same-arm",
+            Some(PlannedKind::Injected(_)) => "injected",
+            _ => "comparison",
+        };
+        for run in runs {
+            for (metric, samples) in record.start.experiment.metric.iter().zip(&run.samples) {
+                for (number, value) in samples.iter().enumerate() {
+                    let name = metric.name.replace(['"', ',', '\n'], "_");
+                    text.push_str(&format!(
+                        "{},{kind},{},{},{},{},{},{},{name},{number},{value},{},{}\n",
+                        run.block,
+                        run.position,
+                        run.label,
+                        run.applied,
+                        run.slowdown_percent,
+                        run.warm_up,
+                        !block.flags.is_empty(),
+                        run.unix_seconds,
+                        run.stopped_seconds
+                    ));
+                }
+            }
+        }
+    }
+    text
+}

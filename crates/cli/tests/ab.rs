@@ -1,0 +1,127 @@
+//! Experiments with real commands: a campaign killed at ten random moments has the result of an undisturbed one, and its
+//! setting is restored.
+
+#![cfg(feature = "fault-points")]
+
+use pagefold_base::splitmix::splitmix64;
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// A workload whose only sample follows from the block, the run and the arm.
+const WORKLOAD: &str = "case $PAGEFOLD_AB_ARM in A) x=1000;; B) x=900;; esac; \
+                        echo rate $((x + PAGEFOLD_AB_BLOCK % 7 + PAGEFOLD_AB_RUN % 3))";
+
+/// A setting of this host that disturbs nothing: the interval at which statistics of memory are summed up, in seconds.
+const SETTING: &str = "/proc/sys/vm/stat_interval";
+
+/// The blocks of A against B; the schedule has four times as many.
+const BLOCKS: &str = "20";
+
+/// How often a campaign is killed.
+const KILLS: u64 = 10;
+
+fn pagefold(state: &Path, arguments: &[&str], fault: Option<&str>) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    command.args(["--state".as_ref(), state.as_os_str()]).args(arguments);
+    if let Some(fault) = fault {
+        command.env("PAGEFOLD_FAULT_POINT", fault);
+    }
+    command.output().unwrap()
+}
+
+fn campaign<'a>(directory: &'a str, setting: &'a [&'a str]) -> Vec<&'a str> {
+    let mut arguments = vec!["ab", "--blocks", BLOCKS, "--warm-up", "0", "--dir", directory];
+    arguments.extend(setting);
+    arguments.extend(["--metric", "rate=regex:rate ([0-9]+)", "--higher-is-better", "rate"]);
+    arguments.extend(["--", "sh", "-c", WORKLOAD]);
+    arguments
+}
+
+fn result(directory: &Path) -> String {
+    fs::read_to_string(directory.join("result.json")).unwrap()
+}
+
+#[test]
+fn campaign_killed_ten_times_has_the_result_of_an_undisturbed_one() {
+    let before = fs::read_to_string(SETTING).unwrap();
+    let can_write = fs::write(SETTING, &before).is_ok();
+    if !can_write {
+        return println!("skipped: {SETTING} cannot be written; run as root");
+    }
+    let other = if before.trim() == "7" { "8" } else { "7" };
+    let assignment = format!("vm.stat_interval={other}");
+    let setting = ["--b", &*assignment];
+    let (state, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+
+    let plain = path("plain");
+    let counted = pagefold(state.path(), &campaign(&plain, &setting), Some("count"));
+    assert_eq!(counted.status.code(), Some(0), "{counted:?}");
+    let expected = result(Path::new(&plain));
+    let report: Value = serde_json::from_str(&expected).unwrap();
+    assert_eq!((&report["complete"], &report["metrics"][0]["verdict"]), (&true.into(), &"worse".into()));
+    assert_eq!(report["samples"].as_array().unwrap().len(), 4 * 20 * 4);
+    let stderr = String::from_utf8_lossy(&counted.stderr).into_owned();
+    let points = stderr.lines().find_map(|line| line.strip_prefix("fault points: ")).unwrap();
+    let points: u64 = points.parse().unwrap();
+
+    // Each kill comes somewhere within the rest of the campaign, of which a tenth or so is done each time.
+    let killed = path("killed");
+    for kill in 0..KILLS {
+        let point = (1 + splitmix64(kill) % (points / KILLS)).to_string();
+        let resume = ["ab", "resume", &killed];
+        let start = campaign(&killed, &setting);
+        let has_begun = fs::metadata(directory.path().join("killed/campaign.jsonl")).is_ok_and(|file| file.len() > 0);
+        let output = pagefold(state.path(), if has_begun { &resume } else { &start }, Some(&point));
+        assert_eq!(output.status.code(), None, "the campaign ended before kill {kill}: {output:?}");
+    }
+    // As if a kill had cut off a line.
+    let record = directory.path().join("killed/campaign.jsonl");
+    let mut text = fs::read(&record).unwrap();
+    text.extend_from_slice(b"{\"event\":\"run\",\"blo");
+    fs::write(&record, text).unwrap();
+    let resumed = pagefold(state.path(), &["ab", "resume", &killed], None);
+    assert_eq!(resumed.status.code(), Some(0), "{resumed:?}");
+    assert!(result(Path::new(&killed)) == expected, "the results differ");
+    assert_eq!(fs::read_to_string(SETTING).unwrap(), before, "the setting is restored");
+    for file in ["samples.csv", "report.html", "report.json"] {
+        assert!(fs::metadata(Path::new(&killed).join(file)).is_ok_and(|file| file.len() > 0), "{file}");
+    }
+}
+
+#[test]
+fn unmoved_counter_says_not_applied_and_a_campaign_is_not_overwritten() {
+    let (state, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let counter = directory.path().join("counter");
+    fs::write(&counter, "5\n").unwrap();
+    let (counter, campaign) = (counter.to_str().unwrap(), directory.path().join("campaign"));
+    let output = pagefold(
+        state.path(),
+        &[
+            "ab",
+            "--blocks",
+            "4",
+            "--warm-up",
+            "0",
+            "--env-b",
+            "X=1",
+            "--dir",
+            campaign.to_str().unwrap(),
+            "--proof",
+            counter,
+            "--json",
+            "--",
+            "true",
+        ],
+        None,
+    );
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["result"]["metrics"][0]["verdict"], "not_applied");
+    assert_eq!(report["result"]["counter"]["has_moved"], false);
+    let again =
+        pagefold(state.path(), &["ab", "--env-b", "X=1", "--dir", campaign.to_str().unwrap(), "--", "true"], None);
+    assert_eq!(again.status.code(), Some(2), "a campaign is not overwritten: {again:?}");
+}
