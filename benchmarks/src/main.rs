@@ -17,6 +17,7 @@ mod census_process;
 mod chart;
 mod daemon;
 mod findings;
+mod gang;
 mod hashes;
 mod memory_shapes;
 mod merge;
@@ -77,6 +78,8 @@ enum BenchmarkSection {
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// Gang scheduling of virtual machines, in an emulated machine
+    Gang,
     /// The analysis of experiments, over simulated campaigns with known effects
     AbHarness,
     /// The over-commit model: speed, and residuals against published measurements
@@ -96,6 +99,7 @@ impl BenchmarkSection {
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
+            Self::Gang => "gang",
             Self::AbHarness => "ab-harness",
             Self::VcpuModel => "vcpu-model",
         }
@@ -113,6 +117,7 @@ impl BenchmarkSection {
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::Gang => gang::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),
             Self::VcpuModel => vcpu_model::measure(effort),
         }
