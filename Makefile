@@ -55,6 +55,11 @@ bench-daemon: setup ## Measure the daemon with starting and ending guests, simil
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks daemon $(ARGS)
 
+.PHONY: bench-gang
+bench-gang: setup ## Measure `vcpu gang` in an emulated machine (half an hour)
+	$(CARGO) build $(LOCKED) --release -p pagefold --features gang
+	$(MAKE) bench ARGS="gang $(ARGS)"
+
 .PHONY: bench-hera
 bench-hera: setup ## Measure the user engine: a model of HERA in all memory modes, and throughput (as root; an hour and a half)
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-engine -p pagefold-benchmarks
@@ -114,6 +119,14 @@ check-kubernetes: ## Validate deploy/kubernetes against the schemas of Kubernete
 	python3 -m venv target/kubernetes
 	target/kubernetes/bin/pip install --quiet kubernetes-validate==1.37.0
 	target/kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/daemonset.yaml deploy/kubernetes/namespace.yaml
+
+# The compiled program is in the source tree, so that no build needs clang. The path of the tree does not enter it.
+.PHONY: gang-object
+gang-object: ## Compile the scheduler of `vcpu gang` again after a change of its source (installs clang-19 as root)
+	.ci/debian clang-19
+	cd crates/gang/bpf && clang-19 -O2 -g -target bpf -mcpu=v3 -Wall -Wno-unused-function \
+		-ffile-prefix-map="$$PWD"=. -fdebug-compilation-dir=. -c gang.bpf.c -o gang.bpf.o && \
+		sha256sum gang.bpf.c kernel.h gang.bpf.o > gang.bpf.sha256
 
 .PHONY: lint
 lint: style deny docs ## Check formatting, lints, scripts, licenses, duplicate dependencies and links of the API documentation

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel with its KVM
 # modules, unpacked and never installed), an initramfs (busybox and guest/init) and QEMU's guest agent. Also prepares
-# what tests start: compilers for C and C++, Open MPI, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set
+# what tests start: compilers for C and C++, Open MPI, the headers of libelf and zlib, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set
 # up), and libvirt (its daemons are not started). It skips steps that are done already, so it may run each time. Needs
 # Debian on amd64 after `apt-get update`, and root only if packages are missing.
 set -eu
@@ -20,6 +20,7 @@ command -v g++ > /dev/null || missing="$missing g++"
 command -v mpirun > /dev/null || missing="$missing openmpi-bin"
 command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
 command -v pkg-config > /dev/null || missing="$missing pkg-config"
+[ -e /usr/include/libelf.h ] || missing="$missing libelf-dev zlib1g-dev"
 command -v groff > /dev/null || missing="$missing groff-base"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
 set -- /usr/lib/postgresql/*/bin/pg_amcheck
@@ -68,6 +69,7 @@ fi
 missing=
 command -v qemu-system-x86_64 > /dev/null || missing="$missing qemu-system-x86"
 command -v cpio > /dev/null || missing="$missing cpio"
+command -v xz > /dev/null || missing="$missing xz-utils"
 dpkg-query -W -f '${db:Status-Status}' busybox-static 2> /dev/null | grep -qx installed ||
     missing="$missing busybox-static"
 if [ -n "$missing" ]; then
@@ -101,7 +103,7 @@ fi
 
 # A recent kernel, for guests with features that Debian's stable kernel lacks (PAGEMAP_SCAN: Linux 6.7). It comes from
 # Debian's backports, by package lists of its own, so that the system's lists stay as they are.
-if [ ! -s "$cache/vmlinuz-recent" ]; then
+if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/kvm-amd.ko" ]; then
     mkdir -p "$work/apt/lists/partial"
     echo "deb http://deb.debian.org/debian trixie-backports main" > "$work/apt/sources.list"
     set -- -q -o "Dir::Etc::SourceList=$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
@@ -112,9 +114,17 @@ if [ ! -s "$cache/vmlinuz-recent" ]; then
         image=$(apt-cache "$@" depends linux-image-cloud-amd64 |
             awk '$1 == "Depends:" && $2 ~ /^linux-image-/ { print $2; exit }') && [ -n "$image" ]; then
         package=linux-binary-${image#linux-image-}
-        say "downloading $package"
+        modules=linux-modules-${image#linux-image-}
+        say "downloading $package and $modules"
         mkdir "$work/recent"
-        (cd "$work/recent" && apt-get "$@" download "$package" >&2 && dpkg -x ./*.deb kernel)
+        (cd "$work/recent" && apt-get "$@" download "$package" "$modules" >&2 &&
+            for file in ./*.deb; do dpkg -x "$file" kernel; done)
+        mkdir "$work/modules-recent"
+        for module in virt/lib/irqbypass arch/x86/kvm/kvm arch/x86/kvm/kvm-amd; do
+            xz -dc "$work"/recent/kernel/usr/lib/modules/*/kernel/"$module".ko.xz > "$work/modules-recent/${module##*/}.ko"
+        done
+        rm -rf "$cache/modules-recent"
+        mv "$work/modules-recent" "$cache/modules-recent"
         mv "$work"/recent/kernel/usr/lib/modules/*/vmlinuz "$work/vmlinuz-recent"
         mv "$work/vmlinuz-recent" "$cache/vmlinuz-recent"
     else

@@ -18,6 +18,7 @@ mod census_process;
 mod chart;
 mod daemon;
 mod findings;
+mod gang;
 mod hashes;
 mod memory_shapes;
 mod merge;
@@ -78,6 +79,8 @@ enum BenchmarkSection {
     NumaMove,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// Gang scheduling of virtual machines, in an emulated machine
+    Gang,
     /// The analysis of experiments, over simulated campaigns with known effects
     AbHarness,
     /// Real campaigns of `pagefold ab` in which nothing differs
@@ -99,6 +102,7 @@ impl BenchmarkSection {
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
             Self::Numad => "numad",
+            Self::Gang => "gang",
             Self::AbHarness => "ab-harness",
             Self::AbReal => "ab-real",
             Self::VcpuModel => "vcpu-model",
@@ -117,6 +121,7 @@ impl BenchmarkSection {
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::Gang => gang::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),
             Self::AbReal => ab_real::measure(effort),
             Self::VcpuModel => vcpu_model::measure(effort),

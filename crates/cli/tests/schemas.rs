@@ -25,6 +25,7 @@ fn published_schemas_are_current() {
         "numa-verify",
         "vcpu-status",
         "vcpu-spread",
+        "vcpu-gang",
         "tune-plan",
         "tune-apply",
         "tune-verify",

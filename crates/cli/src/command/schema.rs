@@ -8,6 +8,7 @@ use pagefold_account::wire::AccountReport;
 use pagefold_census::wire::CensusReport;
 use pagefold_daemon::wire::{DecisionReport, StatusReport};
 use pagefold_doctor::wire::DoctorReport;
+use pagefold_gang::wire::GangRunReport;
 use pagefold_history::points::HistoryResponse;
 use pagefold_history::report::HistoryReport;
 use pagefold_merge::wire::merge::MergeReport;
@@ -55,6 +56,8 @@ enum SchemaName {
     VcpuStatus,
     /// `pagefold vcpu spread --json`
     VcpuSpread,
+    /// `pagefold vcpu gang --json`
+    VcpuGang,
     /// `pagefold vcpu sim SCENARIO --json`
     VcpuSim,
     /// `pagefold vcpu sim capacity --json`
@@ -105,6 +108,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::NumaApply => wire::json_schema::<NumaApplyReport>(),
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
         SchemaName::VcpuStatus => wire::json_schema::<VcpuStatusReport>(),
+        SchemaName::VcpuGang => wire::json_schema::<GangRunReport>(),
         SchemaName::VcpuSim => wire::json_schema::<VcpuSimReport>(),
         SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),

@@ -1,5 +1,6 @@
 //! `pagefold vcpu`: how the vCPUs of virtual machines are scheduled.
 
+mod gang;
 mod sim;
 mod spread;
 mod status;
@@ -27,6 +28,8 @@ pub struct VcpuArguments {
 enum VcpuCommand {
     /// Show how long vCPUs run and wait for a CPU, without tracing
     Status(status::VcpuStatusArguments),
+    /// Run the vCPUs of each virtual machine at the same time, by a scheduler for sched_ext
+    Gang(gang::GangArguments),
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
     /// Simulate over-committed vCPUs under several policies, by a model
@@ -37,6 +40,7 @@ enum VcpuCommand {
 pub fn run(options: &VcpuArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
         VcpuCommand::Status(options) => status::run(options, global),
+        VcpuCommand::Gang(options) => gang::run(options, global),
         VcpuCommand::Spread(options) => spread::run(options, global),
         VcpuCommand::Sim(options) => sim::run(options, global),
     }

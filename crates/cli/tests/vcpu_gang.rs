@@ -1,0 +1,96 @@
+//! `pagefold vcpu gang`: schedules guests of KVM in an emulated machine, and leaves the kernel's own scheduler behind
+//! however it ends; refuses a kernel without sched_ext.
+
+#![forbid(unsafe_code)]
+#![cfg(all(feature = "gang", target_arch = "x86_64"))]
+
+use pagefold_labs::gang_machine::{load_figures, run_gang_scenes};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
+/// The machine takes minutes on a loaded host.
+const TIMEOUT: Duration = Duration::from_secs(900);
+
+const SCENES: &str = "
+load 2 4 kvm
+measure eevdf 150
+gang
+measure gang 150
+say stop
+pagefold vcpu gang $targets --keep > /run/second 2>&1
+echo \"EXIT second $?\"
+sed 's/^/SAID second /' /run/second
+state second
+echo 0 > /sys/devices/system/cpu/cpu3/online
+state offline
+echo 1 > /sys/devices/system/cpu/cpu3/online
+say go
+measure online 50
+end_gang end
+state end
+gang --policy throttled-yield
+state throttled
+kill -9 $gang
+removed killed
+wait $gang
+measure killed 50
+gang --stall
+removed stalled
+say stop
+wait_gang stalled
+end_load
+";
+
+#[test]
+fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
+    let output = match run_gang_scenes(Path::new(PAGEFOLD_BINARY), 4, SCENES, TIMEOUT) {
+        Ok(output) => output,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    let has = |line: &str| assert!(output.lines().any(|found| found.trim_end() == line), "no {line}: {output}");
+    let says = |part: &str| assert!(output.contains(part), "{part}: {output}");
+    for name in ["second", "offline", "throttled"] {
+        has(&format!("STATE {name} enabled pagefold_gang"));
+    }
+    for name in ["end", "killed", "stalled"] {
+        has(&format!("STATE {name} disabled"));
+    }
+    for (name, status) in [("second", 2), ("end", 0), ("stalled", 1)] {
+        has(&format!("EXIT {name} {status}"));
+    }
+    says("SAID second pagefold: another sched_ext scheduler is loaded (pagefold_gang)");
+    says("SAID stalled The kernel: runnable task stall");
+    // The figures of the kernel's own scheduler vary by a factor of thirty with the start; those of gangs do not.
+    let (gang, online) = (load_figures(&output, "gang"), load_figures(&output, "online"));
+    assert!(gang.rate > 350_000.0 && gang.corun >= 0.9 && gang.fairness >= 0.95, "{gang:?}: {output}");
+    assert!(online.rate > 300_000.0, "the CPU that came back is not used: {online:?}: {output}");
+    let eevdf = load_figures(&output, "eevdf");
+    assert!(gang.corun >= 3.0 * eevdf.corun && gang.rate >= 1.5 * eevdf.rate, "{eevdf:?} {gang:?}");
+    let is_fault = |line: &str| line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"));
+    assert!(!output.lines().any(is_fault), "{output}");
+}
+
+#[test]
+fn kernel_without_sched_ext_is_named() {
+    if Path::new("/sys/kernel/sched_ext").exists() {
+        println!("skipped: this kernel has sched_ext");
+        return;
+    }
+    let output = Command::new(PAGEFOLD_BINARY).args(["vcpu", "gang", "--pid", "1", "--keep"]).output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("has no sched_ext: it was built without CONFIG_SCHED_CLASS_EXT"), "{message}");
+}
+
+#[test]
+fn machines_must_be_selected() {
+    let output = Command::new(PAGEFOLD_BINARY).args(["vcpu", "gang"]).output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("name the virtual machines: --vm GLOB, --pid N or --cgroup PATH"), "{message}");
+}

@@ -1,0 +1,4 @@
+//! Which threads form a gang, and whether gang scheduling helps.
+
+pub mod gangs;
+pub mod trial;

@@ -1,0 +1,82 @@
+//! An emulated machine with the recent kernel, in which `pagefold vcpu gang` schedules guests of emulated KVM.
+//!
+//! Its time is virtual: an instruction takes a nanosecond, and the CPUs take turns. Therefore figures of a run do not
+//! depend on the load of this machine, and repeat.
+
+use crate::assets::GuestAssets;
+use crate::machine::{self, EmulatedMachine};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+const MODULES: [&str; 3] = ["irqbypass.ko", "kvm.ko", "kvm-amd.ko"];
+
+/// Boots the machine with a number of CPUs, runs scenes for `labs/guest/init-gang`, and returns what they printed.
+///
+/// # Errors
+/// The reason if this machine lacks what it needs.
+///
+/// # Panics
+/// If the load cannot be compiled, or if the scenes did not end in time.
+pub fn run_gang_scenes(pagefold: &Path, cpus: u32, scenes: &str, timeout: Duration) -> Result<String, String> {
+    let directory = GuestAssets::default_directory();
+    GuestAssets::find(&directory).map_err(|why| why.to_string())?;
+    let kernel = GuestAssets::find_recent_kernel(&directory).map_err(|why| why.to_string())?;
+    machine::find_busybox().map_err(|why| why.to_string())?;
+    let modules = MODULES.map(|name| directory.join("modules-recent").join(name));
+    if let Some(missing) = modules.iter().find(|module| !module.exists()) {
+        return Err(format!("{} is missing: run labs/setup.sh", missing.display()));
+    }
+    let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
+    let guest = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest");
+    let load = folder.path().join("gang-load");
+    let mut compiler = Command::new("gcc");
+    compiler.args(["-O1", "-static", "-pthread", "-o"]).arg(&load).arg(guest.join("gang-load.c"));
+    let output = compiler.output().map_err(|error| format!("gcc: {error}: run labs/setup.sh"))?;
+    assert!(output.status.success(), "{output:?}");
+    let paths = MODULES.map(|name| format!("modules/{name}"));
+    let mut programs: Vec<(&Path, &str)> = vec![(&load, "bin/gang-load"), (pagefold, "bin/pagefold")];
+    programs.extend(modules.iter().map(PathBuf::as_path).zip(paths.iter().map(String::as_str)));
+    let cpus = cpus.to_string();
+    let machine = EmulatedMachine {
+        kernel: &kernel,
+        init: &guest.join("init-gang"),
+        programs: &programs,
+        files: &[("scenes", scenes)],
+        options: &[
+            &["-smp", &cpus, "-m", "1024M", "-cpu", "max,-rdrand,-rdseed", "-seed", "1"][..],
+            &["-icount", "shift=0,sleep=off", "-rtc", "base=2026-01-01,clock=vm"],
+        ]
+        .concat(),
+        kernel_arguments: "nokaslr",
+    };
+    let output = machine.run(folder.path(), timeout, &mut || Ok(())).map_err(|error| error.to_string())?;
+    assert!(output.lines().any(|line| line == "ENDED"), "the scenes did not end: {output}");
+    Ok(output)
+}
+
+/// The figures of a line `RESULT NAME KEY=VALUE...` of the load.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LoadFigures {
+    /// Operations a second, of all machines.
+    pub rate: f64,
+    /// Jain's fairness index of the machines' rates.
+    pub fairness: f64,
+    /// The share of the time in which a machine has CPUs and as many as it can use.
+    pub corun: f64,
+}
+
+/// The figures of a measurement.
+///
+/// # Panics
+/// If the output has no such line.
+pub fn load_figures(output: &str, name: &str) -> LoadFigures {
+    let prefix = format!("RESULT {name} ");
+    let line = output.lines().find_map(|line| line.strip_prefix(&*prefix));
+    let line = line.unwrap_or_else(|| panic!("no {prefix}in {output}"));
+    let value = |key: &str| -> f64 {
+        let word = line.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        word.and_then(|word| word.parse().ok()).unwrap_or_else(|| panic!("no {key} in {line}"))
+    };
+    LoadFigures { rate: value("rate"), fairness: value("jain"), corun: value("corun") }
+}
