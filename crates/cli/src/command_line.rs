@@ -78,7 +78,7 @@ pub enum PagefoldCommand {
     /// Change the settings that findings of `doctor` ask for, verify them, and undo them
     Tune(command::tune::TuneArguments),
     /// Compare settings on a workload by an experiment with randomized, interleaved runs
-    Ab(command::ab::AbArguments),
+    Ab(Box<command::ab::AbArguments>),
     /// Start a program with its process tree enrolled in KSM, or merged in user space
     Run(command::run::RunArguments),
     /// Merge pages with net savings continuously, within a CPU limit

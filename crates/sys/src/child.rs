@@ -40,6 +40,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
+    #[expect(clippy::zombie_processes, reason = "the tested function reaps it")]
     fn cpu_time_includes_descendants_that_were_waited_for() {
         let loops = "sh -c 'i=0; while [ $i -lt 50000 ]; do i=$((i+1)); done'; exit 3";
         let child = Command::new("sh").args(["-c", loops]).spawn().unwrap();
