@@ -1,9 +1,9 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel with its KVM
 # modules, unpacked and never installed), an initramfs (busybox and guest/init) and QEMU's guest agent. Also prepares
-# what tests start: compilers for C and C++, Open MPI, the headers of libelf and zlib, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set
-# up), and libvirt (its daemons are not started). It skips steps that are done already, so it may run each time. Needs
-# Debian on amd64 after `apt-get update`, and root only if packages are missing.
+# what tests start: compilers for C and C++, Open MPI, the headers of libelf and zlib, pkg-config, groff, the SQLite
+# shell, PostgreSQL (no server is set up), and libvirt (its daemons are not started). It skips steps that are done
+# already, so it may run each time. Needs Debian on amd64 after `apt-get update`, and root only if packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)

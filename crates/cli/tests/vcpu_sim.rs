@@ -15,7 +15,7 @@ fn stdout(output: &Output) -> String {
 
 #[test]
 fn policies_are_compared_in_json() {
-    let arguments = ["dbench-8x20", "--kernel", "3.6", "--seconds", "100ms", "--json"];
+    let arguments = ["dbench-8x20", "--kernel", "3.6", "--seconds", "300ms", "--json"];
     let first = stdout(&sim(&arguments));
     let report: Value = serde_json::from_str(&first).unwrap();
     assert_eq!(report["model"]["kind"], "model");
