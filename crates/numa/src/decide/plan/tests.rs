@@ -505,8 +505,8 @@ fn search_ends_when_it_is_due() {
 }
 
 /// The generated hosts and the four published sizes. The plan reads at least 30 percent less remotely than numad's
-/// heuristic, in all and on each host on which numad overloads no node. Where numad reads nothing remotely, the plan
-/// leaves only what is not worth moving.
+/// heuristic, in all and on each host on which numad overloads no node. On no host does it read more than numad and what is
+/// not worth moving.
 #[test]
 fn plans_read_less_remotely_than_numad() {
     let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
@@ -517,8 +517,7 @@ fn plans_read_less_remotely_than_numad() {
         planned += plan.remote_reads.1;
         by_numad += numad.remote_reads;
         let not_worth_moving = FIXED_MOVE_COST * problem.vms.len() as f64 + MOVE_COST * numad.moved_pages;
-        let is_more = plan.remote_reads.1 > numad.remote_reads + not_worth_moving;
-        assert!(!is_more || numad.overload != Load::default(), "{numad:?} {plan:?}");
+        assert!(plan.remote_reads.1 <= numad.remote_reads + not_worth_moving, "{numad:?} {plan:?}");
         if numad.remote_reads > 0.0 && numad.overload == Load::default() {
             assert!(plan.remote_reads.1 <= 0.7 * numad.remote_reads, "{numad:?} {plan:?}");
         }
