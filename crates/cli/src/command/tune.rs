@@ -30,7 +30,7 @@ const PLAN_EXAMPLES: &str = "\
 Examples:
   sudo pagefold tune plan                       what the findings of `pagefold doctor` would change
   sudo pagefold tune plan --profile density     for a host with as many machines as possible
-  sudo pagefold tune plan --rule kvm-npt --json
+  sudo pagefold tune plan --rule kvm-ept --json
 
 Nothing is changed. A host that needs nothing has an empty plan.
 
