@@ -138,6 +138,12 @@ pub fn render_verify(report: &NumaVerifyReport, style: TextStyle) -> String {
     }
     text.push_str(&style.render_table(&table));
     let _ = writeln!(text, "\n{}", describe_balancing(report));
+    if !report.machines.is_empty() {
+        text.push_str(
+            "To measure what the placement gains: `pagefold numa undo`, then `pagefold ab --before-b 'pagefold numa apply' \
+             --after-b 'pagefold numa undo' -- COMMAND`.\n",
+        );
+    }
     text
 }
 
