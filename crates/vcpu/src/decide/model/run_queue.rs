@@ -95,8 +95,8 @@ impl RunQueue {
     }
 
     /// Advance the lower bound of virtual run times. Within a queue they only grow, so that it suffices to do so before
-    /// a member comes or goes.
-    fn advance_min_vruntime(&mut self, current: u32, entities: &[Entity]) {
+    /// a member comes or goes, or is compared with members of another queue.
+    pub(crate) fn advance_min_vruntime(&mut self, current: u32, entities: &[Entity]) {
         let members = self.queued.iter().copied().chain((current != NONE).then_some(current));
         if let Some(least) = members.map(|vcpu| entities[vcpu as usize].vruntime).min() {
             self.min_vruntime = self.min_vruntime.max(least);

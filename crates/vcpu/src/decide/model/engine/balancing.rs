@@ -16,6 +16,10 @@ impl Simulation<'_> {
             return;
         }
         let cpu = self.choose_cpu(vcpu);
+        let last = self.vcpus[vcpu as usize].cpu as usize;
+        if cpu != last {
+            self.rebase(vcpu, last, cpu);
+        }
         self.queue_on(cpu, vcpu, true);
         let current = self.cpus[cpu].current;
         if current == NONE {
@@ -103,9 +107,18 @@ impl Simulation<'_> {
         self.charge_current(source);
         self.cpus[source].queue.prepare_removal(vcpu, current, &mut self.entities);
         self.cpus[source].queue.remove(vcpu);
-        let (source, target) = (&self.cpus[source].queue, &self.cpus[target].queue);
-        source.rebase(vcpu, target, &mut self.entities);
+        self.rebase(vcpu, source, target);
         self.outcome.migrations += 1;
         Some(vcpu)
+    }
+
+    /// Make the virtual run time of a vCPU that leaves one CPU for another relative to the other's queue.
+    fn rebase(&mut self, vcpu: u32, source: usize, target: usize) {
+        for cpu in [source, target] {
+            self.charge_current(cpu);
+            let current = self.cpus[cpu].current;
+            self.cpus[cpu].queue.advance_min_vruntime(current, &self.entities);
+        }
+        self.cpus[source].queue.rebase(vcpu, &self.cpus[target].queue, &mut self.entities);
     }
 }
