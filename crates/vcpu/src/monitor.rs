@@ -1,10 +1,12 @@
 //! How the machines of a host run and wait for CPUs, read again and again.
 
-use crate::decide::ready_time::{self, HostSample, VcpuUsage};
+use crate::decide::ready_time::{self, HostSample, ThreadSample, VcpuUsage};
 use crate::machines::{Machine, find_machines};
 use crate::sample::read_sample;
+use pagefold_base::ProcessId;
 use pagefold_census::ProcessSelection;
 use pagefold_host::{Host, elapsed_since};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// How long the list of machines is used. Looking for them reads the command line of every process.
@@ -22,9 +24,9 @@ pub struct MachineFigures {
     pub name: String,
     /// Its vCPUs.
     pub vcpus: u64,
-    /// Time for which its present vCPUs have run since they began, summed up.
+    /// Time for which its vCPUs have run, summed up. It never falls, also if a vCPU is unplugged.
     pub run: Duration,
-    /// Time for which they have waited for a CPU, summed up.
+    /// Time for which they have waited for a CPU, summed up. It never falls either.
     pub ready: Duration,
     /// The mean share of the time since the last reading in which they ran; `None` at the first reading.
     pub run_share: Option<f64>,
@@ -39,6 +41,9 @@ pub struct MachineMonitor {
     /// When the machines were looked for last; also the start of the times of samples.
     found_at: Option<Instant>,
     last: Option<Reading>,
+    /// How long the vCPUs of each machine have run and waited: at the first reading since they began, then what each
+    /// interval added.
+    totals: BTreeMap<ProcessId, (Duration, Duration)>,
 }
 
 /// A reading, with its report.
@@ -51,7 +56,6 @@ struct Reading {
 impl MachineMonitor {
     /// The machines, the one that waits most first. At most once a second the counters are read anew.
     pub fn read(&mut self, host: &dyn Host) -> Vec<MachineFigures> {
-        let now = host.now();
         if let Some(last) = &self.last
             && elapsed_since(host, last.at) < MIN_READING_INTERVAL
         {
@@ -61,11 +65,13 @@ impl MachineMonitor {
             // Without permission there are no machines to show.
             self.machines =
                 find_machines(host, &ProcessSelection::default()).map(|(machines, _)| machines).unwrap_or_default();
-            self.found_at = Some(now);
+            self.found_at = Some(host.now());
+            self.totals.retain(|id, _| self.machines.iter().any(|machine| machine.process.id == *id));
         }
+        let now = host.now();
         let interval = self.last.as_ref().map(|last| now.saturating_duration_since(last.at)).unwrap_or_default();
         let sample = read_sample(host, &self.machines, interval);
-        let report = report(&self.machines, self.last.as_ref().map(|last| &last.sample), &sample);
+        let report = report(&self.machines, self.last.as_ref().map(|last| &last.sample), &sample, &mut self.totals);
         // The times of samples count from the last one.
         let sample = HostSample { at: Duration::ZERO, ..sample };
         self.last = Some(Reading { at: now, sample, report: report.clone() });
@@ -73,7 +79,12 @@ impl MachineMonitor {
     }
 }
 
-fn report(machines: &[Machine], last: Option<&HostSample>, sample: &HostSample) -> Vec<MachineFigures> {
+fn report(
+    machines: &[Machine],
+    last: Option<&HostSample>,
+    sample: &HostSample,
+    totals: &mut BTreeMap<ProcessId, (Duration, Duration)>,
+) -> Vec<MachineFigures> {
     let mut reports: Vec<MachineFigures> = machines
         .iter()
         .filter_map(|machine| {
@@ -87,12 +98,23 @@ fn report(machines: &[Machine], last: Option<&HostSample>, sample: &HostSample) 
                 let sum: f64 = usages.iter().map(share).sum();
                 (!usages.is_empty()).then(|| sum / usages.len() as f64)
             };
+            let (run, ready) = totals
+                .entry(machine.process.id)
+                .and_modify(|(run, ready)| {
+                    *run += usages.iter().map(|usage| usage.run).sum::<Duration>();
+                    *ready += usages.iter().map(|usage| usage.ready).sum::<Duration>();
+                })
+                .or_insert_with(|| {
+                    let sum =
+                        |time: fn(&ThreadSample) -> Duration| threads.iter().map(|(_, thread)| time(thread)).sum();
+                    (sum(|thread| thread.run), sum(|thread| thread.ready))
+                });
             Some(MachineFigures {
                 pid: machine.process.id.pid.0,
                 name: machine.name(),
                 vcpus: threads.len() as u64,
-                run: threads.iter().map(|(_, thread)| thread.run).sum(),
-                ready: threads.iter().map(|(_, thread)| thread.ready).sum(),
+                run: *run,
+                ready: *ready,
                 run_share: mean(VcpuUsage::run_share),
                 ready_share: mean(VcpuUsage::ready_share),
             })
@@ -113,8 +135,11 @@ mod tests {
     fn ready_time_is_a_share_of_the_time_between_readings() {
         let host = FakeHost::booted();
         host.enable_virtual_time();
-        host.map_pages(7, (0x1000, 0x2000), "heap", false);
-        host.put_file("proc/7/cmdline", "qemu-system-x86_64\0-name\0web\0");
+        let put_process = || {
+            host.map_pages(7, (0x1000, 0x2000), "heap", false);
+            host.put_file("proc/7/cmdline", "qemu-system-x86_64\0-name\0web\0");
+        };
+        put_process();
         let put_thread = |tid: u32, name: &str, run_ms: u64, ready_ms: u64| {
             let directory = format!("proc/7/task/{tid}");
             let zeros = "0 ".repeat(16);
@@ -151,5 +176,12 @@ mod tests {
         // Soon after, the last reading is shown.
         put_thread(8, "CPU 0/KVM", 9000, 9000);
         assert_eq!(reader.read(&host), [expected]);
+        // A vCPU that is unplugged takes nothing back.
+        host.remove_process(7);
+        put_process();
+        put_thread(9, "CPU 1/KVM", 0, 0);
+        host.sleep(Duration::from_secs(20));
+        let [unplugged] = &reader.read(&host)[..] else { panic!("one machine") };
+        assert_eq!((unplugged.vcpus, unplugged.ready), (1, Duration::from_millis(1500)));
     }
 }

@@ -161,7 +161,7 @@ impl<'p> Search<'p> {
         *total = without + if sign > 0 { load } else { 0 };
         let node = |cpu: u32| self.problem.cpus.get(&cpu).map(|position| position.node);
         let moves_node = i64::from(node(cpu) != node(present_cpu));
-        [siblings, on_core - siblings, load * (2 * without + load), moves_node, i64::from(cpu != present_cpu)]
+        [siblings, on_core - siblings, moves_node, load * (2 * without + load), i64::from(cpu != present_cpu)]
             .map(|cost| sign * cost)
     }
 

@@ -165,7 +165,9 @@ fn notes(report: &VcpuStatusReport) -> Vec<String> {
         .any(|machine| machine.stacking.stacked_beside_free_cpu > 0 || machine.stacking.stacked_by_affinity > 0)
     {
         notes.push(
-            "vCPUs share a run queue although the host has free CPUs: see `pagefold vcpu spread --dry-run`.".to_owned(),
+            "vCPUs share a run queue beside a free CPU, or because of their affinity: see `pagefold vcpu spread \
+             --dry-run`."
+                .to_owned(),
         );
     }
     notes
