@@ -340,6 +340,7 @@ impl Campaign<'_, '_> {
                 warm_up: run.is_warm_up,
                 unix_seconds: unix_seconds(self.host),
                 stopped_seconds: result.stopped.as_secs_f64(),
+                wall_seconds: result.wall.as_secs_f64(),
                 samples,
                 counter_change,
             });

@@ -55,7 +55,7 @@ pub struct Experiment {
     pub exclude_noisy_blocks: bool,
     /// Run both arms of a pair at the same time. Only for what belongs to a process: `prefix` and `environment`.
     pub duet: bool,
-    /// The CPUs of the two sides of a duet; they are exchanged from pair to pair.
+    /// The CPUs of the first and of the second run of each pair of a duet.
     pub duet_cpus: Option<[Vec<usize>; 2]>,
     /// Seconds after which a run is ended as failed.
     pub timeout_seconds: f64,

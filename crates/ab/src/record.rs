@@ -176,6 +176,9 @@ pub struct RunRecord {
     pub unix_seconds: f64,
     /// How long the injection stopped the commands, in seconds.
     pub stopped_seconds: f64,
+    /// From the start of the first command to the end of the last, in seconds.
+    #[serde(default)]
+    pub wall_seconds: f64,
     /// For each metric, the samples.
     pub samples: Vec<Vec<f64>>,
     /// How much the proof counter changed.

@@ -101,6 +101,7 @@ fn look_leaves_noisy_blocks_out_like_the_verdict() {
                 warm_up: false,
                 unix_seconds: 0.0,
                 stopped_seconds: 0.0,
+                wall_seconds: 1.0,
                 samples: vec![vec![if label == 'A' { 1.0 } else { ratio }]],
                 counter_change: None,
             };
