@@ -5,7 +5,7 @@
 
 use crate::decide::analysis::{AnalysisOptions, CounterExpectation, Direction, Metric, NoisyBlocks};
 use crate::decide::design::{DesignOptions, Level, WarmUpRule};
-use crate::decide::statistics::sign_flip::smallest_p_value;
+use crate::decide::statistics::sign_flip::{MAX_EXACT_VALUES, smallest_p_value};
 use crate::decide::stopping::{Spending, StoppingPlan, StoppingPlanError};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -352,6 +352,19 @@ impl Experiment {
         Ok(())
     }
 
+    /// A warning before the start, if so few blocks cannot show a difference of any size.
+    #[must_use]
+    pub fn warn_of_few_blocks(&self) -> Option<String> {
+        let is_enough = |blocks: usize| smallest_p_value(blocks) * self.metric.len() as f64 <= self.alpha;
+        if is_enough(self.blocks) {
+            return None;
+        }
+        let needed = (self.blocks..=MAX_EXACT_VALUES).find(|&blocks| is_enough(blocks));
+        let remedy =
+            needed.map_or("measure fewer metrics".to_owned(), |blocks| format!("give at least --blocks {blocks}"));
+        Some(format!("{} blocks are too few to show a difference of any size: {remedy}", self.blocks))
+    }
+
     /// The stopping rule.
     ///
     /// # Errors
@@ -427,6 +440,17 @@ mod tests {
     fn file_metric(name: &str) -> MetricDefinition {
         let source = MetricSource::File { path: "/tmp/n".to_owned() };
         MetricDefinition { name: name.to_owned(), source, higher_is_better: false, every_seconds: None }
+    }
+
+    #[test]
+    fn too_few_blocks_for_any_difference_give_a_warning() {
+        let warning = |blocks: usize, metrics: usize| {
+            let metric = vec![file_metric("depth"); metrics];
+            Experiment { blocks, metric, ..experiment() }.warn_of_few_blocks()
+        };
+        assert_eq!((warning(6, 1), warning(7, 2)), (None, None));
+        assert!(warning(5, 1).is_some_and(|text| text.contains("--blocks 6")));
+        assert!(warning(6, 2).is_some_and(|text| text.contains("--blocks 7")));
     }
 
     #[test]

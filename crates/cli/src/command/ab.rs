@@ -250,6 +250,9 @@ fn start(mut experiment: Experiment, output: &OutputOptions, global: &GlobalOpti
     let record = Record::create(&directory, start)?;
     eprintln!("The campaign is in {}", directory.display());
     let loaded = record::load(&directory)?;
+    if let Some(warning) = loaded.start.experiment.warn_of_few_blocks() {
+        eprintln!("Warning: {warning}");
+    }
     carry_out(&*host, record, &loaded, output.json, global)
 }
 
