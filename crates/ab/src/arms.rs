@@ -33,7 +33,7 @@ pub enum ArmError {
     UnknownModule(String),
     /// A setting that resets another one.
     #[error(
-        "a change of {knob} makes the kernel reset /{other}, which an arm cannot keep and pagefold cannot restore; give commands that set and restore both: --before-a, --after-a, --before-b, --after-b"
+        "a change of {knob} makes the kernel reset /{other}, which would not be kept or not be restored; give commands that set and restore both: --before-a, --after-a, --before-b, --after-b"
     )]
     Coupled {
         /// The setting.
