@@ -2,14 +2,15 @@
 
 use crate::arms::{self, ArmError, ArmSwitch};
 use crate::decide::analysis::{AnalysisError, Verdict, analyze};
-use crate::decide::design::{Arm, BlockKind, Schedule, ScheduledRun};
+use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
+use crate::decide::stopping::StoppingPlan;
 use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
 use crate::experiment::{Experiment, ExperimentError, MetricSource};
 use crate::metric::{self, MetricError};
 use crate::record::{
-    BlockPlan, BlockRecord, CampaignStart, LoadedRecord, RECORD_VERSION, Record, RecordError, RecordLine, RunRecord,
-    SessionStart, SpawnedProcess, arm_letter,
+    BlockPlan, BlockRecord, CampaignStart, LoadedRecord, PlannedKind, RECORD_VERSION, Record, RecordError, RecordLine,
+    RunRecord, SessionStart, SpawnedProcess, arm_letter,
 };
 use crate::samples::collect_samples;
 use crate::workload::{RunError, SampledMetric, Side, SideResult, observe, read_once, run_sides};
@@ -81,8 +82,6 @@ impl CampaignError {
 pub struct CampaignProgress {
     /// Completed blocks.
     pub blocks: usize,
-    /// Blocks of the schedule.
-    pub scheduled: usize,
 }
 
 /// What happened to the host's settings.
@@ -199,24 +198,11 @@ impl Campaign<'_, '_> {
         let mut blocks = loaded.blocks.clone();
         let plan = self.start.experiment.stopping_plan().map_err(ExperimentError::from)?;
         loop {
-            note_progress(CampaignProgress { blocks: blocks.len(), scheduled: schedule.blocks.len() });
-            let is_comparison = |block: &BlockRecord| {
-                schedule.blocks.get(block.block).is_some_and(|block| block.kind == BlockKind::Comparison)
-            };
-            let compared = blocks.iter().filter(|(block, _)| is_comparison(block)).count();
-            let is_at_look = blocks.last().is_some_and(|(block, _)| is_comparison(block));
-            if is_at_look
-                && compared < plan.max_blocks()
-                && let Some(look) = plan.look_at(compared)
-            {
-                let options = self.start.experiment.analysis(look.nominal_alpha);
-                let analysis = analyze(&collect_samples(self.start, &blocks, false), &options)?;
-                let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
-                if analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)) {
-                    let why = format!("the look at {compared} blocks found a difference");
-                    self.record.append(&RecordLine::End { why })?;
-                    return Ok(());
-                }
+            note_progress(CampaignProgress { blocks: blocks.len() });
+            if let Some(compared) = find_difference_at_look(self.start, &plan, &blocks)? {
+                let why = format!("the look at {compared} blocks found a difference");
+                self.record.append(&RecordLine::End { why })?;
+                return Ok(());
             }
             let Some(block) = schedule.blocks.get(blocks.len()) else {
                 self.record.append(&RecordLine::End { why: "all blocks have run".to_owned() })?;
@@ -228,9 +214,7 @@ impl Campaign<'_, '_> {
             let scheduled = block.runs(&schedule.warm_up);
             let mut position = 0;
             while position < scheduled.len() {
-                let is_pair =
-                    self.start.experiment.duet && !scheduled[position].is_warm_up && position + 1 < scheduled.len();
-                let group = &scheduled[position..position + if is_pair { 2 } else { 1 }];
+                let group = next_group(&self.start.experiment, &scheduled, position);
                 let (records, cpu) = self.run_group(block.index, position, group)?;
                 cpu_seconds += cpu;
                 for run in records {
@@ -285,14 +269,13 @@ impl Campaign<'_, '_> {
                         .collect(),
                     environment,
                     slowdown_percent: run.slowdown_percent,
-                    // The position in a pair and the arm vary independently, so that no arm keeps a CPU.
-                    cpus: experiment.duet_cpus.as_ref().map(|cpus| cpus[(number + position / 2) % 2].clone()),
+                    cpus: duet_cpus(experiment, number),
                 }
             })
             .collect();
         let read_counter = || {
             let counter = experiment.proof.as_ref().map(|proof| &proof.counter);
-            counter.map(|path| metric::read_file_number(self.host, path)).transpose().map_err(CampaignError::Counter)
+            counter.map(|path| metric::read_counter(self.host, path)).transpose().map_err(CampaignError::Counter)
         };
         let sampled: Vec<(usize, SampledMetric<'_>)> = experiment
             .metric
@@ -331,20 +314,22 @@ impl Campaign<'_, '_> {
         let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
         let mut records = Vec::new();
         for (number, (run, result)) in group.iter().zip(&results).enumerate() {
+            let failed = |source: RunError| CampaignError::Run { block, position: position + number, source };
             let mut samples = Vec::new();
             for (index, metric) in experiment.metric.iter().enumerate() {
                 let over_time = positions.iter().position(|&position| position == index).map(|at| readings[at].clone());
-                let value = match (&metric.source, over_time) {
-                    (_, Some(readings)) if !readings.is_empty() => {
-                        samples.push(readings);
-                        continue;
+                let values = match (&metric.source, over_time) {
+                    (_, Some(readings)) if !readings.is_empty() => Ok(readings),
+                    (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
+                    (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
+                    (MetricSource::Pattern { pattern }, _) => {
+                        metric::match_number(pattern, &result.output).map(|value| vec![value])
                     }
-                    (MetricSource::WallTime, _) => Ok(result.wall.as_secs_f64()),
-                    (MetricSource::CpuTime, _) => Ok(result.cpu.as_secs_f64()),
-                    (MetricSource::Pattern { pattern }, _) => metric::match_number(pattern, &result.output),
-                    (source, _) => read_once(self.host, source),
+                    (source, _) => read_once(self.host, source).map(|value| vec![value]),
                 };
-                samples.push(vec![value.map_err(|error| failed(error.into()))?]);
+                // The record and the analysis need positive numbers; JSON has no form of NaN.
+                let values = values.and_then(|values| metric::check_samples(&metric.name, &values).map(|()| values));
+                samples.push(values.map_err(|error| failed(error.into()))?);
             }
             records.push(RunRecord {
                 block,
@@ -355,6 +340,7 @@ impl Campaign<'_, '_> {
                 warm_up: run.is_warm_up,
                 unix_seconds: unix_seconds(self.host),
                 stopped_seconds: result.stopped.as_secs_f64(),
+                wall_seconds: result.wall.as_secs_f64(),
                 samples,
                 counter_change,
             });
@@ -378,6 +364,43 @@ impl Campaign<'_, '_> {
     }
 }
 
+/// The number of comparison blocks, if the campaign is at a look before the last and finds a difference in the first
+/// metric. Noisy blocks are left out if they are left out of the verdict; too few other blocks find none.
+fn find_difference_at_look(
+    start: &CampaignStart,
+    plan: &StoppingPlan,
+    blocks: &[(BlockRecord, Vec<RunRecord>)],
+) -> Result<Option<usize>, AnalysisError> {
+    let is_comparison = |(block, _): &&(BlockRecord, Vec<RunRecord>)| {
+        start.schedule.get(block.block).is_some_and(|block| block.kind == PlannedKind::Comparison)
+    };
+    let compared = blocks.iter().filter(is_comparison).count();
+    if !blocks.last().as_ref().is_some_and(is_comparison) || compared >= plan.max_blocks() {
+        return Ok(None);
+    }
+    let Some(look) = plan.look_at(compared) else { return Ok(None) };
+    let experiment = &start.experiment;
+    let samples = collect_samples(start, blocks, experiment.exclude_noisy_blocks);
+    let analysis = match analyze(&samples, &experiment.analysis(look.nominal_alpha)) {
+        Err(AnalysisError::TooFewBlocks { .. }) => return Ok(None),
+        analysis => analysis?,
+    };
+    let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
+    Ok(analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)).then_some(compared))
+}
+
+/// The CPUs of the first or second run of a pair. The order ABBA itself exchanges the arms between the two, so that no
+/// arm keeps a CPU.
+fn duet_cpus(experiment: &Experiment, number: usize) -> Option<Vec<usize>> {
+    experiment.duet_cpus.as_ref().map(|cpus| cpus[number].clone())
+}
+
+/// The runs that begin together: both of a pair in a duet, otherwise one.
+fn next_group<'a>(experiment: &Experiment, scheduled: &'a [ScheduledRun], position: usize) -> &'a [ScheduledRun] {
+    let is_pair = experiment.duet && !scheduled[position].is_warm_up && position + 1 < scheduled.len();
+    &scheduled[position..position + if is_pair { 2 } else { 1 }]
+}
+
 /// The limits of a quiet block. The workload itself loads the host, so pressure is judged only where the host is
 /// observed.
 fn noise_limits(experiment: &Experiment) -> NoiseLimits {
@@ -391,3 +414,6 @@ fn noise_limits(experiment: &Experiment) -> NoiseLimits {
         ..NoiseLimits::default()
     }
 }
+
+#[cfg(test)]
+mod tests;

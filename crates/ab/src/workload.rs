@@ -5,8 +5,10 @@
 //! This slows wall time and throughput as a slower machine would. It does not change the CPU time, so a control cannot be
 //! found in that metric. Processes that leave the group are not slowed.
 //!
-//! If this process is killed while a group is stopped, the kernel continues the group: it then is an orphaned process
-//! group with stopped members, which gets SIGHUP and SIGCONT (kernel/exit.c, `kill_orphaned_pgrp`).
+//! If this process is killed while a group is stopped, its children get another parent. If that is the host's init or in
+//! another session, the group is orphaned, and the kernel sends it SIGHUP and SIGCONT (kernel/exit.c,
+//! `kill_orphaned_pgrp`). In a container whose first process is in this session, the group stays stopped until
+//! `pagefold ab resume` ends it.
 
 use crate::metric::{self, MetricError};
 use pagefold_host::Host;
