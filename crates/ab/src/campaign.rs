@@ -6,7 +6,7 @@ use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
 use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
-use crate::experiment::{Experiment, ExperimentError, MetricSource};
+use crate::experiment::{Experiment, ExperimentError, MetricDefinition, MetricSource};
 use crate::metric::{self, MetricError};
 use crate::record::{
     BlockPlan, BlockRecord, CampaignStart, LoadedRecord, PlannedKind, RECORD_VERSION, Record, RecordError, RecordLine,
@@ -248,34 +248,14 @@ impl Campaign<'_, '_> {
         if self.stop.load(Ordering::Relaxed) {
             return Err(failed(RunError::Stopped));
         }
-        let experiment = &self.start.experiment;
+        let (host, experiment) = (self.host, &self.start.experiment);
         let arm = group[0].applied;
         self.enter(arm)?;
         self.switch.restart(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
-        let sides: Vec<Side> = group
-            .iter()
-            .enumerate()
-            .map(|(number, run)| {
-                let definition = self.switch.definition(run.applied);
-                let mut environment = definition.environment.clone();
-                environment.insert("PAGEFOLD_AB_BLOCK".to_owned(), block.to_string());
-                environment.insert("PAGEFOLD_AB_RUN".to_owned(), (position + number).to_string());
-                environment.insert("PAGEFOLD_AB_ARM".to_owned(), arm_letter(run.applied).to_string());
-                Side {
-                    commands: experiment
-                        .workload
-                        .iter()
-                        .map(|words| definition.prefix.iter().chain(words).cloned().collect())
-                        .collect(),
-                    environment,
-                    slowdown_percent: run.slowdown_percent,
-                    cpus: duet_cpus(experiment, number),
-                }
-            })
-            .collect();
+        let sides = self.sides(block, position, group);
         let read_counter = || {
             let counter = experiment.proof.as_ref().map(|proof| &proof.counter);
-            counter.map(|path| metric::read_counter(self.host, path)).transpose().map_err(CampaignError::Counter)
+            counter.map(|path| metric::read_counter(host, path)).transpose().map_err(CampaignError::Counter)
         };
         let sampled: Vec<(usize, SampledMetric<'_>)> = experiment
             .metric
@@ -283,54 +263,18 @@ impl Campaign<'_, '_> {
             .enumerate()
             .filter_map(|(position, metric)| {
                 let interval = Duration::from_secs_f64(metric.every_seconds?);
-                Some((position, SampledMetric { interval, read: Box::new(|| read_once(self.host, &metric.source)) }))
+                Some((position, SampledMetric { interval, read: Box::new(move || read_once(host, &metric.source)) }))
             })
             .collect();
         let (positions, sampled): (Vec<usize>, Vec<SampledMetric<'_>>) = sampled.into_iter().unzip();
         let before = read_counter()?;
-        let (results, readings) = if experiment.workload.is_empty() {
-            let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
-            let readings = observe(self.host, duration, self.stop, &sampled).map_err(failed)?;
-            let nothing =
-                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
-            (vec![nothing], readings)
-        } else {
-            let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
-            let output = record.directory().join("output");
-            fs::create_dir_all(&output).map_err(|source| {
-                failed(RunError::System { what: "cannot create the directory of outputs", source })
-            })?;
-            let mut note_started = |pids: &[u32]| -> io::Result<()> {
-                let describe = |&pid: &u32| {
-                    let start_time = host.open(Pid(pid)).ok()?.id().start_time;
-                    Some(SpawnedProcess { pid, start_time, boot: boot.clone() })
-                };
-                let processes = pids.iter().filter_map(describe).collect();
-                record.append(&RecordLine::Spawned { processes }).map_err(io::Error::other)
-            };
-            let timeout = Duration::from_secs_f64(experiment.timeout_seconds.clamp(0.0, 1e9));
-            run_sides(&sides, &output, timeout, self.stop, &sampled, &mut note_started).map_err(failed)?
-        };
+        let (results, readings) = self.run_or_observe(&sides, &sampled).map_err(failed)?;
         let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
         let mut records = Vec::new();
         for (number, (run, result)) in group.iter().zip(&results).enumerate() {
             let failed = |source: RunError| CampaignError::Run { block, position: position + number, source };
-            let mut samples = Vec::new();
-            for (index, metric) in experiment.metric.iter().enumerate() {
-                let over_time = positions.iter().position(|&position| position == index).map(|at| readings[at].clone());
-                let values = match (&metric.source, over_time) {
-                    (_, Some(readings)) if !readings.is_empty() => Ok(readings),
-                    (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
-                    (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
-                    (MetricSource::Pattern { pattern }, _) => {
-                        metric::match_number(pattern, &result.output).map(|value| vec![value])
-                    }
-                    (source, _) => read_once(self.host, source).map(|value| vec![value]),
-                };
-                // The record and the analysis need positive numbers; JSON has no form of NaN.
-                let values = values.and_then(|values| metric::check_samples(&metric.name, &values).map(|()| values));
-                samples.push(values.map_err(|error| failed(error.into()))?);
-            }
+            let over_time = |index| positions.iter().position(|&position| position == index).map(|at| &*readings[at]);
+            let samples = self.read_samples(result, over_time).map_err(failed)?;
             records.push(RunRecord {
                 block,
                 position: position + number,
@@ -346,6 +290,79 @@ impl Campaign<'_, '_> {
             });
         }
         Ok((records, results.iter().map(|result| result.cpu.as_secs_f64()).sum()))
+    }
+
+    /// The commands of the runs of a group.
+    fn sides(&self, block: usize, position: usize, group: &[ScheduledRun]) -> Vec<Side> {
+        let experiment = &self.start.experiment;
+        let side = |(number, run): (usize, &ScheduledRun)| {
+            let definition = self.switch.definition(run.applied);
+            let mut environment = definition.environment.clone();
+            environment.insert("PAGEFOLD_AB_BLOCK".to_owned(), block.to_string());
+            environment.insert("PAGEFOLD_AB_RUN".to_owned(), (position + number).to_string());
+            environment.insert("PAGEFOLD_AB_ARM".to_owned(), arm_letter(run.applied).to_string());
+            let command = |words: &Vec<String>| definition.prefix.iter().chain(words).cloned().collect();
+            Side {
+                commands: experiment.workload.iter().map(command).collect(),
+                environment,
+                slowdown_percent: run.slowdown_percent,
+                cpus: duet_cpus(experiment, number),
+            }
+        };
+        group.iter().enumerate().map(side).collect()
+    }
+
+    /// Runs the workload of each side, or observes the host. Returns also the readings of each sampled metric.
+    fn run_or_observe(
+        &mut self,
+        sides: &[Side],
+        sampled: &[SampledMetric<'_>],
+    ) -> Result<(Vec<SideResult>, Vec<Vec<f64>>), RunError> {
+        let experiment = &self.start.experiment;
+        if experiment.workload.is_empty() {
+            let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
+            let readings = observe(self.host, duration, self.stop, sampled)?;
+            let nothing =
+                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
+            return Ok((vec![nothing], readings));
+        }
+        let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
+        let output = record.directory().join("output");
+        fs::create_dir_all(&output)
+            .map_err(|source| RunError::System { what: "cannot create the directory of outputs", source })?;
+        let mut note_started = |pids: &[u32]| -> io::Result<()> {
+            let describe = |&pid: &u32| {
+                let start_time = host.open(Pid(pid)).ok()?.id().start_time;
+                Some(SpawnedProcess { pid, start_time, boot: boot.clone() })
+            };
+            let processes = pids.iter().filter_map(describe).collect();
+            record.append(&RecordLine::Spawned { processes }).map_err(io::Error::other)
+        };
+        let timeout = Duration::from_secs_f64(experiment.timeout_seconds.clamp(0.0, 1e9));
+        run_sides(sides, &output, timeout, self.stop, sampled, &mut note_started)
+    }
+
+    /// The samples of each metric of a run. `over_time` has the readings during the run of the metric with this number.
+    fn read_samples<'r>(
+        &self,
+        result: &SideResult,
+        over_time: impl Fn(usize) -> Option<&'r [f64]>,
+    ) -> Result<Vec<Vec<f64>>, RunError> {
+        let read = |(index, metric): (usize, &MetricDefinition)| {
+            let values = match (&metric.source, over_time(index)) {
+                (_, Some(readings)) if !readings.is_empty() => Ok(readings.to_vec()),
+                (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
+                (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
+                (MetricSource::Pattern { pattern }, _) => {
+                    metric::match_number(pattern, &result.output).map(|value| vec![value])
+                }
+                (source, _) => read_once(self.host, source).map(|value| vec![value]),
+            }?;
+            // The record and the analysis need positive numbers; JSON has no form of NaN.
+            metric::check_samples(&metric.name, &values)?;
+            Ok(values)
+        };
+        self.start.experiment.metric.iter().enumerate().map(read).collect()
     }
 
     fn enter(&mut self, arm: Arm) -> Result<(), CampaignError> {

@@ -106,7 +106,7 @@ pub struct CampaignResult {
     /// The metrics; empty if too few blocks have run.
     pub metrics: Vec<MetricReport>,
     /// The proof counter, if the experiment names one.
-    pub counter: Option<CounterReport>,
+    pub counter: Option<ProofCounterReport>,
     /// Why there are no metrics.
     pub why_not_analyzed: Option<String>,
     /// The samples of the measured runs.
@@ -205,7 +205,7 @@ pub struct EstimateReport {
 
 /// The proof counter.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct CounterReport {
+pub struct ProofCounterReport {
     /// The counter.
     pub counter: String,
     /// Its mean change in a run under A.
@@ -280,7 +280,7 @@ impl AbReport {
         let (metrics, counter, why) = match &analysis {
             Ok(analysis) => (
                 analysis.metrics.iter().map(MetricReport::new).collect(),
-                analysis.counter.zip(start.experiment.proof.as_ref()).map(|(counter, proof)| CounterReport {
+                analysis.counter.zip(start.experiment.proof.as_ref()).map(|(counter, proof)| ProofCounterReport {
                     counter: proof.counter.clone(),
                     change_in_a: counter.change_in_a,
                     change_in_b: counter.change_in_b,

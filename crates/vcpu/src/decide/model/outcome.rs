@@ -1,5 +1,7 @@
 //! What a simulation measures.
 
+use super::{Scenario, VmSpec};
+
 /// Jain's fairness index of `shares`: 1 if all are equal, 1/n if one has everything (Jain, Chiu, Hawe 1984).
 pub fn jain_index(shares: &[f64]) -> f64 {
     let sum: f64 = shares.iter().sum();
@@ -89,6 +91,13 @@ impl Outcome {
         let active: u64 = self.vms.iter().map(|vm| vm.active_ns).sum();
         let co_run: u64 = self.vms.iter().map(|vm| vm.co_run_ns).sum();
         if active == 0 { 0.0 } else { co_run as f64 / active as f64 }
+    }
+
+    /// Jain's index of the CPU time of the VMs of `scenario`, by vCPU and weight.
+    pub fn fairness(&self, scenario: &Scenario) -> f64 {
+        let share =
+            |(vm, spec): (&VmOutcome, &VmSpec)| vm.cpu_time_ns as f64 / (f64::from(spec.vcpus) * spec.weight as f64);
+        jain_index(&self.vms.iter().zip(&scenario.vms).map(share).collect::<Vec<_>>())
     }
 
     /// Mean time from asking for a contended lock until it is held, in nanoseconds.
