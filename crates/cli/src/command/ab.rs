@@ -164,7 +164,7 @@ struct ExperimentOptions {
     /// Observe the host for this time instead of running a command
     #[arg(long, value_name = "TIME", value_parser = parse_duration, conflicts_with_all = ["workload", "also"])]
     observe: Option<Duration>,
-    /// wall, cpu, NAME=regex:PATTERN, NAME=file:PATH[:KEY] or NAME=prometheus:URL,QUERY [default: wall]
+    /// wall, cpu, NAME=regex:PATTERN, NAME=file:PATH, NAME=file:PATH:KEY or NAME=prometheus:URL,QUERY [default: wall]
     #[arg(long, value_name = "METRIC")]
     metric: Vec<String>,
     /// Metrics of which a higher value is better
