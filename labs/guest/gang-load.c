@@ -9,7 +9,8 @@
 //
 //   measure NAME MS    runs for so long and prints RESULT NAME with operations a second, Jain's fairness index of the
 //                      machines, and the co-run fraction: of the time in which a machine has CPUs, the share in which it
-//                      has as many as it can use. It is computed from the events sched_switch and sched_wakeup.
+//                      has as many as it can use. It is computed from the events sched_switch and sched_wakeup. idle is
+//                      the number of vCPUs that neither worked nor spun.
 //   stop, go           stops and continues the machines (and the hogs): they sleep.
 //   hogs N             starts or ends hogs
 //
@@ -371,12 +372,15 @@ static double corun_fraction(double begin, long cpus)
 static void measure(const char *name, int milliseconds)
 {
 	uint64_t before[MAX_VMS] = { 0 }, after[MAX_VMS] = { 0 }, spins = 0, yields = 0;
+	uint32_t progress[MAX_VMS][MAX_VCPUS];
+	int idle = 0;
 	double sum = 0, squares = 0;
 	write_file(TRACING "trace", "");
 	write_file(TRACING "tracing_on", "1");
 	usleep(50000);
 	for (int vm = 0; vm < vms; vm++)
 		for (int i = 0; i < vcpus; i++) {
+			progress[vm][i] = memories[vm]->cells[i].operations + memories[vm]->cells[i].spins;
 			before[vm] += memories[vm]->cells[i].operations;
 			spins -= memories[vm]->cells[i].spins;
 			yields -= memories[vm]->cells[i].yields;
@@ -385,6 +389,7 @@ static void measure(const char *name, int milliseconds)
 	usleep(milliseconds * 1000);
 	for (int vm = 0; vm < vms; vm++)
 		for (int i = 0; i < vcpus; i++) {
+			idle += progress[vm][i] == memories[vm]->cells[i].operations + memories[vm]->cells[i].spins;
 			after[vm] += memories[vm]->cells[i].operations;
 			spins += memories[vm]->cells[i].spins;
 			yields += memories[vm]->cells[i].yields;
@@ -399,8 +404,9 @@ static void measure(const char *name, int milliseconds)
 		sum += rate;
 		squares += rate * rate;
 	}
-	printf("RESULT %s rate=%.0f jain=%.4f corun=%.4f spins=%llu yields=%llu rates=", name, sum,
-	       squares > 0 ? sum * sum / (vms * squares) : 0, corun, (unsigned long long)spins, (unsigned long long)yields);
+	printf("RESULT %s rate=%.0f jain=%.4f corun=%.4f spins=%llu yields=%llu idle=%d rates=", name, sum,
+	       squares > 0 ? sum * sum / (vms * squares) : 0, corun, (unsigned long long)spins, (unsigned long long)yields,
+	       idle);
 	for (int vm = 0; vm < vms; vm++)
 		printf("%s%.0f", vm ? "," : "", (after[vm] - before[vm]) / time);
 	printf("\n");

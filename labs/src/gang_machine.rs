@@ -64,6 +64,8 @@ pub struct LoadFigures {
     pub fairness: f64,
     /// The share of the time in which a machine has CPUs and as many as it can use.
     pub corun: f64,
+    /// vCPUs that neither worked nor spun.
+    pub idle_vcpus: u32,
 }
 
 /// The figures of a measurement.
@@ -74,9 +76,15 @@ pub fn load_figures(output: &str, name: &str) -> LoadFigures {
     let prefix = format!("RESULT {name} ");
     let line = output.lines().find_map(|line| line.strip_prefix(&*prefix));
     let line = line.unwrap_or_else(|| panic!("no {prefix}in {output}"));
-    let value = |key: &str| -> f64 {
-        let word = line.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
-        word.and_then(|word| word.parse().ok()).unwrap_or_else(|| panic!("no {key} in {line}"))
+    let word = |key: &str| {
+        let found = line.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        found.unwrap_or_else(|| panic!("no {key} in {line}"))
     };
-    LoadFigures { rate: value("rate"), fairness: value("jain"), corun: value("corun") }
+    let number = |key: &str| word(key).parse().unwrap_or_else(|error| panic!("{key}: {error}: {line}"));
+    LoadFigures {
+        rate: number("rate"),
+        fairness: number("jain"),
+        corun: number("corun"),
+        idle_vcpus: word("idle").parse().unwrap_or_else(|error| panic!("idle: {error}: {line}")),
+    }
 }
