@@ -91,13 +91,14 @@ fn flock_by_another_pagefold_is_respected() {
     let victim = SelfCheckingTarget::start("futex");
     let mut first = Command::new(lab_binary());
     first.args(["advise", &victim.pid().to_string(), "mergeable"]).env("PAGEFOLD_FAULT_POINT", "stop 1 thread chosen");
-    let mut first = first.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the lab runs");
+    let first = first.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the lab runs");
     let stat = || fs::read_to_string(format!("/proc/{}/stat", first.id())).unwrap_or_default();
-    wait_until("it stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
+    wait_until("the first visitor stops", || stat().rsplit(')').next().is_some_and(|rest| rest.starts_with(" T")));
     let output = advise_expecting_refusal(victim.pid(), &["mergeable"]);
     assert!(output.contains(&format!("process {} has locked /proc/{}/maps", first.id(), victim.pid())), "{output}");
     kill(Pid::from_raw(first.id().cast_signed()), Signal::SIGCONT).expect("it is alive");
-    assert!(first.wait().expect("its exit").success());
+    let output = first.wait_with_output().expect("its exit");
+    assert!(output.status.success(), "{}: {}", output.status, lossy_text(&output.stderr));
     victim.finish_and_check();
 }
 

@@ -204,7 +204,9 @@ impl InjectTarget {
             let is_expired = start.elapsed() > LOCK_TIMEOUT;
             if holder.is_none() || is_expired {
                 let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
-                holder = file.metadata().ok().and_then(|file| flock_holder(&locks, file.dev(), file.ino()));
+                let found = file.metadata().ok().and_then(|file| flock_holder(&locks, file.dev(), file.ino()));
+                // The kernel prints the file in parts, and a lock moves between them if others are released meanwhile.
+                holder = found.or(holder);
             }
             match holder {
                 Some(pid)
