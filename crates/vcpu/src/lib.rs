@@ -2,7 +2,7 @@
 //!
 //! [`decide`] has the measures of a schedule and the model of a host. [`machines`] finds the threads that run vCPUs,
 //! [`sample`] reads their counters over an interval, and [`spread`] keeps siblings on different run queues by their
-//! affinity.
+//! affinity. [`schedule`] describes which task ran on which CPU.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ pub mod machines;
 pub mod monitor;
 pub mod sample;
 pub mod scenario;
+pub mod schedule;
 pub mod spread;
 pub mod text;
 pub mod wire;
