@@ -283,7 +283,9 @@ impl Replay {
             && running == task
         {
             self.push_run(task, cpu, from, time, RunEnd::Unknown);
-            self.current.remove(&cpu);
+            // Which task runs there now is not known. The entry stays: the CPU did have a switch, so its next task did
+            // not run since the start.
+            self.current.insert(cpu, (None, time));
             self.states[task] = TaskState::Unknown;
         }
     }
