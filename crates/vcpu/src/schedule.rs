@@ -9,10 +9,8 @@
 //! start of the schedule.
 
 mod builder;
-mod identify;
 
 pub use builder::ScheduleBuilder;
-pub use identify::parse_vcpu_thread_name;
 
 /// The kernel's identifier of a thread. [`IDLE`] is the idle task of each CPU.
 pub type Tid = u32;
