@@ -26,7 +26,9 @@ pub struct ScheduleBuilder {
 /// What a task does at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TaskState {
-    /// Not known yet.
+    /// No event so far.
+    Unseen,
+    /// Not known, because an event was lost.
     Unknown,
     Sleeping,
     Running {
@@ -185,7 +187,7 @@ impl Replay {
         Self {
             start,
             end,
-            states: vec![TaskState::Unknown; task_count],
+            states: vec![TaskState::Unseen; task_count],
             current: HashMap::new(),
             spinning: HashMap::new(),
             runs: Vec::new(),
@@ -204,7 +206,7 @@ impl Replay {
             }
             SchedulerEventKind::Wakeup { task, cpu } => {
                 if let Some(task) = index(task)
-                    && matches!(self.states[task], TaskState::Unknown | TaskState::Sleeping)
+                    && matches!(self.states[task], TaskState::Unseen | TaskState::Unknown | TaskState::Sleeping)
                 {
                     self.states[task] = TaskState::Waiting { cpu, from: time, cause: WaitCause::Woken };
                 }
@@ -250,7 +252,7 @@ impl Replay {
                 self.push_run(task, cpu, from, time, end);
                 self.states[task] = TaskState::Unknown;
             }
-            (None, Some(task)) if self.states[task] == TaskState::Unknown => {
+            (None, Some(task)) if self.states[task] == TaskState::Unseen => {
                 self.push_run(task, cpu, self.start, time, end);
             }
             _ => {}

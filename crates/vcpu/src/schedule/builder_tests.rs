@@ -104,6 +104,13 @@ fn lost_switch_ends_the_run_that_went_on_elsewhere() {
 }
 
 #[test]
+fn task_with_a_lost_switch_did_not_run_since_the_start() {
+    // The events at which task 7 left CPU 0 and came to CPU 1 are missing.
+    let schedule = build(&[switch(10, 0, IDLE, true, 7), switch(30, 0, 8, false, IDLE), switch(50, 1, 7, false, IDLE)]);
+    assert_eq!(runs(&schedule), [(7, 0, 10, 30, RunEnd::Unknown)]);
+}
+
+#[test]
 fn spin_ends_with_the_schedule_at_the_latest() {
     let spin = |time, kind| SchedulerEvent { time, kind };
     let schedule = build(&[
