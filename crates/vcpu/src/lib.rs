@@ -2,7 +2,8 @@
 //!
 //! [`decide`] has the measures of a schedule and the model of a host. [`machines`] finds the threads that run vCPUs,
 //! [`sample`] reads their counters over an interval, and [`spread`] keeps siblings on different run queues by their
-//! affinity. [`schedule`] describes which task ran on which CPU, and [`picture`] draws it.
+//! affinity. [`schedule`] describes which task ran on which CPU, and [`picture`] draws it. [`sources`]
+//! reads it from files of other tools.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +14,7 @@ pub mod picture;
 pub mod sample;
 pub mod scenario;
 pub mod schedule;
+pub mod sources;
 pub mod spread;
 pub mod text;
 pub mod wire;
