@@ -64,10 +64,9 @@ pub fn column_spans(schedule: &Schedule, (from, to): (u64, u64), columns: u64) -
     if duration == 0 || columns == 0 {
         return Vec::new();
     }
-    // Column k reaches from boundary(k) to boundary(k + 1).
-    let boundary =
-        |column: u64| from + (u128::from(duration) * u128::from(column)).div_ceil(u128::from(columns)) as u64;
-    let column_of = |time: u64| (u128::from(time - from) * u128::from(columns) / u128::from(duration)) as u64;
+    // Times since the start are multiplied by the number of columns, so that each column is `width` wide.
+    let width = u128::from(duration);
+    let scaled = |time: u64| u128::from(time - from) * u128::from(columns);
     let mut rows = vec![Vec::new(); schedule.cpus.len()];
     for run in &schedule.runs {
         if let Ok(row) = schedule.cpus.binary_search(&run.cpu) {
@@ -79,21 +78,24 @@ pub fn column_spans(schedule: &Schedule, (from, to): (u64, u64), columns: u64) -
         let mut column_times = ColumnTimes::default();
         let mut current = 0;
         let mut finish = |column: u64, times: &mut ColumnTimes| {
-            let Some(shown) = times.take_longest(boundary(column + 1) - boundary(column)) else { return };
+            let Some(shown) = times.take_longest(width) else { return };
             match spans.last_mut() {
                 Some(last) if (last.row, last.to, last.shown) == (row, column, shown) => last.to = column + 1,
                 _ => spans.push(ColumnSpan { row, from: column, to: column + 1, shown }),
             }
         };
         for run in runs {
-            let (mut start, end) = (run.from.max(from), run.to.min(to));
+            if run.to <= from || run.from >= to {
+                continue;
+            }
+            let (mut start, end) = (scaled(run.from.max(from)), scaled(run.to.min(to)));
             while start < end {
-                let column = column_of(start);
+                let column = (start / width) as u64;
                 if column != current {
                     finish(current, &mut column_times);
                     current = column;
                 }
-                let until = end.min(boundary(column + 1));
+                let until = end.min((u128::from(column) + 1) * width);
                 column_times.add(shown[run.task], until - start);
                 start = until;
             }
@@ -106,17 +108,17 @@ pub fn column_spans(schedule: &Schedule, (from, to): (u64, u64), columns: u64) -
 /// Times of the tasks in one column.
 #[derive(Default)]
 struct ColumnTimes {
-    times: HashMap<ShownTask, u64>,
+    times: HashMap<ShownTask, u128>,
 }
 
 impl ColumnTimes {
-    fn add(&mut self, shown: ShownTask, time: u64) {
+    fn add(&mut self, shown: ShownTask, time: u128) {
         *self.times.entry(shown).or_default() += time;
     }
 
     /// The task with the longest time, the first of equal ones; none if tasks ran for less than half of `width`.
-    fn take_longest(&mut self, width: u64) -> Option<ShownTask> {
-        let busy: u64 = self.times.values().sum();
+    fn take_longest(&mut self, width: u128) -> Option<ShownTask> {
+        let busy: u128 = self.times.values().sum();
         let longest = self.times.drain().max_by_key(|&(shown, time)| (time, std::cmp::Reverse(shown)));
         longest.filter(|_| 2 * busy >= width).map(|(shown, _)| shown)
     }
@@ -185,18 +187,35 @@ mod tests {
         assert_eq!(column_spans(&schedule, (40, 40), 4), []);
     }
 
+    #[test]
+    fn columns_may_be_shorter_than_a_nanosecond() {
+        let schedule = schedule(vec![0], 10, &[(0, 0, 0, 3), (1, 0, 3, 10)]);
+        assert_eq!(
+            column_spans(&schedule, (0, 10), 1000),
+            [
+                ColumnSpan { row: 0, from: 0, to: 300, shown: vcpu(0) },
+                ColumnSpan { row: 0, from: 300, to: 1000, shown: vcpu(1) },
+            ]
+        );
+    }
+
     proptest! {
         #[test]
-        fn spans_are_ordered_and_bounded(lengths in prop::collection::vec((0..30u64, 1..30u64, 0..4usize), 0..40), columns in 1..50u64) {
+        fn spans_are_ordered_and_bounded(lengths in prop::collection::vec((0..30u64, 1..30u64, 0..4usize), 0..40), has_gaps: bool, columns in 1..50u64) {
             let mut time = 0;
             let mut runs = Vec::new();
             for (gap, length, task) in lengths {
-                runs.push((task, 0, time + gap, time + gap + length));
-                time += gap + length;
+                time += if has_gaps { gap } else { 0 };
+                runs.push((task, 0, time, time + length));
+                time += length;
             }
             let spans = column_spans(&schedule(vec![0], time, &runs), (0, time), columns);
             prop_assert!(spans.iter().all(|span| span.from < span.to && span.to <= columns));
             prop_assert!(spans.windows(2).all(|pair| pair[0].to <= pair[1].from));
+            // A CPU that is never idle has no empty column.
+            if !has_gaps && time > 0 {
+                prop_assert_eq!(spans.iter().map(|span| span.to - span.from).sum::<u64>(), columns);
+            }
         }
     }
 }

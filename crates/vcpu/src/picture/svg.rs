@@ -29,9 +29,9 @@ const MAX_LEGEND_MACHINES: usize = 24;
 /// Shades of a machine in the legend.
 const MAX_LEGEND_SHADES: usize = 8;
 /// Width of an entry of the legend, in pixels.
-const LEGEND_ENTRY_WIDTH: u64 = 240;
+const LEGEND_ENTRY_WIDTH: u64 = 320;
 /// Characters of a name in the legend.
-const MAX_NAME_CHARACTERS: usize = 20;
+const MAX_NAME_CHARACTERS: usize = 28;
 
 /// One panel of a picture.
 #[derive(Debug, Clone, Copy)]
@@ -185,7 +185,7 @@ fn draw_legend(svg: &mut String, schedule: &Schedule, (x, y): (u64, u64), right:
         entries.push((Vec::new(), format!("and {} more", schedule.vms.len() - MAX_LEGEND_MACHINES)));
     }
     if schedule.tasks.iter().any(|task| task.vm.is_some() && task.vcpu.is_none()) {
-        entries.push((vec![color(ShownTask::OtherThread { vm: 0 }, 0)], "grayish: other threads".to_owned()));
+        entries.push((vec![color(ShownTask::OtherThread { vm: 0 }, 0)], "other threads of machines".to_owned()));
     }
     if schedule.tasks.iter().any(|task| task.vm.is_none()) {
         entries.push((vec![color(ShownTask::OtherTask, 0)], "other tasks".to_owned()));

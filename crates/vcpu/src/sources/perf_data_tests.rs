@@ -6,6 +6,7 @@ use crate::decide::measures::measure;
 use crate::schedule::{RunEnd, WaitCause};
 use proptest::prelude::*;
 use std::io::Cursor;
+use std::path::Path;
 
 const SWITCH_EVENT: u64 = 314;
 const WAKEUP_EVENT: u64 = 317;
@@ -133,23 +134,27 @@ const RUNNABLE: u64 = 0;
 const PREEMPTED: u64 = 0x100;
 const SLEEPS: u64 = 1;
 
-/// A machine of two vCPUs on two CPUs.
-fn two_vcpus() -> Vec<u8> {
+/// A machine of two vCPUs on two CPUs, with times in units of `unit` nanoseconds.
+fn two_vcpus_in_units(unit: u64) -> Vec<u8> {
     file(
         &BOTH,
         &[
             comm((100, "qemu-system-x86"), 100),
             comm(VCPU0, 100),
             comm(VCPU1, 100),
-            switch(1000, 0, 0, IDLE_THREAD, RUNNABLE, VCPU0),
-            wakeup(1010, VCPU1, 0),
-            switch(1030, 0, 100, VCPU0, PREEMPTED, VCPU1),
-            switch(1040, 1, 0, IDLE_THREAD, RUNNABLE, VCPU0),
-            switch(1090, 1, 100, VCPU0, SLEEPS, IDLE_THREAD),
+            switch(1000 * unit, 0, 0, IDLE_THREAD, RUNNABLE, VCPU0),
+            wakeup(1010 * unit, VCPU1, 0),
+            switch(1030 * unit, 0, 100, VCPU0, PREEMPTED, VCPU1),
+            switch(1040 * unit, 1, 0, IDLE_THREAD, RUNNABLE, VCPU0),
+            switch(1090 * unit, 1, 100, VCPU0, SLEEPS, IDLE_THREAD),
             lost(3),
-            switch(1100, 0, 100, VCPU1, SLEEPS, IDLE_THREAD),
+            switch(1100 * unit, 0, 100, VCPU1, SLEEPS, IDLE_THREAD),
         ],
     )
+}
+
+fn two_vcpus() -> Vec<u8> {
+    two_vcpus_in_units(1)
 }
 
 fn read(bytes: Vec<u8>) -> Result<RecordedSchedule, PerfDataError> {
@@ -186,6 +191,16 @@ fn measures_of_a_file_are_those_computed_by_hand() {
     assert_eq!((vm.stacked_ns, vm.stacked_beside_free_cpu_ns), (30, 30));
     assert_eq!((vm.preemptions, vm.sleeps, vm.migrations), (1, 2, 1));
     assert_eq!(vm.wake_to_run.map(|delay| (delay.count, delay.max_ns)), Some((1, 20)));
+}
+
+#[test]
+fn fixture_of_the_command_is_the_file_of_these_tests() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/vcpu/two-vcpus.perf.data");
+    let current = two_vcpus_in_units(10_000);
+    if std::env::var_os("UPDATE_FIXTURES").is_some() {
+        std::fs::write(&path, &current).unwrap();
+    }
+    assert!(std::fs::read(&path).unwrap_or_default() == current, "run with UPDATE_FIXTURES=1");
 }
 
 #[test]
