@@ -6,7 +6,7 @@
 pub mod color;
 pub mod svg;
 
-use crate::schedule::{Schedule, VmIndex};
+use crate::schedule::{CpuSchedule, VmIndex};
 use std::collections::HashMap;
 
 /// What a column of a row shows.
@@ -16,7 +16,7 @@ pub enum ShownTask {
     Vcpu {
         /// The machine.
         vm: VmIndex,
-        /// Its position in [`Schedule::vcpus`].
+        /// Its position in [`CpuSchedule::vcpus`].
         position: usize,
     },
     /// Another thread of a machine.
@@ -31,7 +31,7 @@ pub enum ShownTask {
 /// Adjacent columns of a CPU that show the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ColumnSpan {
-    /// The row: the CPU's position in [`Schedule::cpus`].
+    /// The row: the CPU's position in [`CpuSchedule::cpus`].
     pub row: usize,
     /// The first column.
     pub from: u64,
@@ -42,7 +42,7 @@ pub struct ColumnSpan {
 }
 
 /// What each task is shown as.
-pub fn shown_tasks(schedule: &Schedule) -> Vec<ShownTask> {
+pub fn shown_tasks(schedule: &CpuSchedule) -> Vec<ShownTask> {
     let mut shown: Vec<ShownTask> = schedule
         .tasks
         .iter()
@@ -58,7 +58,7 @@ pub fn shown_tasks(schedule: &Schedule) -> Vec<ShownTask> {
 
 /// The columns of the time from `from` to `to`, in nanoseconds, ordered by row and column. A column shows the task that
 /// ran longest in it. It is empty if its CPU was idle for more than half of it.
-pub fn column_spans(schedule: &Schedule, (from, to): (u64, u64), columns: u64) -> Vec<ColumnSpan> {
+pub fn column_spans(schedule: &CpuSchedule, (from, to): (u64, u64), columns: u64) -> Vec<ColumnSpan> {
     let shown = shown_tasks(schedule);
     let duration = to.saturating_sub(from);
     if duration == 0 || columns == 0 {
@@ -131,10 +131,10 @@ mod tests {
     use proptest::prelude::*;
 
     /// Thread 0 is a vCPU of the first machine, 1 of the second, 2 another thread of it, 3 belongs to none.
-    fn schedule(cpus: Vec<u32>, end: u64, runs: &[(usize, u32, u64, u64)]) -> Schedule {
+    fn schedule(cpus: Vec<u32>, end: u64, runs: &[(usize, u32, u64, u64)]) -> CpuSchedule {
         let task = |tid, vm, vcpu| Task { tid, process: None, name: String::new(), vm, vcpu };
         let run = |&(task, cpu, from, to)| RunInterval { task, cpu, from, to, end: RunEnd::Unknown };
-        Schedule {
+        CpuSchedule {
             end,
             cpus,
             vms: ["a", "b"].map(|name| ScheduledVm { name: name.to_owned() }).to_vec(),
@@ -145,7 +145,7 @@ mod tests {
                 task(4, None, None),
             ],
             runs: runs.iter().map(run).collect(),
-            ..Schedule::default()
+            ..CpuSchedule::default()
         }
     }
 

@@ -18,15 +18,15 @@ pub type Tid = u32;
 /// The thread number of the idle tasks.
 pub const IDLE: Tid = 0;
 
-/// A position in [`Schedule::tasks`].
+/// A position in [`CpuSchedule::tasks`].
 pub type TaskIndex = usize;
 
-/// A position in [`Schedule::vms`].
+/// A position in [`CpuSchedule::vms`].
 pub type VmIndex = usize;
 
 /// Which task ran where and when. All times are nanoseconds of one clock, the trace's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Schedule {
+pub struct CpuSchedule {
     /// Start of the observed time.
     pub start: u64,
     /// End of the observed time; not before the start.
@@ -206,7 +206,7 @@ pub enum SchedulerEventKind {
     },
 }
 
-impl Schedule {
+impl CpuSchedule {
     /// The observed time in nanoseconds.
     pub fn duration(&self) -> u64 {
         self.end - self.start

@@ -3,10 +3,10 @@
 //! At each moment a vCPU runs, waits in a run queue, or does neither. From these states follow how often siblings run
 //! together, whether they share a run queue, and how long they wait. All sums are exact, in nanoseconds.
 //!
-//! Limits: the states are as known as in the [`Schedule`]; a vCPU without an event counts as neither running nor
+//! Limits: the states are as known as in the [`CpuSchedule`]; a vCPU without an event counts as neither running nor
 //! waiting. A free CPU may be forbidden to a vCPU by its affinity, which a trace does not tell.
 
-use crate::schedule::{RunEnd, Schedule, SpinInterval, TaskIndex, VmIndex, WaitCause, WaitInterval};
+use crate::schedule::{CpuSchedule, RunEnd, SpinInterval, TaskIndex, VmIndex, WaitCause, WaitInterval};
 use std::collections::{HashMap, HashSet};
 
 /// Measures of a schedule.
@@ -127,7 +127,7 @@ fn share(part: u64, whole: u64) -> Option<f64> {
 }
 
 /// The measures of a schedule.
-pub fn measure(schedule: &Schedule) -> ScheduleMeasures {
+pub fn measure(schedule: &CpuSchedule) -> ScheduleMeasures {
     let duration_ns = schedule.duration();
     let busy_ns = schedule.runs.iter().map(|run| run.to - run.from).sum();
     let causes = first_causes(&schedule.waits);
@@ -180,7 +180,7 @@ enum ObservedState {
 }
 
 /// All changes, ordered by time. Times between changes with equal times are zero, so their order has no effect.
-fn state_changes(schedule: &Schedule, causes: &[WaitCause]) -> Vec<(u64, StateChange)> {
+fn state_changes(schedule: &CpuSchedule, causes: &[WaitCause]) -> Vec<(u64, StateChange)> {
     let mut changes = Vec::with_capacity(2 * (schedule.runs.len() + schedule.waits.len() + schedule.spins.len()));
     let mut add = |task, from, to, state| {
         changes.push((from, StateChange { task, begins: true, state }));
@@ -219,7 +219,7 @@ struct VmState {
 
 /// Adds up the measures while time advances.
 struct Sweep<'a> {
-    schedule: &'a Schedule,
+    schedule: &'a CpuSchedule,
     vms: Vec<VmState>,
     /// Runnable tasks of each CPU.
     queued: HashMap<u32, i64>,
@@ -230,7 +230,7 @@ struct Sweep<'a> {
 }
 
 impl<'a> Sweep<'a> {
-    fn new(schedule: &'a Schedule) -> Self {
+    fn new(schedule: &'a CpuSchedule) -> Self {
         let vms = (0..schedule.vms.len()).map(|vm| VmState {
             settled: schedule.start,
             measures: VmMeasures {
@@ -345,12 +345,12 @@ impl<'a> Sweep<'a> {
 }
 
 /// The machine of a task that is a vCPU.
-fn vm_of_vcpu(schedule: &Schedule, task: TaskIndex) -> Option<VmIndex> {
+fn vm_of_vcpu(schedule: &CpuSchedule, task: TaskIndex) -> Option<VmIndex> {
     let task = &schedule.tasks[task];
     task.vcpu.and(task.vm)
 }
 
-fn count_runs(schedule: &Schedule, vms: &mut [VmMeasures]) {
+fn count_runs(schedule: &CpuSchedule, vms: &mut [VmMeasures]) {
     let mut last_cpu: HashMap<TaskIndex, u32> = HashMap::new();
     for run in &schedule.runs {
         let Some(vm) = vm_of_vcpu(schedule, run.task) else { continue };
@@ -365,7 +365,7 @@ fn count_runs(schedule: &Schedule, vms: &mut [VmMeasures]) {
 }
 
 /// The delay of a wake-up is the wait after it, with the waits that follow moves, until a run begins.
-fn add_wake_delays(schedule: &Schedule, causes: &[WaitCause], vms: &mut [VmMeasures]) {
+fn add_wake_delays(schedule: &CpuSchedule, causes: &[WaitCause], vms: &mut [VmMeasures]) {
     if !schedule.has_wakeups {
         return;
     }

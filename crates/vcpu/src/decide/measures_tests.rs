@@ -1,12 +1,12 @@
 //! Measures of schedules written by hand, with the expected figures computed by hand.
 
 use super::{DelayMeasures, ScheduleMeasures, VmMeasures, measure};
-use crate::schedule::{IDLE, Schedule, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Task, WaitCause};
+use crate::schedule::{CpuSchedule, IDLE, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Task, WaitCause};
 use proptest::prelude::*;
 
 /// Two machines: vCPUs 0 to 2 of the first are threads 10 to 12, those of the second are 20 to 22. Threads 19 and 29 are
 /// other threads of theirs, 90 belongs to none. Times reach from 0 to 100.
-fn build(cpus: u32, events: &[(u64, SchedulerEventKind)]) -> Schedule {
+fn build(cpus: u32, events: &[(u64, SchedulerEventKind)]) -> CpuSchedule {
     let mut builder = ScheduleBuilder::new();
     builder.set_span(0, 100);
     builder.add_cpus(0..cpus);
@@ -36,7 +36,7 @@ fn migrate(task: u32, cpu: u32) -> SchedulerEventKind {
     SchedulerEventKind::Migrate { task, cpu }
 }
 
-fn vm_a(schedule: &Schedule) -> VmMeasures {
+fn vm_a(schedule: &CpuSchedule) -> VmMeasures {
     measure(schedule).vms[0].clone()
 }
 
@@ -229,7 +229,7 @@ fn events() -> impl Strategy<Value = Vec<(u64, SchedulerEventKind)>> {
 }
 
 /// The measures by a walk over each nanosecond.
-fn measure_by_nanoseconds(schedule: &Schedule, vm: usize) -> VmMeasures {
+fn measure_by_nanoseconds(schedule: &CpuSchedule, vm: usize) -> VmMeasures {
     let mut measures = VmMeasures::default();
     let mut causes = vec![WaitCause::Woken; schedule.waits.len()];
     for (index, wait) in schedule.waits.iter().enumerate() {

@@ -1,7 +1,7 @@
 //! Schedules as SVG, one or several side by side.
 
 use super::{ShownTask, color::color, column_spans};
-use crate::schedule::Schedule;
+use crate::schedule::CpuSchedule;
 use pagefold_output::text::cut_end;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -39,7 +39,7 @@ pub struct SchedulePanel<'a> {
     /// Its title.
     pub title: &'a str,
     /// What ran.
-    pub schedule: &'a Schedule,
+    pub schedule: &'a CpuSchedule,
     /// Start and end of the time that is shown, in nanoseconds of the schedule's clock.
     pub span: (u64, u64),
 }
@@ -116,7 +116,7 @@ fn draw_panel(svg: &mut String, panel: &SchedulePanel<'_>, layout: PanelLayout, 
 }
 
 /// The names of CPUs, as many as there is space for.
-fn draw_cpu_names(svg: &mut String, schedule: &Schedule, layout: PanelLayout) {
+fn draw_cpu_names(svg: &mut String, schedule: &CpuSchedule, layout: PanelLayout) {
     let rows_of_a_line = (LINE_HEIGHT - 4).div_ceil(layout.row_height) as usize;
     for (row, cpu) in schedule.cpus.iter().enumerate().step_by(rows_of_a_line) {
         let middle = layout.y + row as u64 * layout.row_height + layout.row_height / 2 + 4;
@@ -165,7 +165,7 @@ fn format_mark(time_ns: u64, step_ns: u64) -> String {
 }
 
 /// Draws the legend and returns where it ends.
-fn draw_legend(svg: &mut String, schedule: &Schedule, (x, y): (u64, u64), right: u64) -> u64 {
+fn draw_legend(svg: &mut String, schedule: &CpuSchedule, (x, y): (u64, u64), right: u64) -> u64 {
     let entries_of_a_line = (right.saturating_sub(x) / LEGEND_ENTRY_WIDTH).max(1);
     let mut entries: Vec<(Vec<String>, String)> = Vec::new();
     for vm in 0..schedule.vms.len().min(MAX_LEGEND_MACHINES) {
@@ -208,14 +208,14 @@ fn draw_legend(svg: &mut String, schedule: &Schedule, (x, y): (u64, u64), right:
     y + lines * LINE_HEIGHT
 }
 
-fn vcpus_of(schedule: &Schedule, shown: ShownTask) -> usize {
+fn vcpus_of(schedule: &CpuSchedule, shown: ShownTask) -> usize {
     match shown {
         ShownTask::Vcpu { vm, .. } => schedule.vcpus(vm).len(),
         ShownTask::OtherThread { .. } | ShownTask::OtherTask => 0,
     }
 }
 
-fn describe(schedule: &Schedule, shown: ShownTask) -> String {
+fn describe(schedule: &CpuSchedule, shown: ShownTask) -> String {
     match shown {
         ShownTask::Vcpu { vm, position } => {
             let vcpu = schedule.vcpus(vm).get(position).and_then(|&task| schedule.tasks[task].vcpu).unwrap_or(0);
@@ -238,7 +238,7 @@ mod tests {
     use crate::schedule::{IDLE, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Task};
 
     /// Two machines with a vCPU each on CPU 4, half of the time each.
-    fn schedule(name: &str) -> Schedule {
+    fn schedule(name: &str) -> CpuSchedule {
         let mut builder = ScheduleBuilder::new();
         builder.set_span(1_000_000, 3_000_000);
         for (tid, name) in [(1, name), (2, "b")] {

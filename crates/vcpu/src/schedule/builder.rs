@@ -1,12 +1,12 @@
 //! Builds a schedule from the events of a scheduler.
 
 use super::{
-    IDLE, RunEnd, RunInterval, Schedule, ScheduledVm, SchedulerEvent, SchedulerEventKind, SpinInterval, Task,
+    CpuSchedule, IDLE, RunEnd, RunInterval, ScheduledVm, SchedulerEvent, SchedulerEventKind, SpinInterval, Task,
     TaskIndex, Tid, VmIndex, WaitCause, WaitInterval, Yield,
 };
 use std::collections::{BTreeSet, HashMap};
 
-/// Collects events and makes a [`Schedule`] of them.
+/// Collects events and makes a [`CpuSchedule`] of them.
 ///
 /// Events may come in any order, because sources record each CPU on its own. Events with equal times keep the order in
 /// which they were added.
@@ -111,7 +111,7 @@ impl ScheduleBuilder {
     }
 
     /// The schedule of all events.
-    pub fn finish(mut self) -> Schedule {
+    pub fn finish(mut self) -> CpuSchedule {
         let mut events = std::mem::take(&mut self.events);
         events.sort_by_key(|event| event.time);
         let (start, end) = self.span.unwrap_or_else(|| match (events.first(), events.last()) {
@@ -127,7 +127,7 @@ impl ScheduleBuilder {
             replay.advance(event.time, event.kind, &self.index_of_tid);
         }
         replay.close();
-        Schedule {
+        CpuSchedule {
             start,
             end,
             cpus: self.cpus.into_iter().collect(),

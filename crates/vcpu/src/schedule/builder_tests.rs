@@ -1,7 +1,8 @@
 //! Schedules of event sequences written by hand.
 
 use super::super::{
-    IDLE, RunEnd, RunInterval, Schedule, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, WaitCause, WaitInterval,
+    CpuSchedule, IDLE, RunEnd, RunInterval, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, WaitCause,
+    WaitInterval,
 };
 
 fn switch(time: u64, cpu: u32, previous: u32, previous_runnable: bool, next: u32) -> SchedulerEvent {
@@ -16,7 +17,7 @@ fn migrate(time: u64, task: u32, cpu: u32) -> SchedulerEvent {
     SchedulerEvent { time, kind: SchedulerEventKind::Migrate { task, cpu } }
 }
 
-fn build(events: &[SchedulerEvent]) -> Schedule {
+fn build(events: &[SchedulerEvent]) -> CpuSchedule {
     let mut builder = ScheduleBuilder::new();
     builder.set_span(0, 100);
     for &event in events {
@@ -26,13 +27,13 @@ fn build(events: &[SchedulerEvent]) -> Schedule {
 }
 
 /// Thread number, CPU, start and end of each run.
-fn runs(schedule: &Schedule) -> Vec<(u32, u32, u64, u64, RunEnd)> {
+fn runs(schedule: &CpuSchedule) -> Vec<(u32, u32, u64, u64, RunEnd)> {
     let tid = |run: &RunInterval| schedule.tasks[run.task].tid;
     schedule.runs.iter().map(|run| (tid(run), run.cpu, run.from, run.to, run.end)).collect()
 }
 
 /// Thread number, CPU, start and end of each wait.
-fn waits(schedule: &Schedule) -> Vec<(u32, u32, u64, u64, WaitCause)> {
+fn waits(schedule: &CpuSchedule) -> Vec<(u32, u32, u64, u64, WaitCause)> {
     let tid = |wait: &WaitInterval| schedule.tasks[wait.task].tid;
     schedule.waits.iter().map(|wait| (tid(wait), wait.cpu, wait.from, wait.to, wait.cause)).collect()
 }

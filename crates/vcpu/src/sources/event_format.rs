@@ -117,7 +117,7 @@ impl EventFormat {
     }
 }
 
-/// A line such as `field:pid_t prev_pid;	offset:24;	size:4;	signed:1;`.
+/// A line such as `field:pid_t prev_pid; offset:24; size:4; signed:1;`, with tabs between its parts.
 fn parse_field(line: &str) -> Option<EventField> {
     let mut parts = line.trim().split(';').map(str::trim);
     let declaration = parts.next()?.strip_prefix("field:")?;

@@ -9,7 +9,7 @@
 
 use super::event_format::{ByteOrder, EventField, EventFormat, EventFormatError, parse_scheduler_formats};
 use super::threads::{Grouping, RecordedThreads};
-use crate::schedule::{Schedule, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Tid};
+use crate::schedule::{CpuSchedule, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Tid};
 use linux_perf_data::linux_perf_event_reader::{Endianness, EventRecord, PerfEventType, SampleRecord};
 use linux_perf_data::{Feature, PerfFileReader, PerfFileRecord};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -67,7 +67,7 @@ impl From<linux_perf_data::Error> for PerfDataError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedSchedule {
     /// The schedule of the CPUs with events.
-    pub schedule: Schedule,
+    pub schedule: CpuSchedule,
     /// Online CPUs of the recorded host, if the file says it.
     pub online_cpus: Option<u32>,
     /// Events of the scheduler in the file.

@@ -125,18 +125,18 @@ fn notes(report: &VcpuMapReport) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::{Schedule, ScheduledVm};
+    use crate::schedule::{CpuSchedule, ScheduledVm};
     use crate::sources::perf_data::RecordedSchedule;
 
     #[test]
     fn missing_data_is_named_with_a_remedy() {
-        let schedule = Schedule {
+        let schedule = CpuSchedule {
             start: 0,
             end: 2_000_000,
             cpus: vec![0, 1],
             vms: vec![ScheduledVm { name: "web\u{1b}".to_owned() }],
             lost_events: 7,
-            ..Schedule::default()
+            ..CpuSchedule::default()
         };
         let recorded = RecordedSchedule { schedule, online_cpus: Some(3), events: 1 };
         let text = render(&VcpuMapReport::new("perf.data".to_owned(), &recorded), TextStyle::default());

@@ -6,7 +6,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_output::wire;
 use pagefold_vcpu::picture::svg::{self, SchedulePanel};
-use pagefold_vcpu::schedule::Schedule;
+use pagefold_vcpu::schedule::CpuSchedule;
 use pagefold_vcpu::sources::perf_data::read_perf_data;
 use pagefold_vcpu::sources::threads::Grouping;
 use pagefold_vcpu::text;
@@ -84,7 +84,7 @@ pub fn run(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<Com
     Ok(CommandOutcome::Done)
 }
 
-fn draw(schedule: &Schedule, options: &MapArguments, title: &str) -> anyhow::Result<String> {
+fn draw(schedule: &CpuSchedule, options: &MapArguments, title: &str) -> anyhow::Result<String> {
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let from = schedule.start.saturating_add(nanoseconds(options.from));
     let to = from.saturating_add(nanoseconds(options.shown)).min(schedule.end);

@@ -1,7 +1,7 @@
 //! What a simulation measures.
 
 use super::Scenario;
-use crate::schedule::{RunEnd, RunInterval, Schedule, ScheduledVm, Task};
+use crate::schedule::{CpuSchedule, RunEnd, RunInterval, ScheduledVm, Task};
 
 /// Jain's fairness index of `shares`: 1 if all are equal, 1/n if one has everything (Jain, Chiu, Hawe 1984).
 pub fn jain_index(shares: &[f64]) -> f64 {
@@ -103,7 +103,7 @@ impl Outcome {
 
     /// The kept schedule of `duration_ns` nanoseconds, with times from zero on. It has runs only. The model has no
     /// threads; their numbers count all vCPUs from 1 on.
-    pub fn to_schedule(&self, scenario: &Scenario, duration_ns: u64) -> Schedule {
+    pub fn to_schedule(&self, scenario: &Scenario, duration_ns: u64) -> CpuSchedule {
         let mut tasks: Vec<Task> = Vec::new();
         let mut first_tasks = Vec::new();
         for (vm, spec) in scenario.vms.iter().enumerate() {
@@ -126,13 +126,13 @@ impl Outcome {
             })
             .collect();
         runs.sort_by_key(|run| (run.from, run.cpu));
-        Schedule {
+        CpuSchedule {
             end: duration_ns,
             cpus: (0..scenario.cpus).collect(),
             vms: scenario.vms.iter().map(|vm| ScheduledVm { name: vm.name.clone() }).collect(),
             tasks,
             runs,
-            ..Schedule::default()
+            ..CpuSchedule::default()
         }
     }
 }
