@@ -60,6 +60,15 @@ fn picture_shows_the_selected_time() {
 }
 
 #[test]
+fn trace_for_perfetto_has_the_names_of_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace_path = folder.path().join("schedule.pftrace");
+    stdout(&map(&fixture(), &["--perfetto", trace_path.to_str().unwrap()]));
+    let trace = fs::read(trace_path).unwrap();
+    assert!(trace.windows(9).any(|bytes| bytes == b"CPU 1/KVM"));
+}
+
+#[test]
 fn files_without_schedule_are_refused_with_a_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let other = folder.path().join("other");

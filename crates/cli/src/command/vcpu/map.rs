@@ -5,6 +5,7 @@ use crate::{CommandOutcome, output};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_output::wire;
+use pagefold_vcpu::perfetto;
 use pagefold_vcpu::picture::svg::{self, SchedulePanel};
 use pagefold_vcpu::schedule::CpuSchedule;
 use pagefold_vcpu::sources::perf_data::read_perf_data;
@@ -46,6 +47,9 @@ pub struct MapArguments {
     /// Time that the picture shows
     #[arg(long = "for", value_name = "TIME", default_value = "200ms", value_parser = parse_duration, requires = "svg")]
     shown: Duration,
+    /// Write the whole schedule as a trace that ui.perfetto.dev opens
+    #[arg(long, value_name = "FILE")]
+    perfetto: Option<PathBuf>,
     /// Measure threads whose names match instead of vCPUs; those with the same first capture, or of the same process,
     /// belong together
     #[arg(long, value_name = "REGEX")]
@@ -74,6 +78,10 @@ pub fn run(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<Com
     if let Some(svg_path) = &options.svg {
         let svg = draw(&recorded.schedule, options, &path.to_string())?;
         std::fs::write(svg_path, svg).with_context(|| format!("cannot write the picture {}", svg_path.display()))?;
+    }
+    if let Some(trace_path) = &options.perfetto {
+        std::fs::write(trace_path, perfetto::encode(&recorded.schedule))
+            .with_context(|| format!("cannot write the trace {}", trace_path.display()))?;
     }
     let report = VcpuMapReport::new(path.to_string(), &recorded);
     output::print_stdout(&if options.json {
