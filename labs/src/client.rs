@@ -121,13 +121,15 @@ impl<Line> Drop for RunningLab<Line> {
 pub fn query_guest(guest: &GuestLine, line: &str) -> io::Result<String> {
     let mut serial = UnixStream::connect(&guest.serial)?;
     serial.set_read_timeout(Some(Duration::from_secs(120)))?;
-    serial.write_all(format!("{line}; echo end\n").as_bytes())?;
+    serial.write_all(format!("echo begin; {line}; echo end\n").as_bytes())?;
     let mut answer = String::new();
     let mut byte = [0];
     while !answer.ends_with("end\r\n") {
         serial.read_exact(&mut byte)?;
         answer.push(char::from(byte[0]));
     }
+    // Before it there may be the end of an earlier line, which no connection has read.
+    let (_, answer) = answer.split_once("begin\r\n").ok_or(io::ErrorKind::InvalidData)?;
     Ok(answer.trim_end_matches("end\r\n").replace('\r', ""))
 }
 

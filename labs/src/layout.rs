@@ -93,7 +93,7 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
         }
         fill_item(item, origin, &mut mapping);
         if item.kind.is_huge() {
-            advise_if_supported(&mut mapping, MadviseAdvice::Collapse)?;
+            collapse(&mut mapping)?;
         }
         let vmas = split_vmas(item, &mut mapping, options.vma_split).with_context(|| {
             format!("cutting {region} into VMAs: vm.max_map_count limits how many a process may have")
@@ -138,7 +138,7 @@ pub fn create_mixture(mixture: &Mixture, huge_pages: bool, seed: &str, salt: &st
     advise_if_supported(&mut memory, if huge_pages { MadviseAdvice::HugePage } else { MadviseAdvice::NoHugePage })?;
     mixture.fill(memory.as_mut_slice(), page, seed, salt);
     if huge_pages {
-        advise_if_supported(&mut memory, MadviseAdvice::Collapse)?;
+        collapse(&mut memory)?;
     }
     Ok(memory)
 }
@@ -187,6 +187,24 @@ fn advise_if_supported(mapping: &mut Mapping, advice: MadviseAdvice) -> Result<(
         Err(error) if error.kind() != io::ErrorKind::InvalidInput => Err(error).with_context(|| format!("{advice:?}")),
         _ => Ok(()),
     }
+}
+
+/// Collapse a mapping into huge pages. Free memory may be fragmented for a moment, or its pages in use: the kernel then
+/// asks for another attempt (madvise(2)).
+fn collapse(mapping: &mut Mapping) -> Result<()> {
+    const MAX_ATTEMPTS: u32 = 200;
+    const ATTEMPT_INTERVAL: Duration = Duration::from_millis(100);
+    for _ in 1..MAX_ATTEMPTS {
+        match mapping.advise(0..mapping.len(), MadviseAdvice::Collapse) {
+            Err(error) if is_temporary(&error) => std::thread::sleep(ATTEMPT_INTERVAL),
+            _ => break,
+        }
+    }
+    advise_if_supported(mapping, MadviseAdvice::Collapse)
+}
+
+fn is_temporary(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::OutOfMemory | io::ErrorKind::WouldBlock | io::ErrorKind::ResourceBusy)
 }
 
 fn fill_item(item: &SpecItem, origin: ContentOrigin, mapping: &mut Mapping) {

@@ -31,6 +31,16 @@ pub enum ArmError {
     /// No such module.
     #[error("pagefold does not load module {0:?} again")]
     UnknownModule(String),
+    /// A setting that resets another one.
+    #[error(
+        "a change of {knob} makes the kernel reset /{other}, which would not be kept or not be restored; give commands that set and restore both: --before-a, --after-a, --before-b, --after-b"
+    )]
+    Coupled {
+        /// The setting.
+        knob: Knob,
+        /// The path of the setting that is reset.
+        other: String,
+    },
     /// A present value cannot be read.
     #[error("cannot read {what}")]
     Unreadable {
@@ -89,10 +99,31 @@ pub fn find_setting(host: &dyn Host, name: &str) -> Result<Knob, ArmError> {
     knobs.into_iter().find(|knob| knob.read(host).is_ok()).ok_or_else(|| ArmError::UnknownSetting(name.to_owned()))
 }
 
+/// Settings of which the kernel sets one to 0 when the other is written (mm/page-writeback.c, `dirty_ratio_handler` and its
+/// neighbors; mm/util.c, `overcommit_ratio_handler` and `overcommit_kbytes_handler`). `dirty_bytes` and
+/// `dirty_background_bytes` refuse a written 0.
+const COUPLED_SETTINGS: [[&str; 2]; 3] = [
+    ["proc/sys/vm/dirty_bytes", "proc/sys/vm/dirty_ratio"],
+    ["proc/sys/vm/dirty_background_bytes", "proc/sys/vm/dirty_background_ratio"],
+    ["proc/sys/vm/overcommit_kbytes", "proc/sys/vm/overcommit_ratio"],
+];
+
+/// The path of the setting that the kernel resets when this one is written.
+fn coupled_setting(knob: &Knob) -> Option<String> {
+    if let Some((reset, _)) = knob.resets() {
+        return Some(reset.path().to_owned());
+    }
+    COUPLED_SETTINGS.iter().find_map(|&[first, second]| match knob.path() {
+        path if path == first => Some(second.to_owned()),
+        path if path == second => Some(first.to_owned()),
+        _ => None,
+    })
+}
+
 /// The values of the settings under both arms, with the present value where an arm names none.
 ///
 /// # Errors
-/// An unknown setting, or one that cannot be read.
+/// An unknown setting, one that cannot be read, or a change of one that resets another.
 pub fn resolve_settings(host: &dyn Host, experiment: &Experiment) -> Result<BTreeMap<String, [String; 2]>, ArmError> {
     let mut resolved: BTreeMap<String, [String; 2]> = BTreeMap::new();
     for (position, arm) in [&experiment.a, &experiment.b].into_iter().enumerate() {
@@ -108,6 +139,11 @@ pub fn resolve_settings(host: &dyn Host, experiment: &Experiment) -> Result<BTre
                 }
             };
             values[position].clone_from(value);
+            if let Some(other) = coupled_setting(&knob)
+                && knob.read(host).is_ok_and(|found| found != *value)
+            {
+                return Err(ArmError::Coupled { knob, other });
+            }
         }
     }
     Ok(resolved)
@@ -341,6 +377,32 @@ mod tests {
         }
         assert!(switch.restore().unwrap().is_empty());
         assert_eq!(value(), "60");
+    }
+
+    #[test]
+    fn change_that_resets_another_setting_is_refused() {
+        let host = FakeHost::booted();
+        host.put_file(SWAPPINESS, "60");
+        for (name, other) in [
+            ("vm.dirty_bytes", "dirty_ratio"),
+            ("vm.dirty_ratio", "dirty_bytes"),
+            ("vm.dirty_background_bytes", "dirty_background_ratio"),
+            ("vm.dirty_background_ratio", "dirty_background_bytes"),
+            ("vm.overcommit_kbytes", "overcommit_ratio"),
+            ("vm.overcommit_ratio", "overcommit_kbytes"),
+        ] {
+            host.put_file(&format!("proc/sys/{}", name.replace('.', "/")), "20");
+            let error = resolve_settings(&host, &experiment(&[(name, "10")])).unwrap_err().to_string();
+            assert!(error.contains(&format!("/proc/sys/vm/{other},")) && error.contains("--before-a"), "{error}");
+        }
+        let advisor = |mode| resolve_settings(&host, &experiment(&[("ksm.advisor_mode", mode)]));
+        assert!(advisor("scan-time").unwrap_err().to_string().contains("pages_to_scan"));
+        // A value that is not changed is not written.
+        assert_eq!(advisor("none").unwrap().len(), 1);
+        host.put_file("proc/sys/vm/dirty_expire_centisecs", "3000");
+        host.put_file("proc/sys/vm/overcommit_memory", "0");
+        let others = experiment(&[("vm.dirty_expire_centisecs", "100"), ("vm.overcommit_memory", "1")]);
+        assert_eq!(resolve_settings(&host, &others).unwrap().len(), 2);
     }
 
     #[test]

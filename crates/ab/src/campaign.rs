@@ -2,14 +2,15 @@
 
 use crate::arms::{self, ArmError, ArmSwitch};
 use crate::decide::analysis::{AnalysisError, Verdict, analyze};
-use crate::decide::design::{Arm, BlockKind, Schedule, ScheduledRun};
+use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
+use crate::decide::stopping::StoppingPlan;
 use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
-use crate::experiment::{Experiment, ExperimentError, MetricSource};
+use crate::experiment::{Experiment, ExperimentError, MetricDefinition, MetricSource};
 use crate::metric::{self, MetricError};
 use crate::record::{
-    BlockPlan, BlockRecord, CampaignStart, LoadedRecord, RECORD_VERSION, Record, RecordError, RecordLine, RunRecord,
-    SessionStart, SpawnedProcess, arm_letter,
+    BlockPlan, BlockRecord, CampaignStart, LoadedRecord, PlannedKind, RECORD_VERSION, Record, RecordError, RecordLine,
+    RunRecord, SessionStart, SpawnedProcess, arm_letter,
 };
 use crate::samples::collect_samples;
 use crate::workload::{RunError, SampledMetric, Side, SideResult, observe, read_once, run_sides};
@@ -81,8 +82,6 @@ impl CampaignError {
 pub struct CampaignProgress {
     /// Completed blocks.
     pub blocks: usize,
-    /// Blocks of the schedule.
-    pub scheduled: usize,
 }
 
 /// What happened to the host's settings.
@@ -199,24 +198,11 @@ impl Campaign<'_, '_> {
         let mut blocks = loaded.blocks.clone();
         let plan = self.start.experiment.stopping_plan().map_err(ExperimentError::from)?;
         loop {
-            note_progress(CampaignProgress { blocks: blocks.len(), scheduled: schedule.blocks.len() });
-            let is_comparison = |block: &BlockRecord| {
-                schedule.blocks.get(block.block).is_some_and(|block| block.kind == BlockKind::Comparison)
-            };
-            let compared = blocks.iter().filter(|(block, _)| is_comparison(block)).count();
-            let is_at_look = blocks.last().is_some_and(|(block, _)| is_comparison(block));
-            if is_at_look
-                && compared < plan.max_blocks()
-                && let Some(look) = plan.look_at(compared)
-            {
-                let options = self.start.experiment.analysis(look.nominal_alpha);
-                let analysis = analyze(&collect_samples(self.start, &blocks, false), &options)?;
-                let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
-                if analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)) {
-                    let why = format!("the look at {compared} blocks found a difference");
-                    self.record.append(&RecordLine::End { why })?;
-                    return Ok(());
-                }
+            note_progress(CampaignProgress { blocks: blocks.len() });
+            if let Some(compared) = find_difference_at_look(self.start, &plan, &blocks)? {
+                let why = format!("the look at {compared} blocks found a difference");
+                self.record.append(&RecordLine::End { why })?;
+                return Ok(());
             }
             let Some(block) = schedule.blocks.get(blocks.len()) else {
                 self.record.append(&RecordLine::End { why: "all blocks have run".to_owned() })?;
@@ -228,9 +214,7 @@ impl Campaign<'_, '_> {
             let scheduled = block.runs(&schedule.warm_up);
             let mut position = 0;
             while position < scheduled.len() {
-                let is_pair =
-                    self.start.experiment.duet && !scheduled[position].is_warm_up && position + 1 < scheduled.len();
-                let group = &scheduled[position..position + if is_pair { 2 } else { 1 }];
+                let group = next_group(&self.start.experiment, &scheduled, position);
                 let (records, cpu) = self.run_group(block.index, position, group)?;
                 cpu_seconds += cpu;
                 for run in records {
@@ -264,35 +248,14 @@ impl Campaign<'_, '_> {
         if self.stop.load(Ordering::Relaxed) {
             return Err(failed(RunError::Stopped));
         }
-        let experiment = &self.start.experiment;
+        let (host, experiment) = (self.host, &self.start.experiment);
         let arm = group[0].applied;
         self.enter(arm)?;
         self.switch.restart(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
-        let sides: Vec<Side> = group
-            .iter()
-            .enumerate()
-            .map(|(number, run)| {
-                let definition = self.switch.definition(run.applied);
-                let mut environment = definition.environment.clone();
-                environment.insert("PAGEFOLD_AB_BLOCK".to_owned(), block.to_string());
-                environment.insert("PAGEFOLD_AB_RUN".to_owned(), (position + number).to_string());
-                environment.insert("PAGEFOLD_AB_ARM".to_owned(), arm_letter(run.applied).to_string());
-                Side {
-                    commands: experiment
-                        .workload
-                        .iter()
-                        .map(|words| definition.prefix.iter().chain(words).cloned().collect())
-                        .collect(),
-                    environment,
-                    slowdown_percent: run.slowdown_percent,
-                    // The position in a pair and the arm vary independently, so that no arm keeps a CPU.
-                    cpus: experiment.duet_cpus.as_ref().map(|cpus| cpus[(number + position / 2) % 2].clone()),
-                }
-            })
-            .collect();
+        let sides = self.sides(block, position, group);
         let read_counter = || {
             let counter = experiment.proof.as_ref().map(|proof| &proof.counter);
-            counter.map(|path| metric::read_file_number(self.host, path)).transpose().map_err(CampaignError::Counter)
+            counter.map(|path| metric::read_counter(host, path)).transpose().map_err(CampaignError::Counter)
         };
         let sampled: Vec<(usize, SampledMetric<'_>)> = experiment
             .metric
@@ -300,52 +263,18 @@ impl Campaign<'_, '_> {
             .enumerate()
             .filter_map(|(position, metric)| {
                 let interval = Duration::from_secs_f64(metric.every_seconds?);
-                Some((position, SampledMetric { interval, read: Box::new(|| read_once(self.host, &metric.source)) }))
+                Some((position, SampledMetric { interval, read: Box::new(move || read_once(host, &metric.source)) }))
             })
             .collect();
         let (positions, sampled): (Vec<usize>, Vec<SampledMetric<'_>>) = sampled.into_iter().unzip();
         let before = read_counter()?;
-        let (results, readings) = if experiment.workload.is_empty() {
-            let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
-            let readings = observe(self.host, duration, self.stop, &sampled).map_err(failed)?;
-            let nothing =
-                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
-            (vec![nothing], readings)
-        } else {
-            let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
-            let output = record.directory().join("output");
-            fs::create_dir_all(&output).map_err(|source| {
-                failed(RunError::System { what: "cannot create the directory of outputs", source })
-            })?;
-            let mut note_started = |pids: &[u32]| -> io::Result<()> {
-                let describe = |&pid: &u32| {
-                    let start_time = host.open(Pid(pid)).ok()?.id().start_time;
-                    Some(SpawnedProcess { pid, start_time, boot: boot.clone() })
-                };
-                let processes = pids.iter().filter_map(describe).collect();
-                record.append(&RecordLine::Spawned { processes }).map_err(io::Error::other)
-            };
-            let timeout = Duration::from_secs_f64(experiment.timeout_seconds.clamp(0.0, 1e9));
-            run_sides(&sides, &output, timeout, self.stop, &sampled, &mut note_started).map_err(failed)?
-        };
+        let (results, readings) = self.run_or_observe(&sides, &sampled).map_err(failed)?;
         let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
         let mut records = Vec::new();
         for (number, (run, result)) in group.iter().zip(&results).enumerate() {
-            let mut samples = Vec::new();
-            for (index, metric) in experiment.metric.iter().enumerate() {
-                let over_time = positions.iter().position(|&position| position == index).map(|at| readings[at].clone());
-                let value = match (&metric.source, over_time) {
-                    (_, Some(readings)) if !readings.is_empty() => {
-                        samples.push(readings);
-                        continue;
-                    }
-                    (MetricSource::WallTime, _) => Ok(result.wall.as_secs_f64()),
-                    (MetricSource::CpuTime, _) => Ok(result.cpu.as_secs_f64()),
-                    (MetricSource::Pattern { pattern }, _) => metric::match_number(pattern, &result.output),
-                    (source, _) => read_once(self.host, source),
-                };
-                samples.push(vec![value.map_err(|error| failed(error.into()))?]);
-            }
+            let failed = |source: RunError| CampaignError::Run { block, position: position + number, source };
+            let over_time = |index| positions.iter().position(|&position| position == index).map(|at| &*readings[at]);
+            let samples = self.read_samples(result, over_time).map_err(failed)?;
             records.push(RunRecord {
                 block,
                 position: position + number,
@@ -355,11 +284,85 @@ impl Campaign<'_, '_> {
                 warm_up: run.is_warm_up,
                 unix_seconds: unix_seconds(self.host),
                 stopped_seconds: result.stopped.as_secs_f64(),
+                wall_seconds: result.wall.as_secs_f64(),
                 samples,
                 counter_change,
             });
         }
         Ok((records, results.iter().map(|result| result.cpu.as_secs_f64()).sum()))
+    }
+
+    /// The commands of the runs of a group.
+    fn sides(&self, block: usize, position: usize, group: &[ScheduledRun]) -> Vec<Side> {
+        let experiment = &self.start.experiment;
+        let side = |(number, run): (usize, &ScheduledRun)| {
+            let definition = self.switch.definition(run.applied);
+            let mut environment = definition.environment.clone();
+            environment.insert("PAGEFOLD_AB_BLOCK".to_owned(), block.to_string());
+            environment.insert("PAGEFOLD_AB_RUN".to_owned(), (position + number).to_string());
+            environment.insert("PAGEFOLD_AB_ARM".to_owned(), arm_letter(run.applied).to_string());
+            let command = |words: &Vec<String>| definition.prefix.iter().chain(words).cloned().collect();
+            Side {
+                commands: experiment.workload.iter().map(command).collect(),
+                environment,
+                slowdown_percent: run.slowdown_percent,
+                cpus: duet_cpus(experiment, number),
+            }
+        };
+        group.iter().enumerate().map(side).collect()
+    }
+
+    /// Runs the workload of each side, or observes the host. Returns also the readings of each sampled metric.
+    fn run_or_observe(
+        &mut self,
+        sides: &[Side],
+        sampled: &[SampledMetric<'_>],
+    ) -> Result<(Vec<SideResult>, Vec<Vec<f64>>), RunError> {
+        let experiment = &self.start.experiment;
+        if experiment.workload.is_empty() {
+            let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
+            let readings = observe(self.host, duration, self.stop, sampled)?;
+            let nothing =
+                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
+            return Ok((vec![nothing], readings));
+        }
+        let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
+        let output = record.directory().join("output");
+        fs::create_dir_all(&output)
+            .map_err(|source| RunError::System { what: "cannot create the directory of outputs", source })?;
+        let mut note_started = |pids: &[u32]| -> io::Result<()> {
+            let describe = |&pid: &u32| {
+                let start_time = host.open(Pid(pid)).ok()?.id().start_time;
+                Some(SpawnedProcess { pid, start_time, boot: boot.clone() })
+            };
+            let processes = pids.iter().filter_map(describe).collect();
+            record.append(&RecordLine::Spawned { processes }).map_err(io::Error::other)
+        };
+        let timeout = Duration::from_secs_f64(experiment.timeout_seconds.clamp(0.0, 1e9));
+        run_sides(sides, &output, timeout, self.stop, sampled, &mut note_started)
+    }
+
+    /// The samples of each metric of a run. `over_time` has the readings during the run of the metric with this number.
+    fn read_samples<'r>(
+        &self,
+        result: &SideResult,
+        over_time: impl Fn(usize) -> Option<&'r [f64]>,
+    ) -> Result<Vec<Vec<f64>>, RunError> {
+        let read = |(index, metric): (usize, &MetricDefinition)| {
+            let values = match (&metric.source, over_time(index)) {
+                (_, Some(readings)) if !readings.is_empty() => Ok(readings.to_vec()),
+                (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
+                (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
+                (MetricSource::Pattern { pattern }, _) => {
+                    metric::match_number(pattern, &result.output).map(|value| vec![value])
+                }
+                (source, _) => read_once(self.host, source).map(|value| vec![value]),
+            }?;
+            // The record and the analysis need positive numbers; JSON has no form of NaN.
+            metric::check_samples(&metric.name, &values)?;
+            Ok(values)
+        };
+        self.start.experiment.metric.iter().enumerate().map(read).collect()
     }
 
     fn enter(&mut self, arm: Arm) -> Result<(), CampaignError> {
@@ -378,6 +381,43 @@ impl Campaign<'_, '_> {
     }
 }
 
+/// The number of comparison blocks, if the campaign is at a look before the last and finds a difference in the first
+/// metric. Noisy blocks are left out if they are left out of the verdict; too few other blocks find none.
+fn find_difference_at_look(
+    start: &CampaignStart,
+    plan: &StoppingPlan,
+    blocks: &[(BlockRecord, Vec<RunRecord>)],
+) -> Result<Option<usize>, AnalysisError> {
+    let is_comparison = |(block, _): &&(BlockRecord, Vec<RunRecord>)| {
+        start.schedule.get(block.block).is_some_and(|block| block.kind == PlannedKind::Comparison)
+    };
+    let compared = blocks.iter().filter(is_comparison).count();
+    if !blocks.last().as_ref().is_some_and(is_comparison) || compared >= plan.max_blocks() {
+        return Ok(None);
+    }
+    let Some(look) = plan.look_at(compared) else { return Ok(None) };
+    let experiment = &start.experiment;
+    let samples = collect_samples(start, blocks, experiment.exclude_noisy_blocks);
+    let analysis = match analyze(&samples, &experiment.analysis(look.nominal_alpha)) {
+        Err(AnalysisError::TooFewBlocks { .. }) => return Ok(None),
+        analysis => analysis?,
+    };
+    let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
+    Ok(analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)).then_some(compared))
+}
+
+/// The CPUs of the first or second run of a pair. The order ABBA itself exchanges the arms between the two, so that no
+/// arm keeps a CPU.
+fn duet_cpus(experiment: &Experiment, number: usize) -> Option<Vec<usize>> {
+    experiment.duet_cpus.as_ref().map(|cpus| cpus[number].clone())
+}
+
+/// The runs that begin together: both of a pair in a duet, otherwise one.
+fn next_group<'a>(experiment: &Experiment, scheduled: &'a [ScheduledRun], position: usize) -> &'a [ScheduledRun] {
+    let is_pair = experiment.duet && !scheduled[position].is_warm_up && position + 1 < scheduled.len();
+    &scheduled[position..position + if is_pair { 2 } else { 1 }]
+}
+
 /// The limits of a quiet block. The workload itself loads the host, so pressure is judged only where the host is
 /// observed.
 fn noise_limits(experiment: &Experiment) -> NoiseLimits {
@@ -391,3 +431,6 @@ fn noise_limits(experiment: &Experiment) -> NoiseLimits {
         ..NoiseLimits::default()
     }
 }
+
+#[cfg(test)]
+mod tests;

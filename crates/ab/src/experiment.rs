@@ -5,6 +5,7 @@
 
 use crate::decide::analysis::{AnalysisOptions, CounterExpectation, Direction, Metric, NoisyBlocks};
 use crate::decide::design::{DesignOptions, Level, WarmUpRule};
+use crate::decide::statistics::sign_flip::{MAX_EXACT_VALUES, smallest_p_value};
 use crate::decide::stopping::{Spending, StoppingPlan, StoppingPlanError};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -54,7 +55,7 @@ pub struct Experiment {
     pub exclude_noisy_blocks: bool,
     /// Run both arms of a pair at the same time. Only for what belongs to a process: `prefix` and `environment`.
     pub duet: bool,
-    /// The CPUs of the two sides of a duet; they are exchanged from pair to pair.
+    /// The CPUs of the first and of the second run of each pair of a duet.
     pub duet_cpus: Option<[Vec<usize>; 2]>,
     /// Seconds after which a run is ended as failed.
     pub timeout_seconds: f64,
@@ -232,6 +233,21 @@ pub enum ExperimentError {
         "a duet runs both arms at the same time, so they may differ only in what belongs to a process; arm {0} changes the host: leave --duet out"
     )]
     DuetOnHost(char),
+    /// A reading of the host in a duet.
+    #[error("{0} reads the whole host, and a duet runs both arms at the same time: leave it or --duet out")]
+    DuetReadsHost(String),
+    /// A look that cannot stop the campaign.
+    #[error(
+        "the look at {blocks} blocks has the level {level:.2e} and the smallest p-value of the permutation test there is {smallest:.2e}, so it can find no difference; give later looks, or spending = \"pocock\" in a file"
+    )]
+    LookWithoutEffect {
+        /// Comparison blocks.
+        blocks: usize,
+        /// The level at the look.
+        level: f64,
+        /// The smallest p-value.
+        smallest: f64,
+    },
     /// A level without its command.
     #[error("this level of repetition needs a command that restarts the machine: add --restart COMMAND")]
     NoRestartCommand,
@@ -274,6 +290,9 @@ impl Experiment {
             if observes && !is_read {
                 return Err(ExperimentError::MetricNeedsCommand(metric.name.clone()));
             }
+            if self.duet && is_read {
+                return Err(ExperimentError::DuetReadsHost(format!("metric {}", metric.name)));
+            }
             if metric.every_seconds.is_some_and(|seconds| seconds.is_nan() || seconds < 0.001) {
                 return Err(ExperimentError::OutOfRange("every_seconds", "at least 0.001"));
             }
@@ -294,6 +313,11 @@ impl Experiment {
             if self.duet && *arm != of_process {
                 return Err(ExperimentError::DuetOnHost(name));
             }
+        }
+        if self.duet
+            && let Some(proof) = &self.proof
+        {
+            return Err(ExperimentError::DuetReadsHost(format!("the proof counter {}", proof.counter)));
         }
         match self.level {
             RepetitionLevel::VmRestart | RepetitionLevel::GuestReboot if self.restart.is_none() => {
@@ -316,8 +340,29 @@ impl Experiment {
                 "at least 2, so that the controls can be judged",
             ));
         }
-        self.stopping_plan()?;
+        let plan = self.stopping_plan()?;
+        for look in plan.looks().iter().filter(|look| look.blocks < plan.max_blocks()) {
+            // The correction for several metrics multiplies the smallest p-value by their number.
+            let smallest = smallest_p_value(look.blocks) * self.metric.len() as f64;
+            if smallest > look.nominal_alpha {
+                let (blocks, level) = (look.blocks, look.nominal_alpha);
+                return Err(ExperimentError::LookWithoutEffect { blocks, level, smallest });
+            }
+        }
         Ok(())
+    }
+
+    /// A warning before the start, if so few blocks cannot show a difference of any size.
+    #[must_use]
+    pub fn warn_of_few_blocks(&self) -> Option<String> {
+        let is_enough = |blocks: usize| smallest_p_value(blocks) * self.metric.len() as f64 <= self.alpha;
+        if is_enough(self.blocks) {
+            return None;
+        }
+        let needed = (self.blocks..=MAX_EXACT_VALUES).find(|&blocks| is_enough(blocks));
+        let remedy =
+            needed.map_or("measure fewer metrics".to_owned(), |blocks| format!("give at least --blocks {blocks}"));
+        Some(format!("{} blocks are too few to show a difference of any size: {remedy}", self.blocks))
     }
 
     /// The stopping rule.
@@ -344,11 +389,16 @@ impl Experiment {
             RepetitionLevel::GuestReboot => Level::GuestReboot,
         };
         let control_blocks = self.control_blocks.unwrap_or(self.blocks);
-        DesignOptions {
+        let mut design = DesignOptions {
             pairs_per_block: self.pairs_per_block,
             warm_up: WarmUpRule { runs_per_block: self.warm_up_runs, samples_per_run: 0 },
             ..DesignOptions::with_control_blocks(level, self.blocks, control_blocks, self.seed)
+        };
+        // Only a workload can be slowed.
+        if self.workload.is_empty() {
+            design.injected_blocks.clear();
         }
+        design
     }
 
     /// How samples are analyzed at a nominal level.
@@ -387,6 +437,37 @@ mod tests {
         Experiment { b, workload: vec![vec!["true".to_owned()]], ..Experiment::default() }
     }
 
+    fn file_metric(name: &str) -> MetricDefinition {
+        let source = MetricSource::File { path: "/tmp/n".to_owned() };
+        MetricDefinition { name: name.to_owned(), source, higher_is_better: false, every_seconds: None }
+    }
+
+    #[test]
+    fn too_few_blocks_for_any_difference_give_a_warning() {
+        let warning = |blocks: usize, metrics: usize| {
+            let metric = vec![file_metric("depth"); metrics];
+            Experiment { blocks, metric, ..experiment() }.warn_of_few_blocks()
+        };
+        assert_eq!((warning(6, 1), warning(7, 2)), (None, None));
+        assert!(warning(5, 1).is_some_and(|text| text.contains("--blocks 6")));
+        assert!(warning(6, 2).is_some_and(|text| text.contains("--blocks 7")));
+    }
+
+    #[test]
+    fn looks_that_can_find_a_difference_are_taken() {
+        for (spending, looks) in [(SpendingRule::OBrienFleming, vec![12, 16]), (SpendingRule::Pocock, vec![8, 12])] {
+            let mut experiment = Experiment { spending, looks, ..experiment() };
+            experiment.check().unwrap();
+        }
+    }
+
+    #[test]
+    fn observation_has_no_blocks_with_slowdowns() {
+        let has_slowdowns = |experiment: &Experiment| !experiment.design().injected_blocks.is_empty();
+        assert!(has_slowdowns(&experiment()));
+        assert!(!has_slowdowns(&Experiment { workload: Vec::new(), ..experiment() }));
+    }
+
     #[test]
     fn wall_time_is_measured_by_default() {
         let mut experiment = experiment();
@@ -397,7 +478,7 @@ mod tests {
     #[test]
     fn experiments_that_cannot_answer_are_refused() {
         type Change = fn(&mut Experiment);
-        let cases: [(Change, &str); 8] = [
+        let cases: [(Change, &str); 12] = [
             (|e| e.b = e.a.clone(), "the same"),
             (|e| e.workload.clear(), "no workload"),
             (
@@ -417,6 +498,30 @@ mod tests {
                     e.observe_seconds = Some(1.0)
                 },
                 "needs a command",
+            ),
+            (
+                |e| {
+                    e.duet = true;
+                    e.metric = vec![file_metric("depth")]
+                },
+                "metric depth reads the whole host",
+            ),
+            (
+                |e| {
+                    e.duet = true;
+                    let counter = "/proc/vmstat:thp_fault_alloc".to_owned();
+                    e.proof = Some(ProofCounter { counter, expect: ExpectedMove::Differ })
+                },
+                "thp_fault_alloc reads the whole host",
+            ),
+            (|e| e.looks = vec![8, 16], "the look at 8 blocks"),
+            // Twelve blocks are enough for one metric, and too few for thirty.
+            (
+                |e| {
+                    e.looks = vec![12];
+                    e.metric = vec![file_metric("depth"); 30]
+                },
+                "the look at 12 blocks",
             ),
         ];
         for (change, message) in cases {

@@ -1,6 +1,6 @@
 //! The page of a campaign: one HTML file without references to others, with its pictures as SVG.
 
-use crate::text::{describe_control, describe_found, describe_verdict};
+use crate::text::{describe_control, describe_found, describe_injections, describe_smallest_effect, describe_verdict};
 use crate::wire::{AbReport, EstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
 use std::fmt::Write;
@@ -53,12 +53,15 @@ pub fn render(report: &AbReport) -> String {
             counter.change_in_b
         );
     }
+    for line in describe_injections(report) {
+        let _ = writeln!(page, "<p>Controls: {line}.</p>");
+    }
     for (index, metric) in result.metrics.iter().enumerate() {
         let _ = writeln!(page, "<h2>{}: {}</h2>", escape(&metric.name), escape(&describe_verdict(metric, report)));
         page.push_str(&control_table(metric));
         page.push_str("<h3>Ratio of B to A in each block</h3>\n");
         page.push_str(&difference_picture(&metric.comparison));
-        page.push_str("<h3>Interval against the smallest effect that would be seen</h3>\n");
+        page.push_str("<h3>Interval against the smallest effect that is detected with 80 % probability</h3>\n");
         page.push_str(&interval_picture(metric));
         page.push_str("<h3>Samples of the comparison over time</h3>\n");
         page.push_str(&series_picture(report, index));
@@ -94,14 +97,13 @@ fn percent(ratio: f64) -> String {
 
 fn control_table(metric: &MetricReport) -> String {
     let mut table =
-        "<table><tr><th>blocks<th>number<th>B to A<th>interval<th>p<th>smallest effect seen<th>found</tr>\n".to_owned();
+        "<table><tr><th>blocks<th>number<th>B to A<th>interval<th>p<th>smallest effect detected with 80 % probability<th>found</tr>\n".to_owned();
     let mut row = |name: &str, estimate: &EstimateReport, found: &str| {
         let interval = match estimate.interval {
             [Some(low), Some(high)] => format!("{} to {}", percent(low), percent(high)),
             _ => "unknown".to_owned(),
         };
-        let smallest =
-            estimate.smallest_detectable_percent.map_or("unknown".to_owned(), |value| format!("{value:.2} %"));
+        let smallest = describe_smallest_effect(estimate);
         let _ = writeln!(
             table,
             "<tr><td>{name}<td>{}<td>{}<td>{interval}<td>{:.4}<td>{smallest}<td>{found}</tr>",
@@ -183,7 +185,7 @@ fn interval_picture(metric: &MetricReport) -> String {
         let _ = writeln!(svg, "<circle class=\"b\" cx=\"{:.1}\" cy=\"{y:.1}\" r=\"4\"/>", x(estimate.ratio));
     }
     svg.push_str(
-        "</svg>\n<p>Bar: interval. Dashed: the smallest effect that would be seen. Line: no difference.</p>\n",
+        "</svg>\n<p>Bar: interval. Dashed: the smallest effect that is detected with 80 % probability. Line: no difference.</p>\n",
     );
     svg
 }

@@ -30,6 +30,22 @@ pub enum MetricError {
     /// A regular expression.
     #[error(transparent)]
     Pattern(#[from] regex::Error),
+    /// A sample of which no ratio can be formed.
+    #[error("metric {name} is {value}; its samples must be finite and above 0: check how it is read")]
+    SampleNotPositive {
+        /// The metric.
+        name: String,
+        /// The sample.
+        value: f64,
+    },
+    /// A counter that is no finite number.
+    #[error("the proof counter {counter} is {value}; it must be finite: check how it is read")]
+    CounterNotFinite {
+        /// The counter.
+        counter: String,
+        /// Its value.
+        value: f64,
+    },
     /// A query.
     #[error("the query {query:?} to {url} failed: {why}")]
     Query {
@@ -40,6 +56,30 @@ pub enum MetricError {
         /// The reason.
         why: String,
     },
+}
+
+/// Checks the samples of a metric.
+///
+/// # Errors
+/// If one is not finite, or not above 0.
+pub fn check_samples(name: &str, samples: &[f64]) -> Result<(), MetricError> {
+    match samples.iter().find(|&&value| !(value.is_finite() && value > 0.0)) {
+        Some(&value) => Err(MetricError::SampleNotPositive { name: name.to_owned(), value }),
+        None => Ok(()),
+    }
+}
+
+/// Reads the proof counter.
+///
+/// # Errors
+/// If there is no finite number.
+pub fn read_counter(host: &dyn Host, counter: &str) -> Result<f64, MetricError> {
+    let value = read_file_number(host, counter)?;
+    if value.is_finite() {
+        Ok(value)
+    } else {
+        Err(MetricError::CounterNotFinite { counter: counter.to_owned(), value })
+    }
 }
 
 /// Reads a number from a file, or from `FILE:NAME` the number after `NAME` on a line.
@@ -126,6 +166,20 @@ mod tests {
         assert_eq!(read_file_number(&host, "/tmp/n").unwrap(), 2.5);
         assert!(read_file_number(&host, "/proc/vmstat:absent").is_err());
         assert!(read_file_number(&host, "/tmp/absent").unwrap_err().to_string().contains("/tmp/absent"));
+    }
+
+    #[test]
+    fn samples_are_finite_and_above_zero_and_counters_finite() {
+        check_samples("rate", &[0.5, 2.0]).unwrap();
+        for value in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+            let error = check_samples("rate", &[1.0, value]).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("metric rate is {value};")), "{error}");
+        }
+        let host = FakeHost::booted();
+        host.put_file("tmp/n", "0");
+        assert_eq!(read_counter(&host, "/tmp/n").unwrap(), 0.0);
+        host.put_file("tmp/n", "inf");
+        assert!(read_counter(&host, "/tmp/n").unwrap_err().to_string().contains("/tmp/n is inf"));
     }
 
     #[test]

@@ -176,6 +176,9 @@ pub struct RunRecord {
     pub unix_seconds: f64,
     /// How long the injection stopped the commands, in seconds.
     pub stopped_seconds: f64,
+    /// From the start of the first command to the end of the last, in seconds.
+    #[serde(default)]
+    pub wall_seconds: f64,
     /// For each metric, the samples.
     pub samples: Vec<Vec<f64>>,
     /// How much the proof counter changed.
@@ -210,6 +213,9 @@ pub enum RecordError {
         /// The reason.
         source: io::Error,
     },
+    /// An earlier line was written in part and could not be removed.
+    #[error("{} ends with part of a line that could not be removed; make room on its file system, then `pagefold ab resume` removes it", .0.display())]
+    PartOfLine(PathBuf),
     /// A line is not understood.
     #[error("{}, line {line}: {why}", path.display())]
     Malformed {
@@ -226,6 +232,8 @@ pub enum RecordError {
 pub struct Record {
     directory: PathBuf,
     file: File,
+    /// The length of the whole lines in bytes; absent after a failed line that could not be removed.
+    length: Option<u64>,
 }
 
 /// What a record holds.
@@ -262,7 +270,7 @@ impl Record {
         }
         let file = OpenOptions::new().create(true).append(true).open(&path).map_err(error)?;
         lock(&file, directory)?;
-        let mut record = Self { directory: directory.to_owned(), file };
+        let mut record = Self { directory: directory.to_owned(), file, length: Some(0) };
         record.append(&RecordLine::Start(Box::new(start)))?;
         File::open(directory).and_then(|directory| directory.sync_all()).map_err(error)?;
         Ok(record)
@@ -283,7 +291,7 @@ impl Record {
             file.set_len(whole as u64).and_then(|()| file.sync_data()).map_err(error)?;
         }
         let loaded = parse(&text[..whole], &path)?;
-        Ok((Self { directory: directory.to_owned(), file }, loaded))
+        Ok((Self { directory: directory.to_owned(), file, length: Some(whole as u64) }, loaded))
     }
 
     /// The campaign's directory.
@@ -292,20 +300,32 @@ impl Record {
         &self.directory
     }
 
-    /// Appends a line; it is on the disk when this returns.
+    /// Appends a line; it is on the disk when this returns. A line that is written in part is removed.
     ///
     /// # Errors
-    /// If it cannot be written.
+    /// If it cannot be written, or the rest of an earlier line could not be removed.
     pub fn append(&mut self, line: &RecordLine) -> Result<(), RecordError> {
         fault::point("before a line of the record");
         let mut text = pagefold_output::wire::to_json_line(line);
         text.push('\n');
-        let path = self.directory.join(RECORD_FILE);
-        self.file
-            .write_all(text.as_bytes())
-            .and_then(|()| self.file.sync_data())
-            .map_err(|source| RecordError::File { path, source })?;
+        self.append_bytes(text.as_bytes(), |file, bytes| file.write_all(bytes).and_then(|()| file.sync_data()))?;
         fault::point("after a line of the record");
+        Ok(())
+    }
+
+    fn append_bytes(
+        &mut self,
+        bytes: &[u8],
+        write: impl FnOnce(&mut File, &[u8]) -> io::Result<()>,
+    ) -> Result<(), RecordError> {
+        let path = self.directory.join(RECORD_FILE);
+        let Some(length) = self.length.take() else { return Err(RecordError::PartOfLine(path)) };
+        if let Err(source) = write(&mut self.file, bytes) {
+            let is_removed = self.file.set_len(length).and_then(|()| self.file.sync_data()).is_ok();
+            self.length = is_removed.then_some(length);
+            return Err(RecordError::File { path, source });
+        }
+        self.length = Some(length + bytes.len() as u64);
         Ok(())
     }
 }
@@ -393,4 +413,49 @@ pub fn replace_file(directory: &Path, name: &str, content: &[u8]) -> Result<(), 
         File::open(directory)?.sync_all()
     };
     write().map_err(|source| RecordError::File { path: path.clone(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experiment::Experiment;
+
+    fn start() -> CampaignStart {
+        CampaignStart {
+            version: RECORD_VERSION,
+            pagefold: String::new(),
+            experiment: Experiment::default(),
+            settings: BTreeMap::new(),
+            modules: BTreeMap::new(),
+            looks: Vec::new(),
+            schedule: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn line_written_in_part_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::create(directory.path(), start()).unwrap();
+        let error = record.append_bytes(b"{\"event\":\"arm_left\"}\n", |file, bytes| {
+            file.write_all(&bytes[..7])?;
+            Err(io::ErrorKind::StorageFull.into())
+        });
+        assert!(matches!(error, Err(RecordError::File { .. })));
+        record.append(&RecordLine::End { why: "tested".to_owned() }).unwrap();
+        assert_eq!(load(directory.path()).unwrap().end.as_deref(), Some("tested"));
+    }
+
+    /// `/dev/full` takes no byte, and cannot be truncated.
+    #[test]
+    fn record_whose_failed_line_cannot_be_removed_takes_no_further_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut record = Record::create(directory.path(), start()).unwrap();
+        let whole = fs::read(directory.path().join(RECORD_FILE)).unwrap();
+        assert_eq!(record.length, Some(whole.len() as u64));
+        let working = std::mem::replace(&mut record.file, OpenOptions::new().append(true).open("/dev/full").unwrap());
+        assert!(matches!(record.append(&RecordLine::ArmLeft), Err(RecordError::File { .. })));
+        record.file = working;
+        assert!(matches!(record.append(&RecordLine::ArmLeft), Err(RecordError::PartOfLine(_))));
+        assert_eq!(fs::read(directory.path().join(RECORD_FILE)).unwrap(), whole);
+    }
 }

@@ -1,11 +1,14 @@
 //! What a person sees of a campaign on the terminal.
 
-use crate::wire::{AbReport, ControlReport, EstimateReport, MetricReport, VerdictName};
+use crate::wire::{AbReport, ControlReport, EstimateReport, InjectionReport, MetricReport, VerdictName};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;
 
 /// The width of a picture in characters.
 const PICTURE_WIDTH: usize = 61;
+
+/// A smallest detectable effect in percent that comes from rounding only: all blocks have the same ratio.
+const NO_NOISE_PERCENT: f64 = 1e-9;
 
 /// Renders the report.
 #[must_use]
@@ -40,6 +43,9 @@ pub fn render(report: &AbReport, style: TextStyle) -> String {
             counter.counter, counter.change_in_a, counter.change_in_b
         );
     }
+    for line in describe_injections(report) {
+        let _ = writeln!(text, "  {line}");
+    }
     for metric in &result.metrics {
         let _ = write!(text, "\n{}", render_metric(metric, report, style));
     }
@@ -50,7 +56,8 @@ fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> 
     let mut text = String::new();
     let _ =
         writeln!(text, "{}", style.format_heading(&format!("{}: {}", metric.name, describe_verdict(metric, report))));
-    let mut table = style.new_table(&["blocks", "number", "B to A", "interval", "p", "smallest effect seen", "found"]);
+    let mut table =
+        style.new_table(&["blocks", "number", "B to A", "interval", "p", "smallest effect detected", "found"]);
     let row = |name: String, estimate: &EstimateReport, found: String| {
         vec![
             name,
@@ -58,7 +65,7 @@ fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> 
             format_percent(estimate.ratio),
             format_interval(estimate),
             format!("{:.4}", estimate.p_value),
-            estimate.smallest_detectable_percent.map_or("unknown".to_owned(), |percent| format!("{percent:.2} %")),
+            describe_smallest_effect(estimate),
             found,
         ]
     };
@@ -75,6 +82,31 @@ fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> 
     text.push('\n');
     text.push_str(&picture(metric));
     text
+}
+
+/// What the injection of slow-downs achieved.
+#[must_use]
+pub fn describe_injections(report: &AbReport) -> Vec<String> {
+    if report.result.experiment.workload.is_empty() {
+        return vec!["no slow-down was injected: the host is observed, and there is no workload to stop".to_owned()];
+    }
+    let describe = |injection: &InjectionReport| {
+        format!(
+            "slowed by {} %: the commands were stopped for {:.2} % of their running time",
+            injection.slowdown_percent, injection.stopped_percent
+        )
+    };
+    report.injections.iter().map(describe).collect()
+}
+
+/// The smallest effect that is detected with 80 % probability.
+#[must_use]
+pub fn describe_smallest_effect(estimate: &EstimateReport) -> String {
+    match estimate.smallest_detectable_percent {
+        Some(percent) if percent > NO_NOISE_PERCENT => format!("{percent:.2} %"),
+        Some(_) => "unknown".to_owned(),
+        None => "none can be found".to_owned(),
+    }
 }
 
 /// The name of a control.
@@ -108,8 +140,13 @@ pub fn describe_verdict(metric: &MetricReport, report: &AbReport) -> String {
             format!("no effect larger than {} %", report.result.experiment.equivalence_percent)
         }
         VerdictName::Inconclusive => match metric.comparison.smallest_detectable_percent {
-            Some(percent) => format!("inconclusive; an effect of {percent:.2} % would have been seen"),
-            None => "inconclusive".to_owned(),
+            Some(percent) if percent > NO_NOISE_PERCENT => {
+                format!("inconclusive; an effect of {percent:.2} % would have been detected with 80 % probability")
+            }
+            Some(_) => "inconclusive; all blocks have the same ratio, so the noise is not known".to_owned(),
+            None => {
+                format!("inconclusive; {} blocks are too few to show an effect of any size", metric.comparison.blocks)
+            }
         },
         VerdictName::NotApplied => "not applied: the proof counter did not move".to_owned(),
     }

@@ -28,8 +28,40 @@ pub struct AbReport {
     pub environment: Vec<BlockNoiseReport>,
     /// For each metric with noisy blocks, the estimate of the other choice: without them, or with them.
     pub other_choice_of_noisy_blocks: BTreeMap<String, EstimateReport>,
+    /// What the injection achieved, for each slow-down; empty if the host is observed without a workload.
+    pub injections: Vec<InjectionReport>,
     /// For each completed run, when it ended and how long the injection stopped it.
     pub run_times: Vec<RunTimeReport>,
+}
+
+/// What the injection of a slow-down achieved.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
+pub struct InjectionReport {
+    /// The slow-down in percent.
+    pub slowdown_percent: u32,
+    /// Measured runs that were slowed.
+    pub runs: usize,
+    /// How long the process groups of the commands were stopped, in percent of their running time. Processes outside of
+    /// the groups were not stopped.
+    pub stopped_percent: f64,
+}
+
+impl InjectionReport {
+    /// The injections of measured runs, by their slow-down.
+    fn from_runs<'r>(runs: impl Iterator<Item = &'r RunRecord>) -> Vec<Self> {
+        let mut sums: BTreeMap<u32, (usize, f64, f64)> = BTreeMap::new();
+        for run in runs.filter(|run| !run.warm_up && run.slowdown_percent > 0) {
+            let (runs, stopped, ran) = sums.entry(run.slowdown_percent).or_default();
+            *runs += 1;
+            *stopped += run.stopped_seconds;
+            *ran += run.wall_seconds - run.stopped_seconds;
+        }
+        let report = |(slowdown_percent, (runs, stopped, ran)): (u32, (usize, f64, f64))| {
+            // A record of an earlier version does not have the running time.
+            (ran > 0.0).then(|| Self { slowdown_percent, runs, stopped_percent: stopped / ran * 100.0 })
+        };
+        sums.into_iter().filter_map(report).collect()
+    }
 }
 
 /// When a run ended.
@@ -74,7 +106,7 @@ pub struct CampaignResult {
     /// The metrics; empty if too few blocks have run.
     pub metrics: Vec<MetricReport>,
     /// The proof counter, if the experiment names one.
-    pub counter: Option<CounterReport>,
+    pub counter: Option<ProofCounterReport>,
     /// Why there are no metrics.
     pub why_not_analyzed: Option<String>,
     /// The samples of the measured runs.
@@ -160,9 +192,12 @@ pub struct EstimateReport {
     pub ratio: f64,
     /// The interval of the ratio; a limit that is not known is absent.
     pub interval: [Option<f64>; 2],
+    /// The expanded BCa interval of the ratio, which decides nothing; a limit that is not known is absent.
+    pub bca_interval: [Option<f64>; 2],
     /// The p-value of the sign-flip permutation test.
     pub p_value: f64,
-    /// The smallest effect that so many blocks would find, in percent; absent with too few blocks.
+    /// The smallest effect that so many blocks detect with 80 % probability, in percent; absent if the blocks are too few
+    /// to show any.
     pub smallest_detectable_percent: Option<f64>,
     /// The ratio of each block.
     pub block_ratios: Vec<f64>,
@@ -170,7 +205,7 @@ pub struct EstimateReport {
 
 /// The proof counter.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct CounterReport {
+pub struct ProofCounterReport {
     /// The counter.
     pub counter: String,
     /// Its mean change in a run under A.
@@ -188,6 +223,7 @@ impl EstimateReport {
             blocks: estimate.blocks,
             ratio: estimate.ratio,
             interval: [finite(estimate.interval.low), finite(estimate.interval.high)],
+            bca_interval: [finite(estimate.bca_interval.low), finite(estimate.bca_interval.high)],
             p_value: estimate.p_value,
             smallest_detectable_percent: finite(estimate.smallest_detectable_effect * 100.0),
             block_ratios: estimate.log_ratios.iter().map(|ratio| ratio.exp()).collect(),
@@ -244,7 +280,7 @@ impl AbReport {
         let (metrics, counter, why) = match &analysis {
             Ok(analysis) => (
                 analysis.metrics.iter().map(MetricReport::new).collect(),
-                analysis.counter.zip(start.experiment.proof.as_ref()).map(|(counter, proof)| CounterReport {
+                analysis.counter.zip(start.experiment.proof.as_ref()).map(|(counter, proof)| ProofCounterReport {
                     counter: proof.counter.clone(),
                     change_in_a: counter.change_in_a,
                     change_in_b: counter.change_in_b,
@@ -295,6 +331,7 @@ impl AbReport {
                 })
                 .collect(),
             other_choice_of_noisy_blocks: other.collect(),
+            injections: InjectionReport::from_runs(runs()),
             run_times: runs()
                 .map(|run| RunTimeReport {
                     block: run.block,
@@ -355,3 +392,6 @@ pub fn samples_csv(record: &LoadedRecord) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,8 +5,10 @@
 //! This slows wall time and throughput as a slower machine would. It does not change the CPU time, so a control cannot be
 //! found in that metric. Processes that leave the group are not slowed.
 //!
-//! If this process is killed while a group is stopped, the kernel continues the group: it then is an orphaned process
-//! group with stopped members, which gets SIGHUP and SIGCONT (kernel/exit.c, `kill_orphaned_pgrp`).
+//! If this process is killed while a group is stopped, its children get another parent. If that is the host's init or in
+//! another session, the group is orphaned, and the kernel sends it SIGHUP and SIGCONT (kernel/exit.c,
+//! `kill_orphaned_pgrp`). In a container whose first process is in this session, the group stays stopped until
+//! `pagefold ab resume` ends it.
 
 use crate::metric::{self, MetricError};
 use pagefold_host::Host;
@@ -371,13 +373,13 @@ mod tests {
         run_sides(sides, directory.path(), timeout, &stop, &[], &mut |_| Ok(())).map(|(results, _)| results)
     }
 
-    const LONG: Duration = Duration::from_secs(60);
+    const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
     fn output_of_all_commands_is_kept() {
         let mut side = side("echo out $X; echo err >&2", 0);
         side.commands.push(vec!["echo".to_owned(), "second".to_owned()]);
-        let results = run(&[side], LONG).unwrap();
+        let results = run(&[side], RUN_TIMEOUT).unwrap();
         assert_eq!(results[0].output, "out 7\nerr\nsecond\n");
     }
 
@@ -385,7 +387,7 @@ mod tests {
     #[test]
     fn injection_stops_the_stated_share_of_the_running_time() {
         let loops = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
-        let result = &run(&[side(loops, 50)], LONG).unwrap()[0];
+        let result = &run(&[side(loops, 50)], RUN_TIMEOUT).unwrap()[0];
         let ran = result.wall.saturating_sub(result.stopped).as_secs_f64();
         let share = result.stopped.as_secs_f64() / ran;
         assert!(result.wall > INJECTION_QUANTUM * 4, "the workload is too short: {result:?}");
@@ -394,14 +396,14 @@ mod tests {
 
     #[test]
     fn failed_command_ends_the_run_with_its_status() {
-        let error = run(&[side("exit 3", 0)], LONG).unwrap_err().to_string();
+        let error = run(&[side("exit 3", 0)], RUN_TIMEOUT).unwrap_err().to_string();
         assert!(error.contains("exit status: 3"), "{error}");
         assert!(matches!(run(&[side("sleep 60", 0)], Duration::from_millis(50)), Err(RunError::TimedOut(_))));
     }
 
     #[test]
     fn background_process_of_a_run_ends_with_it() {
-        let result = &run(&[side("sleep 1000 & echo $!", 0)], LONG).unwrap()[0];
+        let result = &run(&[side("sleep 1000 & echo $!", 0)], RUN_TIMEOUT).unwrap()[0];
         let pid: u32 = result.output.trim().parse().unwrap();
         let is_gone = || match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Err(_) => true,

@@ -30,8 +30,16 @@ say go
 measure online 50
 end_gang end
 state end
+trial --window 60ms
+measure kept 80
+state kept
+end_gang kept
 gang --policy throttled-yield
 state throttled
+echo 0 > /sys/devices/system/cpu/cpu3/online
+measure stranded 80
+echo 1 > /sys/devices/system/cpu/cpu3/online
+state stranded
 kill -9 $gang
 removed killed
 wait $gang
@@ -40,6 +48,16 @@ gang --stall
 removed stalled
 say stop
 wait_gang stalled
+end_load
+load 2 4 kvm 40
+pin
+gang --policy spread
+measure pinned 50
+state pinned
+end_gang pinned
+gang
+measure pinned-gang 50
+end_gang pinned-gang
 end_load
 ";
 
@@ -54,13 +72,13 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     };
     let has = |line: &str| assert!(output.lines().any(|found| found.trim_end() == line), "no {line}: {output}");
     let says = |part: &str| assert!(output.contains(part), "{part}: {output}");
-    for name in ["second", "offline", "throttled"] {
+    for name in ["second", "offline", "kept", "throttled", "stranded", "pinned"] {
         has(&format!("STATE {name} enabled pagefold_gang"));
     }
     for name in ["end", "killed", "stalled"] {
         has(&format!("STATE {name} disabled"));
     }
-    for (name, status) in [("second", 2), ("end", 0), ("stalled", 1)] {
+    for (name, status) in [("second", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)] {
         has(&format!("EXIT {name} {status}"));
     }
     says("SAID second pagefold: another sched_ext scheduler is loaded (pagefold_gang)");
@@ -69,6 +87,17 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     let (gang, online) = (load_figures(&output, "gang"), load_figures(&output, "online"));
     assert!(gang.rate > 350_000.0 && gang.corun >= 0.9 && gang.fairness >= 0.95, "{gang:?}: {output}");
     assert!(online.rate > 300_000.0, "the CPU that came back is not used: {online:?}: {output}");
+    // Attached for the fifth time in the comparison, it still knows the gangs.
+    let kept = load_figures(&output, "kept");
+    assert!(kept.rate > 350_000.0 && kept.corun >= 0.9, "{kept:?}: {output}");
+    // A vCPU that is left in the queue of the CPU that went offline would stop its machine, which leaves half of 1.
+    let stranded = load_figures(&output, "stranded");
+    assert!(stranded.rate > 0.0 && stranded.fairness > 0.55, "{stranded:?}: {output}");
+    // Each vCPU may run on one CPU only, and those that spin yield to siblings on other CPUs.
+    for name in ["pinned", "pinned-gang"] {
+        let pinned = load_figures(&output, name);
+        assert!(pinned.rate > 0.0 && pinned.fairness > 0.55, "{pinned:?}: {output}");
+    }
     let eevdf = load_figures(&output, "eevdf");
     assert!(gang.corun >= 3.0 * eevdf.corun && gang.rate >= 1.5 * eevdf.rate, "{eevdf:?} {gang:?}");
     let is_fault = |line: &str| line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"));
@@ -85,6 +114,23 @@ fn kernel_without_sched_ext_is_named() {
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(2), "{message}");
     assert!(message.contains("has no sched_ext: it was built without CONFIG_SCHED_CLASS_EXT"), "{message}");
+}
+
+#[test]
+fn comparison_needs_a_metric() {
+    let output = Command::new(PAGEFOLD_BINARY).args(["vcpu", "gang", "--pid", "1"]).output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("--metric COMMAND") && message.contains("--keep"), "{message}");
+}
+
+#[test]
+fn long_waits_of_ordinary_tasks_are_refused() {
+    let arguments = ["vcpu", "gang", "--pid", "1", "--keep", "--slot", "100ms", "--ordinary-share", "5"];
+    let output = Command::new(PAGEFOLD_BINARY).args(arguments).output().unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{message}");
+    assert!(message.contains("1000 ms") && message.contains("--ordinary-share 10"), "{message}");
 }
 
 #[test]

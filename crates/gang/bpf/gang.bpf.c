@@ -28,6 +28,8 @@
 #define MIN_SLOT_NS 1000000ULL
 #define EARLY_NS 100000ULL
 #define MIN_DELAY_NS 1000ULL
+// Guests decide when their vCPUs sleep and wake; they cannot cause rotations more often than this.
+#define MIN_ROTATION_INTERVAL_NS 200000ULL
 
 #define DSQ_LIGHT 1ULL
 #define DSQ_ORDINARY 2ULL
@@ -73,7 +75,7 @@ struct cpu {
 	u32 is_online, runnable, wants_gang, avoids_gang;
 	s32 wants_pid;
 	s64 light_ns;
-	u64 since;
+	u64 since, light_at;
 };
 struct cpu cpus[MAX_CPUS];
 
@@ -81,9 +83,13 @@ struct rotation { u32 free, best, need, filler, is_wide, is_early, preempts; s32
 struct rotation rotation;
 u64 slot_start, slot_end, last_rotation, vtime_now, ordinary_vtime;
 s64 ordinary_credit;
+// Whether threads may wait in the queue of a CPU that is offline (policies spread and throttled-yield).
+u32 has_stranded;
+// The maps, and with them all these variables, outlast the scheduler: user space may attach it again.
+u32 is_attached;
 
 struct thread {
-	u32 gang, kind, generation, is_runnable, is_boosted;
+	u32 gang, kind, generation, is_runnable, is_light;
 	s32 cpu, counted_cpu, seat;
 	u64 started, last_spin, credited_at;
 	s64 credit;
@@ -212,6 +218,8 @@ static bool is_light(struct thread *t, u64 now)
 	s64 credit = t->credit + (s64)((now - t->credited_at) / CREDIT_DIVISOR);
 	if (!t->credited_at || credit > (s64)MAX_CREDIT_NS)
 		credit = MAX_CREDIT_NS;
+	if (credit < -(s64)MAX_CREDIT_NS)
+		credit = -(s64)MAX_CREDIT_NS;
 	t->credit = credit;
 	t->credited_at = now;
 	if (t->kind == IO_THREAD && settings.policy == GANG &&
@@ -220,9 +228,22 @@ static bool is_light(struct thread *t, u64 now)
 	return credit > 0;
 }
 
-INLINE bool takes_light(struct cpu *cpu)
+// Whether light tasks go before what the CPU is for. They have a part of the time; what is left of it is in light_ns.
+INLINE bool takes_light(struct cpu *cpu, u64 now)
 {
-	return settings.policy != GANG || !is_gang(cpu->owner) || cpu->light_ns > 0;
+	if (settings.policy == GANG)
+		return !is_gang(cpu->owner) || cpu->light_ns > 0;
+	return cpu->light_ns + (s64)((now - cpu->light_at) / LIGHT_DIVISOR) > 0;
+}
+
+// Gives light tasks their part of the time since, up to a limit, and takes what they used.
+INLINE void account_light(struct cpu *cpu, u64 elapsed, u64 used)
+{
+	s64 left = cpu->light_ns + (s64)(elapsed / LIGHT_DIVISOR);
+	if (left > (s64)MAX_LIGHT_NS)
+		left = MAX_LIGHT_NS;
+	left -= used;
+	cpu->light_ns = left < -(s64)MAX_LIGHT_NS ? -(s64)MAX_LIGHT_NS : left;
 }
 
 // ---- spread ----
@@ -312,23 +333,27 @@ s32 gang_select_cpu(u64 *arguments)
 	return cpu;
 }
 
-// Preempts for a vCPU that was queued: on a CPU of its VM that runs something else. Returns whether one was found.
-static bool kick_own_cpu(u32 gang)
+// Preempts for a vCPU that was queued: on a CPU of its VM that runs something else, first the one that it used last.
+// Returns whether one was found.
+static bool kick_own_cpu(struct task_struct *p, u32 gang)
 {
-	s32 cpu;
-	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
+	s32 i, last = scx_bpf_task_cpu(p);
+	FOR_EACH_NUMBER(i, -1, settings.cpus) {
+		s32 cpu = i < 0 ? last : i;
 		struct cpu *c = cpu_at(cpu);
-		if (c->owner == gang && (c->running_gang != gang || c->running_kind != VCPU)) {
-			if (c->running_kind == VCPU || !c->since)
-				scx_bpf_kick_cpu(cpu, c->since ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
-			else if (c->light_ns <= 0)
-				scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
-			return true;
-		}
+		if (c->owner != gang || (c->running_gang == gang && c->running_kind == VCPU) ||
+		    !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+			continue;
+		if (c->running_kind == VCPU || !c->since)
+			scx_bpf_kick_cpu(cpu, c->since ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
+		else if (c->light_ns <= 0)
+			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
+		return true;
 	}
-	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
+	FOR_EACH_NUMBER(i, -1, settings.cpus) {
+		s32 cpu = i < 0 ? last : i;
 		struct cpu *c = cpu_at(cpu);
-		if (!c->owner && !c->since) {
+		if (!c->owner && !c->since && bpf_cpumask_test_cpu(cpu, p->cpus_ptr)) {
 			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
 			return true;
 		}
@@ -354,20 +379,23 @@ void gang_enqueue(u64 *arguments)
 	if (t->kind == VCPU && settings.stall)
 		return;	// for the test of the kernel's watchdog: the task is lost
 	if (t->kind != VCPU && is_light(t, now)) {
+		t->is_light = 1;
 		scx_bpf_dsq_insert(p, DSQ_LIGHT, slice, flags);
 		if (settings.policy != GANG)
 			move_count(t, -1);
-		scx_bpf_kick_cpu(number, cpu->since && takes_light(cpu) ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
+		scx_bpf_kick_cpu(number, cpu->since && takes_light(cpu, now) ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
 	} else if (settings.policy != GANG) {
 		u64 weight = t->gang ? settings.weights[t->gang & (MAX_GANGS - 1)] : p->scx.weight;
-		if (!(flags & SCX_ENQ_WAKEUP))
+		if (!(flags & SCX_ENQ_WAKEUP) || !cpu->is_online)
 			number = find_spread_cpu(p, t, number);
+		if (!cpu_at(number)->is_online)
+			has_stranded = 1;
 		move_count(t, number);
 		scx_bpf_dsq_insert(p, DSQ_CPU(number), slice * (weight ?: 100) / 100, flags);
 		scx_bpf_kick_cpu(number, SCX_KICK_IDLE);
 	} else if (t->kind == VCPU) {
 		scx_bpf_dsq_insert(p, DSQ_GANG(t->gang), 4 * settings.slot_ns, flags);
-		kick_own_cpu(t->gang);
+		kick_own_cpu(p, t->gang);
 	} else {
 		if (is_before(vtime, ordinary_vtime - slice))
 			vtime = ordinary_vtime - slice;
@@ -378,9 +406,9 @@ void gang_enqueue(u64 *arguments)
 
 // ---- from the queue to the CPU ----
 
-// Moves a waiting thread to this CPU: one with this number; else, if `gang` is not 0, a vCPU of it or of any other gang
-// (`is_same`), and of its siblings first those that did not spin before they lost their CPU.
-static bool move_thread(u64 dsq, u32 gang, bool is_same, bool takes_spinners, s32 pid)
+// Moves a waiting thread that may run on this CPU to it: the one with this number; or, if `pid` is 0, a vCPU of the gang
+// that did not spin before it lost its CPU, or (`is_same` is false) a thread that is not of the gang.
+static bool move_thread(s32 number, u64 dsq, u32 gang, bool is_same, s32 pid)
 {
 	struct task_struct *p;
 	u32 scanned = 0;
@@ -388,7 +416,8 @@ static bool move_thread(u64 dsq, u32 gang, bool is_same, bool takes_spinners, s3
 		struct thread *t = thread_of(p);
 		if (++scanned > MAX_SCANNED_TASKS)
 			break;
-		if (!t)
+		// The kernel removes a scheduler that moves a thread to a CPU outside its affinity.
+		if (!t || !bpf_cpumask_test_cpu(number, p->cpus_ptr))
 			continue;
 		if (pid) {
 			if (p->pid != pid)
@@ -396,7 +425,7 @@ static bool move_thread(u64 dsq, u32 gang, bool is_same, bool takes_spinners, s3
 		} else {
 			if ((t->gang == gang) != is_same)
 				continue;
-			if (is_same && !takes_spinners && is_before(t->started, t->last_spin))
+			if (is_same && is_before(t->started, t->last_spin))
 				continue;
 		}
 		if (scx_bpf_dsq_move(&queued, p, SCX_DSQ_LOCAL, 0))
@@ -410,14 +439,14 @@ static bool move_sibling(u32 gang, s32 pid, s32 number)
 {
 	s32 cpu;
 	if (settings.policy == GANG)
-		return (pid && move_thread(DSQ_GANG(gang), gang, true, true, pid)) ||
-		       move_thread(DSQ_GANG(gang), gang, true, false, 0);
+		return (pid && move_thread(number, DSQ_GANG(gang), gang, true, pid)) ||
+		       move_thread(number, DSQ_GANG(gang), gang, true, 0);
 	if (pid)
 		FOR_EACH_NUMBER(cpu, 0, settings.cpus)
-			if (*siblings_at(gang, cpu) > 0 && move_thread(DSQ_CPU(cpu), gang, true, true, pid))
+			if (*siblings_at(gang, cpu) > 0 && move_thread(number, DSQ_CPU(cpu), gang, true, pid))
 				return true;
 	FOR_EACH_NUMBER(cpu, 0, settings.cpus)
-		if (*siblings_at(gang, cpu) > 0 && move_thread(DSQ_CPU(cpu), gang, true, false, 0))
+		if (*siblings_at(gang, cpu) > 0 && move_thread(number, DSQ_CPU(cpu), gang, true, 0))
 			return true;
 	return false;
 }
@@ -432,7 +461,8 @@ static bool take_vcpu(u32 gang, s32 number)
 			struct thread *t = thread_of(p);
 			if (++scanned > MAX_SCANNED_TASKS)
 				break;
-			if (t && t->cpu == number && scx_bpf_dsq_move(&queued, p, SCX_DSQ_LOCAL, 0))
+			if (t && t->cpu == number && bpf_cpumask_test_cpu(number, p->cpus_ptr) &&
+			    scx_bpf_dsq_move(&queued, p, SCX_DSQ_LOCAL, 0))
 				return true;
 		}
 	}
@@ -458,11 +488,30 @@ GLOBAL u32 find_filler(void)
 	return best;
 }
 
-static void dispatch_spread(s32 number, struct task_struct *previous, bool stays)
+// Takes a thread that waits in the queue of a CPU that went offline.
+static bool take_stranded(void)
+{
+	s32 other;
+	bool is_left = false;
+	if (!has_stranded)
+		return false;
+	FOR_EACH_NUMBER(other, 0, settings.cpus)
+		if (!cpu_at(other)->is_online && scx_bpf_dsq_nr_queued(DSQ_CPU(other)) > 0) {
+			if (scx_bpf_dsq_move_to_local(DSQ_CPU(other)))
+				return true;
+			is_left = true;
+		}
+	has_stranded = is_left;
+	return false;
+}
+
+static void dispatch_spread(s32 number, bool stays)
 {
 	struct cpu *cpu = cpu_at(number);
 	u32 gang = cpu->wants_gang;
 	s32 other, pid = cpu->wants_pid;
+	if (take_stranded())
+		return;
 	if (gang) {
 		cpu->wants_gang = 0;
 		if (move_sibling(gang, pid, number)) {
@@ -473,10 +522,10 @@ static void dispatch_spread(s32 number, struct task_struct *previous, bool stays
 	gang = cpu->avoids_gang;
 	if (gang) {
 		cpu->avoids_gang = 0;
-		if (move_thread(DSQ_CPU(number), gang, false, true, 0))
+		if (move_thread(number, DSQ_CPU(number), gang, false, 0))
 			return;
 	}
-	if (scx_bpf_dsq_move_to_local(DSQ_CPU(number)) || stays)
+	if (scx_bpf_dsq_move_to_local(DSQ_CPU(number)) || scx_bpf_dsq_move_to_local(DSQ_LIGHT) || stays)
 		return;
 	FOR_EACH_NUMBER(other, 0, settings.cpus)
 		if (other != number && scx_bpf_dsq_nr_queued(DSQ_CPU(other)) > 0 &&
@@ -493,12 +542,13 @@ void gang_dispatch(u64 *arguments)
 	struct thread *t = previous ? thread_of(previous) : NULL;
 	bool stays = previous && previous->scx.flags & SCX_TASK_QUEUED, is_own = false;
 	u32 owner = cpu->owner, filler, gang;
+	u64 now = bpf_ktime_get_ns();
 	if (t)
 		refresh(previous, t);
-	if (takes_light(cpu) && scx_bpf_dsq_move_to_local(DSQ_LIGHT))
+	if (takes_light(cpu, now) && scx_bpf_dsq_move_to_local(DSQ_LIGHT))
 		return;
 	if (settings.policy != GANG) {
-		dispatch_spread(number, previous, stays);
+		dispatch_spread(number, stays);
 		return;
 	}
 	gang = cpu->wants_gang;
@@ -529,16 +579,24 @@ void gang_dispatch(u64 *arguments)
 		if (filler && !(stays && t && t->gang == rotation.filler) && take_vcpu(filler, number))
 			return;
 	}
-	if (!takes_light(cpu))
+	if (!takes_light(cpu, now))
 		scx_bpf_dsq_move_to_local(DSQ_LIGHT);
 }
 
 // ---- slots ----
 
+// The delay, or a longer one for the least interval between rotations.
+static u64 limit_delay(u64 now, u64 delay)
+{
+	u64 earliest = last_rotation + MIN_ROTATION_INTERVAL_NS;
+	return is_before(now + delay, earliest) ? earliest - now : delay;
+}
+
 static void rotate_soon(u64 delay)
 {
 	u32 key = 0;
 	struct slot_timer *timer = bpf_map_lookup_elem(&timers, &key);
+	delay = limit_delay(bpf_ktime_get_ns(), delay);
 	if (timer)
 		bpf_timer_start(&timer->timer, delay, 0);
 }
@@ -613,8 +671,14 @@ void gang_stopping(u64 *arguments)
 		return;
 	used = now - t->started;
 	t->credit -= used;
-	if (is_gang(cpu->owner))
-		__sync_fetch_and_add(&cpu->light_ns, -(s64)used);
+	if (settings.policy == GANG) {
+		if (is_gang(cpu->owner))
+			account_light(cpu, 0, used);
+	} else if (t->is_light) {
+		account_light(cpu, now - cpu->light_at, used);
+		cpu->light_at = now;
+	}
+	t->is_light = 0;
 	used = used * 100 / (p->scx.weight ?: 100);
 	if (&scx_bpf_task_set_dsq_vtime)
 		scx_bpf_task_set_dsq_vtime(p, p->scx.dsq_vtime + used);
@@ -837,9 +901,7 @@ GLOBAL u32 charge_all(u64 now)
 		struct cpu *c = cpu_at(cpu);
 		if (c->since)
 			charge(cpu, now, now);
-		c->light_ns += elapsed / LIGHT_DIVISOR;
-		if (c->light_ns > (s64)MAX_LIGHT_NS)
-			c->light_ns = MAX_LIGHT_NS;
+		account_light(c, elapsed, 0);
 	}
 	return 0;
 }
@@ -896,12 +958,14 @@ static void rotate(void)
 static int on_slot(void *map, u32 *key, struct slot_timer *timer)
 {
 	u64 now, delay;
+	if (!is_attached)
+		return 0;
 	rotate();
 	now = bpf_ktime_get_ns();
 	delay = is_before(now + MIN_DELAY_NS, slot_end) ? slot_end - now : MIN_DELAY_NS;
 	if (rotation.is_wide && delay > WIDE_SLICE_NS)
 		delay = WIDE_SLICE_NS;
-	bpf_timer_start(&timer->timer, delay, 0);
+	bpf_timer_start(&timer->timer, limit_delay(now, delay), 0);
 	return 0;
 }
 
@@ -915,6 +979,7 @@ s32 gang_init_task(u64 *arguments)
 	if (!t)
 		return -12;
 	t->cpu = t->counted_cpu = t->seat = -1;
+	t->generation = 0;
 	return 0;
 }
 
@@ -933,6 +998,7 @@ void gang_exit_task(u64 *arguments)
 	t->is_runnable = 0;
 	t->kind = ORDINARY_TASK;
 	t->gang = 0;
+	t->generation = 0;
 }
 
 SEC("struct_ops/cpu_online")
@@ -947,6 +1013,7 @@ void gang_cpu_offline(u64 *arguments)
 	struct cpu *cpu = cpu_at(arguments[0]);
 	cpu->is_online = 0;
 	cpu->owner = 0;
+	has_stranded = 1;
 }
 
 SEC("struct_ops.s/init")
@@ -956,9 +1023,14 @@ s32 gang_init(u64 *arguments)
 	struct slot_timer *timer;
 	s32 i, error;
 	u32 key = 0;
+	rotation.seated = 0;
+	report.has_exited = 0;
 	FOR_EACH_NUMBER(i, 0, settings.cpus) {
-		cpu_at(i)->is_online = bpf_cpumask_test_cpu(i, online);
-		rotation.seated += cpu_at(i)->is_online;
+		struct cpu *cpu = cpu_at(i);
+		cpu->owner = cpu->running_gang = cpu->running_kind = cpu->wants_gang = cpu->avoids_gang = 0;
+		cpu->since = 0;
+		cpu->is_online = bpf_cpumask_test_cpu(i, online);
+		rotation.seated += cpu->is_online;
 	}
 	scx_bpf_put_cpumask(online);
 	error = scx_bpf_create_dsq(DSQ_LIGHT, -1);
@@ -972,10 +1044,12 @@ s32 gang_init(u64 *arguments)
 			error = scx_bpf_create_dsq(DSQ_GANG(i), -1);
 	if (error || settings.policy != GANG)
 		return error;
-	last_rotation = bpf_ktime_get_ns();
+	last_rotation = slot_end = bpf_ktime_get_ns();
+	is_attached = 1;
 	timer = bpf_map_lookup_elem(&timers, &key);
 	if (!timer)
 		return -3;
+	// Refused if it was attached before: the timer stays initialized.
 	bpf_timer_init(&timer->timer, &timers, 1 /* CLOCK_MONOTONIC */);
 	bpf_timer_set_callback(&timer->timer, on_slot);
 	return bpf_timer_start(&timer->timer, settings.slot_ns, 0);
@@ -985,6 +1059,7 @@ SEC("struct_ops/exit")
 void gang_exit(u64 *arguments)
 {
 	struct scx_exit_info *info = (void *)arguments[0];
+	is_attached = 0;
 	report.exit_kind = info->kind;
 	report.exit_code = info->exit_code;
 	bpf_probe_read_kernel_str(report.reason, sizeof report.reason, info->reason);

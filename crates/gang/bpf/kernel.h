@@ -41,7 +41,6 @@ struct scx_exit_task_args;
 #pragma clang attribute pop
 
 struct bpf_timer { u64 opaque[2]; } __attribute__((aligned(8)));
-struct bpf_spin_lock { u32 value; };
 struct bpf_iter_num { u64 opaque[1]; } __attribute__((aligned(8)));
 struct bpf_iter_scx_dsq { u64 opaque[6]; } __attribute__((aligned(8)));
 
@@ -80,12 +79,7 @@ struct sched_ext_ops {
 
 // Helpers, by their numbers in linux/bpf.h.
 static void *(*const bpf_map_lookup_elem)(void *map, const void *key) = (void *)1;
-static long (*const bpf_map_update_elem)(void *map, const void *key, const void *value, u64 flags) = (void *)2;
-static long (*const bpf_map_delete_elem)(void *map, const void *key) = (void *)3;
 static u64 (*const bpf_ktime_get_ns)(void) = (void *)5;
-static u32 (*const bpf_get_smp_processor_id)(void) = (void *)8;
-static long (*const bpf_spin_lock)(struct bpf_spin_lock *lock) = (void *)93;
-static long (*const bpf_spin_unlock)(struct bpf_spin_lock *lock) = (void *)94;
 static long (*const bpf_probe_read_kernel_str)(void *to, u32 size, const void *from) = (void *)115;
 static void *(*const bpf_task_storage_get)(void *map, struct task_struct *task, void *value, u64 flags) = (void *)156;
 static long (*const bpf_timer_init)(struct bpf_timer *timer, void *map, u64 flags) = (void *)169;

@@ -183,7 +183,7 @@ impl Program {
 
     fn replace(&self, map: &str, old: &BTreeMap<u32, u32>, new: &BTreeMap<u32, u32>) -> Result<(), ProgramError> {
         for key in old.keys().filter(|key| !new.contains_key(*key)) {
-            // The program itself removes threads that have ended.
+            // An entry that is missing needs no removal.
             let _ = self.map(map)?.delete(&key.to_ne_bytes());
         }
         new.iter().try_for_each(|(key, gang)| self.write(map, *key, &gang.to_ne_bytes()))

@@ -20,10 +20,10 @@ pub fn run_report(report: &GangRunReport, style: TextStyle) -> String {
     }
     if let Some(trial) = &report.trial {
         let verdict = if trial.helps { "helps" } else { "does not help" };
-        let (metric, benefit) = (&trial.metric, trial.benefit);
+        let (metric, benefit) = (escape_unprintable(&trial.metric), trial.benefit);
         let _ = writeln!(
             text,
-            "Compared with the kernel's scheduler it {verdict}: {benefit:.2} times as good, by {metric}."
+            "Compared with the kernel's scheduler it {verdict}: {benefit:.2} times as much work, by `{metric}`."
         );
     }
     let headings = ["virtual machine", "PID", "vCPUs", "weight", "CPU s", "slots", "yields", "directed yields"];

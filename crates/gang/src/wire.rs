@@ -87,11 +87,11 @@ pub struct GangReport {
 /// A comparison with the kernel's own scheduler.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct TrialReport {
-    /// What was compared.
+    /// The command that counts the work done.
     pub metric: String,
-    /// Rates each second with this scheduler, one for each pair of windows.
+    /// Work done in a second with this scheduler, one for each pair of windows.
     pub with_scheduler: Vec<f64>,
-    /// Rates each second with the kernel's own scheduler.
+    /// Work done in a second with the kernel's own scheduler.
     pub without_scheduler: Vec<f64>,
     /// Geometric mean of the benefits of the pairs: above 1, the scheduler helps.
     pub benefit: f64,

@@ -10,7 +10,7 @@ use super::statistics::components::BlockComponents;
 use super::statistics::correction::{Correction, correct_p_values};
 use super::statistics::interval::{Bootstrap, Interval, IntervalMethod};
 use super::statistics::power::{PowerGoal, smallest_detectable_effect};
-use super::statistics::sign_flip::sign_flip_test;
+use super::statistics::sign_flip::{sign_flip_test, smallest_p_value};
 use super::statistics::{is_within_margin, log_ratio, mean, standard_deviation};
 use thiserror::Error;
 
@@ -153,8 +153,10 @@ pub struct EffectEstimate {
     /// The standard deviation of the log ratios.
     pub standard_deviation: f64,
     /// The smallest effect that so many blocks find with the power of the options, as a share: 0.01 is one percent.
+    /// Infinite if the sign-flip test of so many blocks cannot reach the level.
     pub smallest_detectable_effect: f64,
-    /// Whether no effect is larger than the margin.
+    /// Whether no effect is larger than the margin. An interval of one point shows nothing: blocks that all have the same
+    /// ratio do not show the noise.
     pub is_within_margin: bool,
 }
 
@@ -438,6 +440,9 @@ fn estimate(blocks: &[RunMeans], options: &AnalysisOptions) -> EffectEstimate {
     estimate_effect(log_ratios, options)
 }
 
+/// The width of an interval of log ratios that has only rounding errors.
+const DEGENERATE_INTERVAL_WIDTH: f64 = 1e-12;
+
 /// The estimate from the log ratios of at least one block.
 ///
 /// # Panics
@@ -453,6 +458,11 @@ pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions) -> Effec
     let test = sign_flip_test(&log_ratios, options.seed);
     let deviation = standard_deviation(&log_ratios);
     let goal = PowerGoal { alpha: options.alpha, power: options.power };
+    let smallest_effect = if smallest_p_value(log_ratios.len()) > options.alpha {
+        f64::INFINITY
+    } else {
+        smallest_detectable_effect(deviation, log_ratios.len(), goal).exp_m1()
+    };
     let as_ratio = |interval: Interval| Interval { low: interval.low.exp(), high: interval.high.exp(), ..interval };
     EffectEstimate {
         blocks: log_ratios.len(),
@@ -463,8 +473,9 @@ pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions) -> Effec
         p_value: test.p_value,
         is_p_value_exact: test.is_exact,
         standard_deviation: deviation,
-        smallest_detectable_effect: smallest_detectable_effect(deviation, log_ratios.len(), goal).exp_m1(),
-        is_within_margin: is_within_margin(inner.low, inner.high, options.margin),
+        smallest_detectable_effect: smallest_effect,
+        is_within_margin: is_within_margin(inner.low, inner.high, options.margin)
+            && inner.high - inner.low > DEGENERATE_INTERVAL_WIDTH,
         log_ratios,
     }
 }
@@ -496,7 +507,7 @@ fn analyze_counter(
     }
     let differences: Vec<f64> = a.iter().zip(&b).map(|(a, b)| b - a).collect();
     let p_value = sign_flip_test(&differences, options.seed).p_value;
-    let smallest_p_value = 0.5_f64.powi(i32::try_from(differences.len()).unwrap_or(i32::MAX) - 1);
+    let smallest_p_value = smallest_p_value(differences.len());
     let increases = |difference: &f64| *difference > 0.0;
     let decreases = |difference: &f64| *difference < 0.0;
     let differs = p_value <= options.alpha.max(smallest_p_value)

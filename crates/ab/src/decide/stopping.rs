@@ -113,12 +113,6 @@ impl StoppingPlan {
     pub fn max_blocks(&self) -> usize {
         self.looks.last().map_or(0, |look| look.blocks)
     }
-
-    /// Whether the campaign ends at this number of blocks: at its last look, or at an earlier one that gave a verdict.
-    #[must_use]
-    pub fn is_finished(&self, blocks: usize, has_verdict: bool) -> bool {
-        blocks >= self.max_blocks() || (has_verdict && self.look_at(blocks).is_some())
-    }
 }
 
 /// Half the intervals of the grid over the continuation region; Simpson's rule needs an even number of intervals.
@@ -195,11 +189,10 @@ mod tests {
     }
 
     #[test]
-    fn a_campaign_ends_at_a_look_with_a_verdict_or_at_the_last() {
+    fn a_plan_has_its_looks_only() {
         let plan = StoppingPlan::group_sequential(&[10, 20], Spending::OBrienFleming, 0.05).unwrap();
-        assert!(!plan.is_finished(10, false) && plan.is_finished(10, true));
-        assert!(!plan.is_finished(15, true) && plan.is_finished(20, false));
-        assert_eq!(plan.look_at(15), None);
+        assert_eq!(plan.look_at(10).map(|look| look.blocks), Some(10));
+        assert_eq!((plan.look_at(15), plan.max_blocks()), (None, 20));
     }
 
     #[test]

@@ -31,7 +31,7 @@ const EXAMPLES: &str = "\
 Examples:
   sudo pagefold ab --a transparent_hugepage=never --b transparent_hugepage=always -- ./solver input.nml
   sudo pagefold ab --b vm.swappiness=10 --metric 'rate=regex:([0-9.]+) MB/s' --higher-is-better rate -- ./bench
-  sudo pagefold ab --rule halt-poll --level vm-restart --restart ./restart-vm -- ssh vm ./bench
+  sudo pagefold ab --rule kvm-halt-poll -- ssh vm ./bench   (the injected slow-downs do not reach the guest)
   sudo pagefold ab --policy-b flat-out -- ./solver       the cost of ksmd at full speed
   pagefold ab --env-b MALLOC_ARENA_MAX=1 --duet -- ./solver   both arms at the same time
   sudo pagefold ab run experiment.toml                   all options in a file
@@ -164,7 +164,7 @@ struct ExperimentOptions {
     /// Observe the host for this time instead of running a command
     #[arg(long, value_name = "TIME", value_parser = parse_duration, conflicts_with_all = ["workload", "also"])]
     observe: Option<Duration>,
-    /// wall, cpu, NAME=regex:PATTERN, NAME=file:PATH[:KEY] or NAME=prometheus:URL,QUERY [default: wall]
+    /// wall, cpu, NAME=regex:PATTERN, NAME=file:PATH, NAME=file:PATH:KEY or NAME=prometheus:URL,QUERY [default: wall]
     #[arg(long, value_name = "METRIC")]
     metric: Vec<String>,
     /// Metrics of which a higher value is better
@@ -250,6 +250,9 @@ fn start(mut experiment: Experiment, output: &OutputOptions, global: &GlobalOpti
     let record = Record::create(&directory, start)?;
     eprintln!("The campaign is in {}", directory.display());
     let loaded = record::load(&directory)?;
+    if let Some(warning) = loaded.start.experiment.warn_of_few_blocks() {
+        eprintln!("Warning: {warning}");
+    }
     carry_out(&*host, record, &loaded, output.json, global)
 }
 
@@ -280,6 +283,10 @@ fn carry_out(
     bar.finish_and_clear();
     let settings = match result {
         Ok(settings) => settings,
+        Err(error) if error.is_stop() => {
+            eprintln!("Stopped by a signal; continue with `pagefold ab resume {}`", directory.display());
+            return Ok(CommandOutcome::Partial);
+        }
         Err(error) => {
             let remedy = format!("continue with `pagefold ab resume {}`", directory.display());
             return Err(add_remedy(error).context(remedy));

@@ -65,7 +65,7 @@ impl VcpuRule {
     }
 }
 
-/// A weight that the operator gives: `NAME=WEIGHT`.
+/// A weight that the operator gives: `VM=WEIGHT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedWeight {
     /// The VM's name, or the process number.
@@ -78,7 +78,7 @@ impl std::str::FromStr for NamedWeight {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (name, weight) = text.rsplit_once('=').ok_or("expected NAME=WEIGHT, such as db1=200")?;
+        let (name, weight) = text.rsplit_once('=').ok_or("expected VM=WEIGHT, such as db1=200")?;
         let weight: u32 = weight.parse().map_err(|_| format!("{weight:?} is not a number"))?;
         if !WEIGHT_RANGE.contains(&weight) {
             return Err(format!("{weight} is not between {} and {}", WEIGHT_RANGE.start(), WEIGHT_RANGE.end()));

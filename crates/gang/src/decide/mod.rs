@@ -1,4 +1,5 @@
 //! Which threads form a gang, and whether gang scheduling helps.
 
 pub mod gangs;
+pub mod slots;
 pub mod trial;

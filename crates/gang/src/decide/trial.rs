@@ -10,35 +10,14 @@ use crate::wire::TrialReport;
 pub const MIN_BENEFIT: f64 = 1.02;
 /// The least share of pairs that must show a benefit.
 const MIN_AGREEING_SHARE: f64 = 0.75;
-/// Yields each second below which no vCPU spins for long, so that there is nothing to improve.
-pub const MIN_YIELD_RATE: f64 = 50.0;
-
-/// What is compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Metric {
-    /// A counter of work done, given by the operator: more is better.
-    Work,
-    /// Directed yields of KVM, of vCPUs that spin: fewer is better.
-    SpinYields,
-}
-
-impl Metric {
-    /// Its name in reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Work => "work done, by the given command",
-            Self::SpinYields => "yields of spinning vCPUs (KVM's directed_yield_attempted)",
-        }
-    }
-}
-
 /// Whether the scheduler runs in the window with this number, counted from 0.
 pub fn is_on(window: usize) -> bool {
     matches!(window % 4, 0 | 3)
 }
 
-/// Judges the rates of windows in the order of [`is_on`]. `None` if there is no pair yet.
-pub fn judge(metric: Metric, rates: &[f64]) -> Option<TrialReport> {
+/// Judges the rates of work in windows in the order of [`is_on`]; `metric` is the command that counts the work. `None` if
+/// there is no pair yet.
+pub fn judge(metric: &str, rates: &[f64]) -> Option<TrialReport> {
     let (mut on, mut off) = (Vec::new(), Vec::new());
     for (window, rate) in rates[..rates.len() / 2 * 2].iter().enumerate() {
         if is_on(window) { on.push(*rate) } else { off.push(*rate) }
@@ -46,21 +25,18 @@ pub fn judge(metric: Metric, rates: &[f64]) -> Option<TrialReport> {
     if on.is_empty() {
         return None;
     }
-    let benefits: Vec<f64> = on.iter().zip(&off).map(|(on, off)| benefit(metric, *on, *off)).collect();
+    let benefits: Vec<f64> = on.iter().zip(&off).map(|(on, off)| benefit(*on, *off)).collect();
     let pairs = benefits.len() as f64;
     let mean = (benefits.iter().map(|benefit| benefit.ln()).sum::<f64>() / pairs).exp();
     let agreeing = benefits.iter().filter(|benefit| **benefit > 1.0).count() as f64;
     let helps = mean >= MIN_BENEFIT && agreeing / pairs >= MIN_AGREEING_SHARE;
-    let metric = metric.name().to_owned();
+    let metric = metric.to_owned();
     Some(TrialReport { metric, with_scheduler: on, without_scheduler: off, benefit: mean, helps })
 }
 
-fn benefit(metric: Metric, on: f64, off: f64) -> f64 {
-    match metric {
-        // One unit a second keeps ratios finite where no work was done.
-        Metric::Work => on.max(1.0) / off.max(1.0),
-        Metric::SpinYields => off.max(MIN_YIELD_RATE) / on.max(MIN_YIELD_RATE),
-    }
+/// One unit of work a second keeps ratios finite where no work was done.
+fn benefit(on: f64, off: f64) -> f64 {
+    on.max(1.0) / off.max(1.0)
 }
 
 #[cfg(test)]
@@ -69,32 +45,30 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn more_work_and_fewer_yields_help() {
-        let helps = |metric, rates: &[f64]| judge(metric, rates).unwrap().helps;
-        assert!(helps(Metric::Work, &[300.0, 100.0, 100.0, 300.0]));
-        assert!(!helps(Metric::Work, &[100.0, 100.0, 100.0, 100.0]));
-        assert!(helps(Metric::SpinYields, &[100.0, 9000.0, 8000.0, 50.0]));
-        assert!(!helps(Metric::SpinYields, &[0.0, 10.0, 10.0, 0.0]), "nothing spins without it either");
-        assert!(!helps(Metric::Work, &[0.0; 4]));
+    fn more_work_helps() {
+        let helps = |rates: &[f64]| judge("work", rates).unwrap().helps;
+        assert!(helps(&[300.0, 100.0, 100.0, 300.0]));
+        assert!(!helps(&[100.0, 100.0, 100.0, 100.0]));
+        assert!(!helps(&[0.0; 4]));
     }
 
     #[test]
     fn one_lucky_pair_is_not_enough() {
         // The mean is above the margin, but half of the pairs disagree.
-        assert!(!judge(Metric::Work, &[900.0, 100.0, 100.0, 90.0]).unwrap().helps);
+        assert!(!judge("work", &[900.0, 100.0, 100.0, 90.0]).unwrap().helps);
     }
 
     #[test]
     fn an_incomplete_pair_is_not_judged() {
-        assert_eq!(judge(Metric::Work, &[1.0]), None);
-        assert_eq!(judge(Metric::Work, &[2.0, 1.0, 5.0]).unwrap().with_scheduler, [2.0]);
+        assert_eq!(judge("work", &[1.0]), None);
+        assert_eq!(judge("work", &[2.0, 1.0, 5.0]).unwrap().with_scheduler, [2.0]);
     }
 
     proptest! {
         #[test]
         fn linear_drift_does_not_decide(start in 100.0_f64..1000.0, slope in 0.0_f64..100.0) {
             let rates: Vec<f64> = (0..8).map(|window| start + slope * f64::from(window)).collect();
-            prop_assert!(!judge(Metric::Work, &rates).unwrap().helps);
+            prop_assert!(!judge("work", &rates).unwrap().helps);
         }
     }
 }

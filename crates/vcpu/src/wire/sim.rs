@@ -3,7 +3,7 @@
 use crate::decide::model::calibration::{self, FigureUse, PublishedValue, Residual};
 use crate::decide::model::capacity::{CapacityCurve, CapacityPoint, UnsharedThroughput};
 use crate::decide::model::costs::{ConstantOrigin, ModelConstant};
-use crate::decide::model::{Kernel, Outcome, Scenario, SchedulingPolicy, jain_index};
+use crate::decide::model::{Kernel, Outcome, Scenario, SchedulingPolicy};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -68,7 +68,7 @@ pub struct PolicyReport {
     pub of_ideal: f64,
     /// Share of the VMs' active time in which all their runnable vCPUs ran.
     pub co_run_fraction: f64,
-    /// Jain's index of the VMs' CPU time by the weight of their vCPUs.
+    /// Jain's index of the VMs' CPU time by vCPU and weight.
     pub fairness: f64,
     /// Mean time from asking for a contended lock until it is held, in microseconds.
     pub lock_wait_us: f64,
@@ -159,12 +159,6 @@ fn policy_report(
     let seconds = outcome.simulated_ns as f64 / 1e9;
     let cpu_seconds = seconds * f64::from(scenario.cpus);
     let rate = outcome.operations_per_second();
-    let shares: Vec<f64> = outcome
-        .vms
-        .iter()
-        .zip(&scenario.vms)
-        .map(|(vm, spec)| vm.cpu_time_ns as f64 / (f64::from(spec.vcpus) * spec.weight as f64))
-        .collect();
     let vms = outcome.vms.iter().zip(&scenario.vms).map(|(vm, spec)| SimulatedVmReport {
         name: spec.name.clone(),
         operations_per_second: vm.operations as f64 / seconds,
@@ -179,7 +173,7 @@ fn policy_report(
         of_best: if best > 0.0 { rate / best } else { 0.0 },
         of_ideal: rate / ideal,
         co_run_fraction: outcome.co_run_fraction(),
-        fairness: jain_index(&shares),
+        fairness: outcome.fairness(scenario),
         lock_wait_us: outcome.mean_lock_wait_ns() / 1e3,
         switches_per_cpu_second: outcome.switches as f64 / cpu_seconds,
         spin_exits_per_cpu_second: outcome.spin_exits as f64 / cpu_seconds,
@@ -261,7 +255,7 @@ pub struct CapacityPointReport {
     pub of_ideal: f64,
     /// Share of the VMs' active time in which all their runnable vCPUs ran.
     pub co_run_fraction: f64,
-    /// Jain's index of the VMs' CPU time.
+    /// Jain's index of the VMs' CPU time, by vCPU and weight.
     pub fairness: f64,
 }
 

@@ -74,7 +74,7 @@ pub struct MachineStatusReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<String>,
     /// Its vCPUs.
-    pub vcpus: Vec<VcpuReport>,
+    pub vcpus: Vec<VcpuThreadReport>,
 }
 
 /// Times in an interval. Of a machine, times are sums and percentages are means of its vCPUs.
@@ -128,7 +128,7 @@ pub struct StackingReport {
 
 /// What a vCPU did.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct VcpuReport {
+pub struct VcpuThreadReport {
     /// Its number.
     pub vcpu: u32,
     /// Its thread.
@@ -221,13 +221,13 @@ impl MachineStatusReport {
     fn new(machine: &Machine, samples: &[HostSample], online_cpus: &IdSet) -> Self {
         let tids = machine.tids();
         let last = samples.last();
-        let vcpus: Vec<(VcpuReport, Option<VcpuUsage>)> = machine
+        let vcpus: Vec<(VcpuThreadReport, Option<VcpuUsage>)> = machine
             .vcpus
             .iter()
             .map(|(&vcpu, thread)| {
                 let usage = ready_time::usage(samples, thread.tid);
                 let now = last.and_then(|sample| sample.threads.get(&thread.tid));
-                let report = VcpuReport {
+                let report = VcpuThreadReport {
                     vcpu,
                     tid: thread.tid.0,
                     cpu: now.map_or(thread.last_cpu, |now| now.cpu),

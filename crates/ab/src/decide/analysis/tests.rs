@@ -55,6 +55,29 @@ fn no_difference_within_the_margin_is_equivalent_and_outside_inconclusive() {
 }
 
 #[test]
+fn few_blocks_find_no_effect_of_any_size() {
+    let smallest = |count: usize| {
+        analyzed(&blocks(BlockKind::Comparison, 1.5)[..count], &options()).comparison.smallest_detectable_effect
+    };
+    assert_eq!(smallest(5), f64::INFINITY);
+    assert!(smallest(6) < 0.01, "{}", smallest(6));
+    let strict = AnalysisOptions { alpha: 0.001, ..options() };
+    let all = blocks(BlockKind::Comparison, 1.5);
+    assert_eq!(analyzed(&all, &strict).comparison.smallest_detectable_effect, f64::INFINITY);
+}
+
+#[test]
+fn blocks_of_the_same_ratio_are_not_equivalent() {
+    let same: Vec<BlockSamples> = (0..10).map(|index| block(index, BlockKind::Comparison, 1.0)).collect();
+    let result = analyzed(&same, &options());
+    assert!(matches!(result.verdict, Verdict::Inconclusive { .. }), "{result:?}");
+    // Rounding makes a width that is no noise.
+    let rounded: Vec<BlockSamples> = (0..10).map(|index| block(index, BlockKind::Comparison, 1.001)).collect();
+    let result = analyzed(&rounded, &AnalysisOptions { alpha: 0.001, ..options() });
+    assert!(matches!(result.verdict, Verdict::Inconclusive { .. }), "{result:?}");
+}
+
+#[test]
 fn controls_say_whether_the_campaign_finds_what_is_there() {
     let mut all = blocks(BlockKind::Comparison, 1.0);
     all.extend(blocks(BlockKind::SameArm, 1.0));

@@ -27,6 +27,16 @@ pub struct SignFlipTest {
     pub is_exact: bool,
 }
 
+/// The smallest p-value that so many values can have: all of one sign.
+#[must_use]
+pub fn smallest_p_value(values: usize) -> f64 {
+    if values > MAX_EXACT_VALUES {
+        return 1.0 / f64::from(DRAWN_PATTERNS + 1);
+    }
+    // The pattern and its inverse, of two to the power of the number.
+    0.5_f64.powi(i32::try_from(values.saturating_sub(1)).unwrap_or(i32::MAX))
+}
+
 /// Test whether values are symmetric around zero. The seed matters for more than [`MAX_EXACT_VALUES`] values only.
 #[must_use]
 pub fn sign_flip_test(values: &[f64], seed: u64) -> SignFlipTest {
@@ -82,6 +92,11 @@ mod tests {
         assert_eq!(sign_flip_test(&[1.0, -1.0], 0).p_value, 1.0);
         assert_eq!(sign_flip_test(&[0.0; 6], 0).p_value, 1.0);
         assert_eq!(sign_flip_test(&[], 0).p_value, 1.0);
+        for count in [0, 1, 2, 5, 6, MAX_EXACT_VALUES] {
+            let values = vec![1.0; count];
+            assert_eq!(sign_flip_test(&values, 0).p_value, smallest_p_value(count));
+        }
+        assert_eq!(smallest_p_value(MAX_EXACT_VALUES + 1), 1e-4);
     }
 
     /// `scipy.stats.permutation_test((VALUES,), numpy.mean, permutation_type="samples", n_resamples=2**20)` of scipy 1.17.

@@ -8,9 +8,12 @@ use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
-  sudo pagefold vcpu gang --vm 'web*'                    until Ctrl-C, or until it shows that it does not help
-  sudo pagefold vcpu gang --vm a --vm b --weight a=200   twice the CPU time for each vCPU of a
-  sudo pagefold vcpu gang --cgroup /machine.slice --metric 'cat /run/requests-served'
+  sudo pagefold vcpu gang --vm 'web*' --metric 'cat /run/requests-served'
+                                                    until Ctrl-C, or until it shows that it does not help
+  sudo pagefold vcpu gang --cgroup /machine.slice --keep
+                                                    until Ctrl-C, without a comparison
+  sudo pagefold vcpu gang --vm a --vm b --weight a=200 --keep
+                                                    twice the CPU time for each vCPU of a
   sudo pagefold vcpu gang --pid 4711 --threads 'worker*' --keep --for 60s
 
 The kernel returns to its own scheduler when this command ends, however it ends, and when a task waits longer than 5 s. \
@@ -34,7 +37,8 @@ pub struct GangArguments {
     /// Which threads are vCPUs, by their name, with * and ?. Else the names that virtual machine monitors use
     #[arg(long, value_name = "GLOB")]
     threads: Option<String>,
-    /// Percent of the time in which ordinary tasks that use much CPU time may take all CPUs
+    /// Percent of the time in which ordinary tasks that use much CPU time may take all CPUs. They get half a slot each
+    /// SLOT / 2 * 100 / PERCENT, which may be at most 500 ms
     #[arg(long, value_name = "PERCENT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=90))]
     ordinary_share: u32,
     /// The length of a slot of the policy gang
@@ -51,7 +55,8 @@ pub struct GangArguments {
     /// Leave gaps empty that no whole gang fits in
     #[arg(long)]
     no_gap_filling: bool,
-    /// A command that prints a counter of work done, by which the scheduler is compared with the kernel's own
+    /// A command that prints a counter of work done, by which the scheduler is compared with the kernel's own. This or
+    /// --keep is needed
     #[arg(long, value_name = "COMMAND", conflicts_with = "keep")]
     metric: Option<String>,
     /// Length of a window of the comparison
@@ -117,7 +122,7 @@ mod scheduling {
     use pagefold_base::{Pid, ProcessId};
     use pagefold_census::{ProcessSelection, scan_scope};
     use pagefold_gang::decide::gangs::{self, Candidate, Gang, VcpuRule};
-    use pagefold_gang::decide::trial::{self, Metric};
+    use pagefold_gang::decide::{slots, trial};
     use pagefold_gang::program::{Counters, Program, ProgramSettings};
     use pagefold_gang::wire::{EndReason, GangReport, GangRunReport, TrialReport};
     use pagefold_gang::{members, support, text};
@@ -135,14 +140,19 @@ mod scheduling {
     const TRIAL_INTERVAL: Duration = Duration::from_secs(3600);
     /// The slice of ordinary tasks, about that of the kernel's own scheduler (kernel/sched/fair.c).
     const SLICE: Duration = Duration::from_millis(4);
-    /// KVM's count of directed yields, of all virtual machines (virt/kvm/kvm_main.c; debugfs).
-    const YIELD_COUNTER: &str = "sys/kernel/debug/kvm/directed_yield_attempted";
 
     /// Schedule until a signal, the end of the time, or the end of the scheduler.
     pub fn run(options: &GangArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
         if !options.targets.selects_some() {
             bail!("name the virtual machines: --vm GLOB, --pid N or --cgroup PATH");
         }
+        if options.metric.is_none() && !options.keep {
+            bail!(
+                "the scheduler stays only if it helps: give --metric COMMAND, which prints a counter of work done, for \
+                 the comparison with the kernel's own scheduler, or --keep to do without a comparison"
+            );
+        }
+        check_times(options)?;
         let host = open_live_host(global)?;
         support::check(&*host)?;
         let rule = match &options.threads {
@@ -155,7 +165,9 @@ mod scheduling {
         let gangs = gangs::form_gangs(&candidates, &rule, &options.weight)?;
         let processes = gangs.iter().filter_map(|gang| found.iter().find(|(id, _)| id.pid == gang.pid));
         let processes: Vec<ProcessId> = processes.map(|(id, _)| *id).collect();
-        let metric = if options.keep { None } else { Some(open_metric(&*host, options)?) };
+        if let Some(command) = &options.metric {
+            read_counter(command).context("the scheduler cannot be compared with the kernel's own")?;
+        }
         let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
         let program = Program::load(&settings(&*host, options)?, &gangs)?;
         let mut scheduling = Scheduling {
@@ -172,7 +184,7 @@ mod scheduling {
         };
         scheduling.attach()?;
         eprintln!("scheduling {} with the policy {}", describe(&scheduling.gangs), options.policy_name());
-        let (end, trial) = scheduling.run(metric.as_ref(), options.window)?;
+        let (end, trial) = scheduling.run(options.metric.as_deref(), options.window)?;
         scheduling.detach();
         let report = scheduling.report(options, end, trial)?;
         if options.json {
@@ -184,6 +196,24 @@ mod scheduling {
             EndReason::Requested | EndReason::NoVms => CommandOutcome::Done,
             EndReason::DoesNotHelp | EndReason::Ejected => CommandOutcome::NegativeVerdict,
         })
+    }
+
+    fn check_times(options: &GangArguments) -> anyhow::Result<()> {
+        let (slot, share) = (options.slot, options.ordinary_share);
+        if !(Duration::from_millis(2)..=Duration::from_millis(100)).contains(&slot) {
+            bail!("--slot must be between 2ms and 100ms");
+        }
+        let (interval, limit) = (slots::ordinary_interval(slot, share), slots::MAX_ORDINARY_INTERVAL);
+        if interval > limit {
+            bail!(
+                "ordinary tasks would wait {} ms for each of their slots (--slot / 2 * 100 / --ordinary-share), and at \
+                 most {} ms is allowed: give a shorter --slot, or --ordinary-share {} or more",
+                interval.as_millis(),
+                limit.as_millis(),
+                slots::least_ordinary_share(slot)
+            );
+        }
+        Ok(())
     }
 
     fn describe(gangs: &[Gang]) -> String {
@@ -211,9 +241,6 @@ mod scheduling {
             .parse()
             .map_err(|error| anyhow::anyhow!("/sys/devices/system/cpu/possible: {error}"))?;
         let cpus = possible.iter().last().map_or(1, |last| last + 1);
-        if !(Duration::from_millis(2)..=Duration::from_millis(100)).contains(&options.slot) {
-            bail!("--slot must be between 2ms and 100ms");
-        }
         Ok(ProgramSettings {
             policy: options.policy.into(),
             cpus,
@@ -227,44 +254,15 @@ mod scheduling {
         })
     }
 
-    /// The counter by which the schedulers are compared.
-    enum Counter {
-        Command(String),
-        Yields,
-    }
-
-    impl Counter {
-        fn metric(&self) -> Metric {
-            match self {
-                Self::Command(_) => Metric::Work,
-                Self::Yields => Metric::SpinYields,
-            }
+    /// Reads the counter of work done, by which the schedulers are compared.
+    fn read_counter(command: &str) -> anyhow::Result<f64> {
+        let output = std::process::Command::new("sh").args(["-c", command]).output();
+        let output = output.with_context(|| format!("cannot run --metric {command:?}"))?;
+        if !output.status.success() {
+            bail!("--metric {command:?} failed: {}", output.status);
         }
-
-        fn read(&self, host: &dyn Host) -> anyhow::Result<f64> {
-            let text = match self {
-                Self::Command(command) => {
-                    let output = std::process::Command::new("sh").args(["-c", command]).output();
-                    let output = output.with_context(|| format!("cannot run --metric {command:?}"))?;
-                    if !output.status.success() {
-                        bail!("--metric {command:?} failed: {}", output.status);
-                    }
-                    output.stdout
-                }
-                Self::Yields => host.read(YIELD_COUNTER).with_context(|| format!("cannot read /{YIELD_COUNTER}"))?,
-            };
-            let text = String::from_utf8_lossy(&text);
-            text.trim().parse().with_context(|| format!("the counter is {:?}, not a number", text.trim()))
-        }
-    }
-
-    fn open_metric(host: &dyn Host, options: &GangArguments) -> anyhow::Result<Counter> {
-        let counter = options.metric.clone().map_or(Counter::Yields, Counter::Command);
-        counter.read(host).context(
-            "the scheduler cannot be compared with the kernel's own: mount debugfs, or give --metric COMMAND, or give \
-             --keep to do without",
-        )?;
-        Ok(counter)
+        let text = String::from_utf8_lossy(&output.stdout);
+        text.trim().parse().with_context(|| format!("--metric {command:?} printed {:?}, not a number", text.trim()))
     }
 
     impl GangArguments {
@@ -300,11 +298,7 @@ mod scheduling {
             }
         }
 
-        fn run(
-            &mut self,
-            counter: Option<&Counter>,
-            window: Duration,
-        ) -> anyhow::Result<(EndReason, Option<TrialReport>)> {
+        fn run(&mut self, counter: Option<&str>, window: Duration) -> anyhow::Result<(EndReason, Option<TrialReport>)> {
             let mut last_trial = None;
             loop {
                 if let Some(counter) = counter {
@@ -324,7 +318,7 @@ mod scheduling {
         /// Alternates between the schedulers and judges. Ends attached if the scheduler helps.
         fn run_trial(
             &mut self,
-            counter: &Counter,
+            counter: &str,
             window: Duration,
         ) -> anyhow::Result<(Option<EndReason>, Option<TrialReport>)> {
             let mut rates = Vec::new();
@@ -334,18 +328,18 @@ mod scheduling {
                     (false, true) => self.detach(),
                     _ => {}
                 }
-                let (start, before) = (self.host.now(), counter.read(self.host)?);
+                let (start, before) = (self.host.now(), read_counter(counter)?);
                 if let Some(end) = self.wait(Some(start + window))? {
-                    return Ok((Some(end), trial::judge(counter.metric(), &rates)));
+                    return Ok((Some(end), trial::judge(counter, &rates)));
                 }
                 let seconds = self.host.now().saturating_duration_since(start).as_secs_f64();
-                rates.push((counter.read(self.host)? - before) / seconds.max(f64::MIN_POSITIVE));
+                rates.push((read_counter(counter)? - before) / seconds.max(f64::MIN_POSITIVE));
             }
-            let report = trial::judge(counter.metric(), &rates);
+            let report = trial::judge(counter, &rates);
             let helps = report.as_ref().is_some_and(|report| report.helps);
             if let Some(report) = &report {
                 let (on, off) = (&report.with_scheduler, &report.without_scheduler);
-                eprintln!("compared: {:.2} times the benefit; rates {on:.0?} with, {off:.0?} without", report.benefit);
+                eprintln!("compared: {:.2} times as much work; rates {on:.0?} with, {off:.0?} without", report.benefit);
             }
             if helps && self.attached_at.is_none() {
                 self.attach()?;

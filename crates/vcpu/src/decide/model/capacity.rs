@@ -20,7 +20,7 @@ pub struct CapacityPoint {
     pub of_ideal: f64,
     /// The co-run fraction.
     pub co_run_fraction: f64,
-    /// Jain's index of the VMs' CPU time.
+    /// Jain's index of the VMs' CPU time, by vCPU and weight.
     pub fairness: f64,
 }
 
@@ -142,10 +142,10 @@ pub fn sweep(
     };
     let alone = measure_alone(scenario, settings);
     let points = (1..=settings.max_copies).map(|copies| {
-        let outcome = run(&multiply(scenario, copies), policy);
+        let copied = multiply(scenario, copies);
+        let outcome = run(&copied, policy);
         let total = outcome.operations_per_second() / alone.operations_per_second;
         let ideal = f64::from(copies).min(f64::from(scenario.cpus) / alone.busy_cpus);
-        let cpu_times: Vec<f64> = outcome.vms.iter().map(|vm| vm.cpu_time_ns as f64).collect();
         progress(copies);
         CapacityPoint {
             copies,
@@ -154,7 +154,7 @@ pub fn sweep(
             per_copy: total / f64::from(copies),
             of_ideal: total / ideal,
             co_run_fraction: outcome.co_run_fraction(),
-            fairness: super::jain_index(&cpu_times),
+            fairness: outcome.fairness(&copied),
         }
     });
     CapacityCurve { policy, points: points.collect() }

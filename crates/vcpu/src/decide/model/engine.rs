@@ -12,9 +12,9 @@ use super::event_queue::{EventQueue, NO_EVENT_TIME};
 use super::gang::GangClock;
 use super::outcome::{Outcome, SimulatedRun, VmOutcome};
 use super::random::RandomSource;
-use super::run_queue::{Entity, NONE, RunQueue};
+use super::run_queue::{Entity, NO_VCPU, RunQueue};
 use super::workload::{LockKind, Workload};
-use super::{Kernel, Scenario, SchedulingPolicy};
+use super::{Kernel, Scenario, SchedulingPolicy, VmSpec};
 use std::collections::VecDeque;
 
 /// Ticks between two attempts to balance the queue of a CPU.
@@ -199,6 +199,80 @@ pub(super) struct Cpu {
     idle_since: u64,
 }
 
+impl Vcpu {
+    /// The vCPU with this number, which begins to think.
+    fn new(vm: u32, number: u32, spec: &VmSpec, spin_window_ns: u64, think_ns: u64) -> Self {
+        Self {
+            vm,
+            cpu: 0,
+            place: Place::Parked,
+            phase: Phase::Think,
+            phase_since: 0,
+            remaining: think_ns,
+            lock: 0,
+            wait_since: 0,
+            pv_spin_left: 0,
+            halted_in_lock: false,
+            unhandled: 0,
+            senders: Vec::with_capacity(spec.vcpus as usize),
+            ready_since: 0,
+            in_spin_loop: false,
+            yield_eligible: false,
+            spin_window: spin_window_ns,
+            candidate: NO_VCPU,
+            candidate_cpu: 0,
+            search_next: number,
+            search_left: 0,
+            attempts_left: 0,
+        }
+    }
+}
+
+impl VmState {
+    fn new(first_vcpu: u32, spec: &VmSpec) -> Self {
+        Self {
+            first_vcpu,
+            vcpu_count: spec.vcpus,
+            weight: spec.weight,
+            workload: spec.workload,
+            shootdown: (spec.workload.shootdown_probability.clamp(0.0, 1.0) * (1u64 << 32) as f64) as u64,
+            locks: (0..spec.workload.locks)
+                .map(|_| GuestLock { holder: NO_VCPU, waiters: VecDeque::with_capacity(spec.vcpus as usize) })
+                .collect(),
+            runnable: spec.vcpus,
+            running: 0,
+            counted_since: 0,
+            last_boosted: 0,
+            yielded_in_tick: NO_EVENT_TIME,
+            selected: false,
+            gang_vruntime: 0,
+            gang_uncharged: 0,
+            outcome: VmOutcome::default(),
+        }
+    }
+}
+
+impl Cpu {
+    /// An idle CPU. `tick_count` is the number of ticks since its last balance.
+    fn new(kernel: Kernel, vcpu_count: usize, tick_count: u32) -> Self {
+        Self {
+            current: NO_VCPU,
+            last: NO_VCPU,
+            activity: Activity::None,
+            activity_at: NO_EVENT_TIME,
+            next_tick: NO_EVENT_TIME,
+            charged_until: 0,
+            started_at: 0,
+            need_resched: false,
+            queue: RunQueue::new(kernel.scheduler(), vcpu_count),
+            lock_free_at: 0,
+            lock_users: 0,
+            tick_count,
+            idle_since: 0,
+        }
+    }
+}
+
 /// A running simulation.
 #[derive(Debug)]
 pub(super) struct Simulation<'a> {
@@ -228,21 +302,7 @@ impl<'a> Simulation<'a> {
         let tick_ns = scenario.costs.tick_ns;
         let mut random = RandomSource::new(settings.seed);
         let cpus = (0..cpu_count)
-            .map(|_| Cpu {
-                current: NONE,
-                last: NONE,
-                activity: Activity::None,
-                activity_at: NO_EVENT_TIME,
-                next_tick: NO_EVENT_TIME,
-                charged_until: 0,
-                started_at: 0,
-                need_resched: false,
-                queue: RunQueue::new(settings.kernel.scheduler(), vcpu_count),
-                lock_free_at: 0,
-                lock_users: 0,
-                tick_count: random.below(u64::from(BALANCE_TICKS)) as u32,
-                idle_since: 0,
-            })
+            .map(|_| Cpu::new(settings.kernel, vcpu_count, random.below(u64::from(BALANCE_TICKS)) as u32))
             .collect();
         let mut vms = Vec::with_capacity(scenario.vms.len());
         let mut vcpus = Vec::with_capacity(vcpu_count);
@@ -251,49 +311,16 @@ impl<'a> Simulation<'a> {
             let first_vcpu = vcpus.len() as u32;
             for index in 0..spec.vcpus {
                 entities.push(Entity::new(spec.weight));
-                vcpus.push(Vcpu {
-                    vm: vms.len() as u32,
-                    cpu: 0,
-                    place: Place::Parked,
-                    phase: Phase::Think,
-                    phase_since: 0,
-                    remaining: random.exponential(spec.workload.think_ns.max(1)),
-                    lock: 0,
-                    wait_since: 0,
-                    pv_spin_left: 0,
-                    halted_in_lock: false,
-                    unhandled: 0,
-                    senders: Vec::with_capacity(spec.vcpus as usize),
-                    ready_since: 0,
-                    in_spin_loop: false,
-                    yield_eligible: false,
-                    spin_window: scenario.costs.spin_window_ns,
-                    candidate: NONE,
-                    candidate_cpu: 0,
-                    search_next: first_vcpu + index,
-                    search_left: 0,
-                    attempts_left: 0,
-                });
+                let think_ns = random.exponential(spec.workload.think_ns.max(1));
+                vcpus.push(Vcpu::new(
+                    vms.len() as u32,
+                    first_vcpu + index,
+                    spec,
+                    scenario.costs.spin_window_ns,
+                    think_ns,
+                ));
             }
-            vms.push(VmState {
-                first_vcpu,
-                vcpu_count: spec.vcpus,
-                weight: spec.weight,
-                workload: spec.workload,
-                shootdown: (spec.workload.shootdown_probability.clamp(0.0, 1.0) * (1u64 << 32) as f64) as u64,
-                locks: (0..spec.workload.locks)
-                    .map(|_| GuestLock { holder: NONE, waiters: VecDeque::with_capacity(spec.vcpus as usize) })
-                    .collect(),
-                runnable: spec.vcpus,
-                running: 0,
-                counted_since: 0,
-                last_boosted: 0,
-                yielded_in_tick: NO_EVENT_TIME,
-                selected: false,
-                gang_vruntime: 0,
-                gang_uncharged: 0,
-                outcome: VmOutcome::default(),
-            });
+            vms.push(VmState::new(first_vcpu, spec));
         }
         let halts = scenario.vms.iter().any(|vm| vm.workload.halt_ns > 0);
         let timers = if halts { vcpu_count } else { 0 };
@@ -399,7 +426,7 @@ impl<'a> Simulation<'a> {
     pub(super) fn settle_accounts(&mut self) {
         for cpu in 0..self.cpus.len() {
             self.charge_current(cpu);
-            if self.cpus[cpu].current == NONE {
+            if self.cpus[cpu].current == NO_VCPU {
                 self.outcome.idle_ns += self.now - self.cpus[cpu].idle_since;
                 self.cpus[cpu].idle_since = self.now;
             }
@@ -460,7 +487,7 @@ impl<'a> Simulation<'a> {
         let state = &mut self.cpus[cpu];
         let elapsed = self.now - state.charged_until;
         state.charged_until = self.now;
-        if state.current != NONE && elapsed > 0 {
+        if state.current != NO_VCPU && elapsed > 0 {
             let current = state.current;
             let entity = &mut self.entities[current as usize];
             entity.charge(elapsed);
@@ -474,7 +501,7 @@ impl<'a> Simulation<'a> {
     fn keep_interval(&mut self, cpu: usize) {
         let state = &self.cpus[cpu];
         let (start, end) = (state.started_at.max(self.kept.0), self.now.min(self.kept.1));
-        if state.current != NONE && start < end {
+        if state.current != NO_VCPU && start < end {
             let vcpu = &self.vcpus[state.current as usize];
             self.outcome.schedule.push(SimulatedRun {
                 cpu: cpu as u32,
@@ -520,7 +547,7 @@ impl<'a> Simulation<'a> {
     /// Let a CPU choose again, at once or when the host has handled the exit of its vCPU.
     pub(super) fn reschedule(&mut self, cpu: usize) {
         let current = self.cpus[cpu].current;
-        if current != NONE && !self.is_in_guest(current) {
+        if current != NO_VCPU && !self.is_in_guest(current) {
             self.cpus[cpu].need_resched = true;
         } else {
             self.schedule(cpu);
@@ -557,7 +584,7 @@ impl<'a> Simulation<'a> {
             self.cpus[cpu].queue.put_back(vcpu);
         }
         let state = &mut self.cpus[cpu];
-        state.current = NONE;
+        state.current = NO_VCPU;
         state.idle_since = self.now;
         state.need_resched = false;
     }
@@ -567,16 +594,16 @@ impl<'a> Simulation<'a> {
         self.cpus[cpu].need_resched = false;
         self.charge_current(cpu);
         let previous = self.cpus[cpu].current;
-        if previous != NONE {
+        if previous != NO_VCPU {
             if self.cpus[cpu].queue.queued.is_empty() {
-                self.cpus[cpu].queue.skip_buddy = NONE;
+                self.cpus[cpu].queue.skip_buddy = NO_VCPU;
                 self.go_on(cpu, previous);
                 return;
             }
             self.cpus[cpu].queue.put_back(previous);
         }
         let picked = self.cpus[cpu].queue.pick(&mut self.entities);
-        if previous != NONE {
+        if previous != NO_VCPU {
             if picked == Some(previous) {
                 self.go_on(cpu, previous);
                 return;

@@ -5,7 +5,7 @@
 
 use super::engine::{Place, Simulation};
 use super::event_queue::NO_EVENT_TIME;
-use super::run_queue::{NONE, by_weight};
+use super::run_queue::{NO_VCPU, by_weight};
 
 /// The least time between two decisions, in nanoseconds: VMs that halt and wake often do not cause a decision each.
 const MIN_DECISION_INTERVAL_NS: u64 = 500_000;
@@ -48,7 +48,7 @@ impl Simulation<'_> {
             let least = least.unwrap_or(0).saturating_sub(self.scenario.costs.gang_slice_ns);
             self.vms[vm].gang_vruntime = self.vms[vm].gang_vruntime.max(least);
         }
-        if self.cpus.iter().any(|cpu| cpu.current == NONE) {
+        if self.cpus.iter().any(|cpu| cpu.current == NO_VCPU) {
             self.note_idle_gang_cpu();
         }
     }
@@ -93,7 +93,7 @@ impl Simulation<'_> {
                 self.vcpus[vcpu as usize].place = Place::Parked;
             }
             let current = self.cpus[cpu].current;
-            if current != NONE && !self.is_selected(current) {
+            if current != NO_VCPU && !self.is_selected(current) {
                 self.stop_current(cpu, Place::Parked);
                 self.set_idle(cpu);
             }
@@ -115,13 +115,13 @@ impl Simulation<'_> {
             let count = self.cpus.len();
             let cpu = (0..count).map(|step| (last + step) % count).min_by_key(|&cpu| length(cpu)).unwrap_or(last);
             self.queue_on(cpu, vcpu, false);
-            if self.cpus[cpu].current == NONE {
+            if self.cpus[cpu].current == NO_VCPU {
                 self.schedule(cpu);
             }
         }
         // CPUs that lost their vCPU to another gang's end take what waits for them.
         for cpu in 0..self.cpus.len() {
-            if self.cpus[cpu].current == NONE && !self.cpus[cpu].queue.queued.is_empty() {
+            if self.cpus[cpu].current == NO_VCPU && !self.cpus[cpu].queue.queued.is_empty() {
                 self.schedule(cpu);
             }
         }

@@ -1,6 +1,6 @@
 //! What a simulation measures.
 
-use super::Scenario;
+use super::{Scenario, VmSpec};
 use crate::schedule::{CpuSchedule, RunEnd, RunInterval, ScheduledVm, Task};
 
 /// Jain's fairness index of `shares`: 1 if all are equal, 1/n if one has everything (Jain, Chiu, Hawe 1984).
@@ -92,6 +92,13 @@ impl Outcome {
         let active: u64 = self.vms.iter().map(|vm| vm.active_ns).sum();
         let co_run: u64 = self.vms.iter().map(|vm| vm.co_run_ns).sum();
         if active == 0 { 0.0 } else { co_run as f64 / active as f64 }
+    }
+
+    /// Jain's index of the CPU time of the VMs of `scenario`, by vCPU and weight.
+    pub fn fairness(&self, scenario: &Scenario) -> f64 {
+        let share =
+            |(vm, spec): (&VmOutcome, &VmSpec)| vm.cpu_time_ns as f64 / (f64::from(spec.vcpus) * spec.weight as f64);
+        jain_index(&self.vms.iter().zip(&scenario.vms).map(share).collect::<Vec<_>>())
     }
 
     /// Mean time from asking for a contended lock until it is held, in nanoseconds.

@@ -6,7 +6,7 @@
 use super::Scheduler;
 
 /// No vCPU.
-pub(crate) const NONE: u32 = u32::MAX;
+pub(crate) const NO_VCPU: u32 = u32::MAX;
 
 /// Weight of a task of nice 0 (`NICE_0_LOAD`).
 pub(crate) const NICE_0_WEIGHT: u64 = 1024;
@@ -79,12 +79,18 @@ pub(crate) struct RunQueue {
 impl RunQueue {
     /// An empty queue with space for `capacity` vCPUs.
     pub(crate) fn new(scheduler: Scheduler, capacity: usize) -> Self {
-        Self { scheduler, queued: Vec::with_capacity(capacity), next_buddy: NONE, skip_buddy: NONE, min_vruntime: 0 }
+        Self {
+            scheduler,
+            queued: Vec::with_capacity(capacity),
+            next_buddy: NO_VCPU,
+            skip_buddy: NO_VCPU,
+            min_vruntime: 0,
+        }
     }
 
     /// Weighted mean of the virtual run times of the queue and the running vCPU (`avg_vruntime`), in nanoseconds.
     fn mean_vruntime(&self, current: u32, entities: &[Entity]) -> i64 {
-        let members = self.queued.iter().copied().chain((current != NONE).then_some(current));
+        let members = self.queued.iter().copied().chain((current != NO_VCPU).then_some(current));
         let (mut weighted, mut weights) = (0i128, 0i128);
         for vcpu in members {
             let entity = &entities[vcpu as usize];
@@ -97,7 +103,7 @@ impl RunQueue {
     /// Advance the lower bound of virtual run times. Within a queue they only grow, so that it suffices to do so before
     /// a member comes or goes, or is compared with members of another queue.
     pub(crate) fn advance_min_vruntime(&mut self, current: u32, entities: &[Entity]) {
-        let members = self.queued.iter().copied().chain((current != NONE).then_some(current));
+        let members = self.queued.iter().copied().chain((current != NO_VCPU).then_some(current));
         if let Some(least) = members.map(|vcpu| entities[vcpu as usize].vruntime).min() {
             self.min_vruntime = self.min_vruntime.max(least);
         }
@@ -116,7 +122,7 @@ impl RunQueue {
             Scheduler::Eevdf => {
                 let mean = self.mean_vruntime(current, entities);
                 let others: u64 = self.queued.iter().map(|&other| entities[other as usize].weight).sum::<u64>()
-                    + if current == NONE { 0 } else { entities[current as usize].weight };
+                    + if current == NO_VCPU { 0 } else { entities[current as usize].weight };
                 let entity = &mut entities[vcpu as usize];
                 let mut lag = entity.lag.clamp(-2 * EEVDF_BASE_SLICE_NS, 2 * EEVDF_BASE_SLICE_NS);
                 if others > 0 {
@@ -154,10 +160,10 @@ impl RunQueue {
     /// Remove a waiting vCPU. Returns false if it does not wait here.
     pub(crate) fn remove(&mut self, vcpu: u32) -> bool {
         if self.next_buddy == vcpu {
-            self.next_buddy = NONE;
+            self.next_buddy = NO_VCPU;
         }
         if self.skip_buddy == vcpu {
-            self.skip_buddy = NONE;
+            self.skip_buddy = NO_VCPU;
         }
         match self.queued.iter().position(|&other| other == vcpu) {
             Some(position) => {
@@ -175,7 +181,7 @@ impl RunQueue {
             Scheduler::Eevdf => self.pick_eevdf(entities),
         }?;
         self.remove(picked);
-        self.skip_buddy = NONE;
+        self.skip_buddy = NO_VCPU;
         let entity = &mut entities[picked as usize];
         entity.picked_at_cpu_time = entity.cpu_time;
         Some(picked)
@@ -184,7 +190,7 @@ impl RunQueue {
     /// `pick_next_entity` of Linux 3.6: the leftmost entity, unless a buddy is within the wake-up granularity of it.
     fn pick_cfs(&self, entities: &[Entity]) -> Option<u32> {
         let key = |vcpu: u32| (entities[vcpu as usize].vruntime, vcpu);
-        let (mut leftmost, mut second, mut buddy_waits) = ((i64::MAX, NONE), (i64::MAX, NONE), false);
+        let (mut leftmost, mut second, mut buddy_waits) = ((i64::MAX, NO_VCPU), (i64::MAX, NO_VCPU), false);
         for &vcpu in &self.queued {
             let key = key(vcpu);
             buddy_waits |= vcpu == self.next_buddy;
@@ -202,17 +208,17 @@ impl RunQueue {
         if buddy_waits && is_near(self.next_buddy) {
             return Some(self.next_buddy);
         }
-        if self.skip_buddy == leftmost.1 && second.1 != NONE && is_near(second.1) {
+        if self.skip_buddy == leftmost.1 && second.1 != NO_VCPU && is_near(second.1) {
             return Some(second.1);
         }
-        (leftmost.1 != NONE).then_some(leftmost.1)
+        (leftmost.1 != NO_VCPU).then_some(leftmost.1)
     }
 
     /// `pick_eevdf`: the eligible entity with the earliest deadline, or an eligible buddy (`PICK_BUDDY`).
     fn pick_eevdf(&self, entities: &[Entity]) -> Option<u32> {
-        let mean = self.mean_vruntime(NONE, entities);
+        let mean = self.mean_vruntime(NO_VCPU, entities);
         let is_eligible = |vcpu: u32| entities[vcpu as usize].vruntime <= mean;
-        if self.next_buddy != NONE && self.queued.contains(&self.next_buddy) && is_eligible(self.next_buddy) {
+        if self.next_buddy != NO_VCPU && self.queued.contains(&self.next_buddy) && is_eligible(self.next_buddy) {
             return Some(self.next_buddy);
         }
         let deadline = |vcpu: &u32| (entities[*vcpu as usize].deadline, *vcpu);
@@ -270,7 +276,7 @@ impl RunQueue {
         match self.scheduler {
             Scheduler::Cfs36 => {
                 if self.next_buddy == current {
-                    self.next_buddy = NONE;
+                    self.next_buddy = NO_VCPU;
                 }
                 self.skip_buddy = current;
             }
@@ -288,6 +294,6 @@ impl RunQueue {
 
     /// Tasks of the queue with the running one.
     pub(crate) fn task_count(&self, current: u32) -> usize {
-        self.queued.len() + usize::from(current != NONE)
+        self.queued.len() + usize::from(current != NO_VCPU)
     }
 }

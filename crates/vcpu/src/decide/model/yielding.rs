@@ -4,7 +4,7 @@
 //! was proposed for Linux 3.6: at most one directed yield a tick and VM, otherwise a plain `yield()`.
 
 use super::engine::{Activity, Phase, Place, Simulation};
-use super::run_queue::NONE;
+use super::run_queue::NO_VCPU;
 use super::{Kernel, SchedulingPolicy};
 
 /// Failed attempts after which today's `kvm_vcpu_on_spin` gives up.
@@ -115,7 +115,7 @@ impl Simulation<'_> {
     /// The locks of both run queues were held: yield if the candidate still waits.
     pub(super) fn finish_directed_yield(&mut self, cpu: usize, vcpu: u32) {
         let candidate = self.vcpus[vcpu as usize].candidate;
-        self.vcpus[vcpu as usize].candidate = NONE;
+        self.vcpus[vcpu as usize].candidate = NO_VCPU;
         let target = self.vcpus[vcpu as usize].candidate_cpu as usize;
         self.unlock_both(cpu, target);
         let state = &self.vcpus[candidate as usize];

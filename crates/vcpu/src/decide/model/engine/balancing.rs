@@ -2,7 +2,7 @@
 
 use super::{Place, Simulation};
 use crate::decide::model::SchedulingPolicy;
-use crate::decide::model::run_queue::NONE;
+use crate::decide::model::run_queue::NO_VCPU;
 
 impl Simulation<'_> {
     pub(super) fn wake(&mut self, vcpu: u32) {
@@ -22,7 +22,7 @@ impl Simulation<'_> {
         }
         self.queue_on(cpu, vcpu, true);
         let current = self.cpus[cpu].current;
-        if current == NONE {
+        if current == NO_VCPU {
             self.schedule(cpu);
         } else {
             self.charge_current(cpu);
@@ -44,7 +44,7 @@ impl Simulation<'_> {
     /// `select_task_rq_fair`: the last CPU if it is idle, then any idle CPU, then the shortest queue.
     pub(super) fn choose_cpu(&self, vcpu: u32) -> usize {
         let last = self.vcpus[vcpu as usize].cpu as usize;
-        let is_idle = |cpu: usize| self.cpus[cpu].current == NONE && self.cpus[cpu].queue.queued.is_empty();
+        let is_idle = |cpu: usize| self.cpus[cpu].current == NO_VCPU && self.cpus[cpu].queue.queued.is_empty();
         if is_idle(last) {
             return last;
         }
@@ -61,7 +61,7 @@ impl Simulation<'_> {
     pub(super) fn sibling_count(&self, cpu: usize, vcpu: u32) -> usize {
         let vm = self.vcpus[vcpu as usize].vm;
         let state = &self.cpus[cpu];
-        let members = state.queue.queued.iter().copied().chain((state.current != NONE).then_some(state.current));
+        let members = state.queue.queued.iter().copied().chain((state.current != NO_VCPU).then_some(state.current));
         members.filter(|&other| other != vcpu && self.vcpus[other as usize].vm == vm).count()
     }
 

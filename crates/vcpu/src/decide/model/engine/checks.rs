@@ -2,7 +2,7 @@
 
 use super::{Phase, Place, Simulation, SimulationSettings};
 use crate::decide::model::outcome::Outcome;
-use crate::decide::model::run_queue::NONE;
+use crate::decide::model::run_queue::NO_VCPU;
 use crate::decide::model::workload::LockKind;
 use crate::decide::model::{Scenario, SchedulingPolicy};
 
@@ -44,7 +44,7 @@ impl Simulation<'_> {
     fn check_locks(&self) {
         for vm in &self.vms {
             for (index, lock) in vm.locks.iter().enumerate() {
-                if lock.holder != NONE {
+                if lock.holder != NO_VCPU {
                     let holder = &self.vcpus[lock.holder as usize];
                     assert_eq!((holder.phase, holder.lock), (Phase::Critical, index as u32));
                 } else if vm.workload.lock_kind == LockKind::Fifo {

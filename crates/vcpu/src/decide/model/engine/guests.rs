@@ -1,7 +1,7 @@
 //! What guests do: locks, interrupts to siblings, operations.
 
 use super::{Activity, Phase, Place, Simulation};
-use crate::decide::model::run_queue::NONE;
+use crate::decide::model::run_queue::NO_VCPU;
 use crate::decide::model::workload::{LockKind, Workload};
 
 impl Simulation<'_> {
@@ -39,7 +39,7 @@ impl Simulation<'_> {
         let state = &mut self.vcpus[vcpu as usize];
         state.lock = lock;
         let guest_lock = &mut self.vms[vm].locks[lock as usize];
-        let is_free = guest_lock.holder == NONE && (guest_lock.waiters.is_empty() || lock_kind != LockKind::Fifo);
+        let is_free = guest_lock.holder == NO_VCPU && (guest_lock.waiters.is_empty() || lock_kind != LockKind::Fifo);
         if is_free {
             guest_lock.holder = vcpu;
             state.phase = Phase::Critical;
@@ -72,7 +72,7 @@ impl Simulation<'_> {
         let lock = self.vcpus[vcpu as usize].lock as usize;
         let kind = self.vms[vm].workload.lock_kind;
         let guest_lock = &mut self.vms[vm].locks[lock];
-        guest_lock.holder = NONE;
+        guest_lock.holder = NO_VCPU;
         let mut kicked = None;
         let next = match kind {
             LockKind::Fifo => guest_lock.waiters.pop_front(),
@@ -112,7 +112,7 @@ impl Simulation<'_> {
         let vm = &mut self.vms[state.vm as usize];
         let kind = vm.workload.lock_kind;
         let guest_lock = &mut vm.locks[state.lock as usize];
-        if kind == LockKind::Fifo || guest_lock.holder != NONE {
+        if kind == LockKind::Fifo || guest_lock.holder != NO_VCPU {
             return;
         }
         let position = guest_lock.waiters.iter().position(|&waiter| waiter == vcpu);
