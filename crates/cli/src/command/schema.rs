@@ -21,6 +21,7 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_vcpu::wire::map::VcpuMapReport;
 use pagefold_vcpu::wire::sim::{VcpuCapacityReport, VcpuResidualsReport, VcpuSimReport};
 use pagefold_vcpu::wire::spread::VcpuSpreadReport;
 use pagefold_vcpu::wire::status::VcpuStatusReport;
@@ -58,6 +59,8 @@ enum SchemaName {
     VcpuSpread,
     /// `pagefold vcpu gang --json`
     VcpuGang,
+    /// `pagefold vcpu map --json`
+    VcpuMap,
     /// `pagefold vcpu sim SCENARIO --json`
     VcpuSim,
     /// `pagefold vcpu sim capacity --json`
@@ -109,6 +112,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::NumaVerify => wire::json_schema::<NumaVerifyReport>(),
         SchemaName::VcpuStatus => wire::json_schema::<VcpuStatusReport>(),
         SchemaName::VcpuGang => wire::json_schema::<GangRunReport>(),
+        SchemaName::VcpuMap => wire::json_schema::<VcpuMapReport>(),
         SchemaName::VcpuSim => wire::json_schema::<VcpuSimReport>(),
         SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),

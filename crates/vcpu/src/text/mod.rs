@@ -1,5 +1,6 @@
 //! The reports as text for the terminal.
 
+pub mod map;
 pub mod sim;
 pub mod spread;
 pub mod status;

@@ -1,6 +1,7 @@
 //! `pagefold vcpu`: how the vCPUs of virtual machines are scheduled.
 
 mod gang;
+mod map;
 mod sim;
 mod spread;
 mod status;
@@ -32,6 +33,8 @@ enum VcpuCommand {
     Gang(gang::GangArguments),
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
+    /// Draw and measure a schedule that perf recorded
+    Map(map::MapArguments),
     /// Simulate over-committed vCPUs under several policies, by a model
     Sim(Box<sim::SimArguments>),
 }
@@ -42,6 +45,7 @@ pub fn run(options: &VcpuArguments, global: &GlobalOptions) -> anyhow::Result<Co
         VcpuCommand::Status(options) => status::run(options, global),
         VcpuCommand::Gang(options) => gang::run(options, global),
         VcpuCommand::Spread(options) => spread::run(options, global),
+        VcpuCommand::Map(options) => map::run(options, global),
         VcpuCommand::Sim(options) => sim::run(options, global),
     }
 }

@@ -9,9 +9,9 @@ use pagefold_output::wire;
 use pagefold_vcpu::decide::model::calibration::{CalibrationEffort, residuals};
 use pagefold_vcpu::decide::model::capacity::{self, CapacitySettings, KNEE_LOSS, MeasuredVm};
 use pagefold_vcpu::decide::model::costs::model_constants;
-use pagefold_vcpu::decide::model::picture::{self, SchedulePanel};
 use pagefold_vcpu::decide::model::{Kernel, Scenario, SchedulingPolicy, SimulationSettings, simulate};
 use pagefold_vcpu::decide::ready_time::usage;
+use pagefold_vcpu::picture::svg::{self, SchedulePanel};
 use pagefold_vcpu::scenario::{
     DescribedScenario, ScenarioChanges, WorkloadPreset, parse_scenario, shipped_scenarios, shipped_text,
 };
@@ -289,12 +289,14 @@ fn run_comparison(options: &SimArguments, global: &GlobalOptions) -> anyhow::Res
     if let (Some(path), Some((_, shown))) = (&options.svg, kept) {
         let titles: Vec<String> =
             outcomes.iter().map(|(kernel, policy, _)| format!("{} ({})", policy.name(), kernel.name())).collect();
-        let panels: Vec<_> = outcomes
+        let schedules: Vec<_> = outcomes.iter().map(|(_, _, outcome)| outcome.to_schedule(scenario, shown)).collect();
+        let panels: Vec<_> = schedules
             .iter()
             .zip(&titles)
-            .map(|((_, _, outcome), title)| SchedulePanel { title, schedule: &outcome.schedule })
+            .map(|(schedule, title)| SchedulePanel { title, schedule, span: (0, shown) })
             .collect();
-        let svg = picture::draw(scenario, &panels, shown);
+        let caption = "A model: rows are CPUs; a color for each VM, a brightness for each vCPU.";
+        let svg = svg::draw(&panels, caption);
         std::fs::write(path, svg).with_context(|| format!("cannot write the picture {}", path.display()))?;
     }
     let named = NamedScenario { name, description: &described.description, scenario };

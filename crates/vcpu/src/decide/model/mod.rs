@@ -15,7 +15,6 @@ mod engine;
 mod event_queue;
 mod gang;
 mod outcome;
-pub mod picture;
 mod random;
 mod run_queue;
 mod workload;

@@ -1,6 +1,7 @@
 //! What a simulation measures.
 
 use super::{Scenario, VmSpec};
+use crate::schedule::{CpuSchedule, RunEnd, RunInterval, ScheduledVm, Task};
 
 /// Jain's fairness index of `shares`: 1 if all are equal, 1/n if one has everything (Jain, Chiu, Hawe 1984).
 pub fn jain_index(shares: &[f64]) -> f64 {
@@ -105,5 +106,40 @@ impl Outcome {
         let waits: u64 = self.vms.iter().map(|vm| vm.lock_waits).sum();
         let time: u64 = self.vms.iter().map(|vm| vm.lock_wait_ns).sum();
         if waits == 0 { 0.0 } else { time as f64 / waits as f64 }
+    }
+
+    /// The kept schedule of `duration_ns` nanoseconds, with times from zero on. It has runs only. The model has no
+    /// threads; their numbers count all vCPUs from 1 on.
+    pub fn to_schedule(&self, scenario: &Scenario, duration_ns: u64) -> CpuSchedule {
+        let mut tasks: Vec<Task> = Vec::new();
+        let mut first_tasks = Vec::new();
+        for (vm, spec) in scenario.vms.iter().enumerate() {
+            first_tasks.push(tasks.len());
+            for vcpu in 0..spec.vcpus {
+                let tid = tasks.len() as u32 + 1;
+                let name = format!("{} {vcpu}", spec.name);
+                tasks.push(Task { tid, process: None, name, vm: Some(vm), vcpu: Some(vcpu) });
+            }
+        }
+        let mut runs: Vec<RunInterval> = self
+            .schedule
+            .iter()
+            .map(|run| RunInterval {
+                task: first_tasks[run.vm as usize] + run.vcpu as usize,
+                cpu: run.cpu,
+                from: run.start_ns,
+                to: run.end_ns,
+                end: RunEnd::Unknown,
+            })
+            .collect();
+        runs.sort_by_key(|run| (run.from, run.cpu));
+        CpuSchedule {
+            end: duration_ns,
+            cpus: (0..scenario.cpus).collect(),
+            vms: scenario.vms.iter().map(|vm| ScheduledVm { name: vm.name.clone() }).collect(),
+            tasks,
+            runs,
+            ..CpuSchedule::default()
+        }
     }
 }

@@ -4,6 +4,7 @@ use super::calibration::{CalibrationEffort, FigureUse, residuals};
 use super::capacity::{CapacitySettings, sweep};
 use super::engine::Simulation;
 use super::*;
+use crate::decide::measures::measure;
 use proptest::prelude::*;
 
 const MS: u64 = 1_000_000;
@@ -246,6 +247,10 @@ proptest! {
         prop_assert_eq!(used + outcome.idle_ns, u64::from(scenario.cpus) * 40 * MS);
         let kept: u64 = outcome.schedule.iter().map(|run| run.end_ns - run.start_ns).sum();
         prop_assert_eq!(kept, used);
+        let measures = measure(&outcome.to_schedule(&scenario, 40 * MS));
+        prop_assert_eq!((measures.busy_ns, measures.idle_ns), (used, outcome.idle_ns));
+        let by_vm = measures.vms.iter().map(|vm| vm.run_ns);
+        prop_assert!(by_vm.eq(outcome.vms.iter().map(|vm| vm.cpu_time_ns)));
         for (vm, spec) in outcome.vms.iter().zip(&scenario.vms) {
             prop_assert!(vm.co_run_ns <= vm.active_ns && vm.active_ns <= 40 * MS);
             prop_assert!(vm.cpu_time_ns + vm.ready_time_ns <= u64::from(spec.vcpus) * 40 * MS);
