@@ -135,10 +135,16 @@ fn draw_axis(svg: &mut String, (from, to): (u64, u64), (x, y): (u64, u64), colum
     for time in (0..=duration).step_by(usize::try_from(step).unwrap_or(usize::MAX)) {
         let column = u128::from(time) * u128::from(columns) / u128::from(duration.max(1));
         let at = u128::from(x) + column;
+        // Labels stay within the panel, beside the labels of the next one.
+        let anchor = match time {
+            0 => "start",
+            time if time == duration => "end",
+            _ => "middle",
+        };
         let _ = writeln!(
             svg,
             "<path stroke=\"#666\" d=\"M{at} {y}v5\"/><text x=\"{at}\" y=\"{}\" fill=\"#333\" \
-             text-anchor=\"middle\">{}</text>",
+             text-anchor=\"{anchor}\">{}</text>",
             y + LINE_HEIGHT,
             format_mark(time, step)
         );
