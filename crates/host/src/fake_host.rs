@@ -615,9 +615,6 @@ impl Host for FakeHost {
                     why => why,
                 })
             }
-            Action::WriteCpuset { cgroup, file, ids } => {
-                self.exchange_ids(&format!("{cgroup}/{}", file.file_name()), ids)
-            }
             Action::ReplaceFile { file, content } => {
                 let current = ConfigContent(self.files.lock().unwrap().get(&file.path()).cloned());
                 let must_write = content.must_write(&current, file)?;

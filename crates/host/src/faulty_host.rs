@@ -125,7 +125,6 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
             Action::SetQomProperty { process, .. } => format!("proc/{}#set_qom_property", process.pid),
             Action::SetAffinity { thread, .. } => format!("proc/{}#set_affinity", thread.process.pid),
-            Action::WriteCpuset { cgroup, file, .. } => format!("{cgroup}/{}#write", file.file_name()),
             Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
             Action::SetMemoryPolicy { process, .. } => format!("proc/{}#set_memory_policy", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
