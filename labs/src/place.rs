@@ -5,7 +5,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{AddressRange, IdSet, Pid};
-use pagefold_host::action::{Action, CpusetFile, Exchange, ThreadId, domain_definition_path};
+use pagefold_host::action::{Action, Exchange, ThreadId, domain_definition_path};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
@@ -41,9 +41,6 @@ pub struct PlaceArguments {
     /// Replace a text in the definition of the domain of libvirt that the process runs: TEXT=TEXT
     #[arg(long, value_name = "TEXT=TEXT", value_parser = parse_setting)]
     definition: Option<(String, String)>,
-    /// Let a cgroup, by its directory, run on these CPUs only: DIR=LIST
-    #[arg(long, value_name = "DIR=LIST", value_parser = parse_cpuset)]
-    cpuset: Option<(String, IdSet)>,
     /// Write a setting that Pagefold knows, by its path: PATH=VALUE
     #[arg(long, value_name = "PATH=VALUE", value_parser = parse_setting)]
     setting: Option<(String, String)>,
@@ -52,11 +49,6 @@ pub struct PlaceArguments {
 fn parse_setting(text: &str) -> Result<(String, String)> {
     let (path, value) = text.split_once('=').context("a setting must have the form PATH=VALUE")?;
     Ok((path.trim_start_matches('/').to_owned(), value.to_owned()))
-}
-
-fn parse_cpuset(text: &str) -> Result<(String, IdSet)> {
-    let (directory, ids) = parse_setting(text)?;
-    Ok((directory, ids.parse()?))
 }
 
 /// Apply the requested changes, each in a session of its class, print `PLACED`, and undo them when standard input
@@ -120,12 +112,6 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
         let from = String::from_utf8(text)?;
         let definition = Exchange { to: from.replacen(old, new, 1), from };
         actions.push(Action::DefineDomain { uuid: domain.uuid, name: domain.name, definition });
-    }
-    if let Some((cgroup, to)) = &arguments.cpuset {
-        let file = CpusetFile::Cpus;
-        let current = host.read(&format!("{cgroup}/{}", file.file_name())).map_err(to_error)?;
-        let ids = Exchange { from: String::from_utf8_lossy(&current).parse()?, to: to.clone() };
-        actions.push(Action::WriteCpuset { cgroup: cgroup.clone(), file, ids });
     }
     if let Some(node) = arguments.node {
         let regions = observe::regions(&*handle).map_err(to_error)?;

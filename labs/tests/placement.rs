@@ -2,12 +2,11 @@
 
 use pagefold_base::{AddressRange, IdSet, Pid};
 use pagefold_host::Host;
-use pagefold_host::action::{Action, ActionError, CpusetFile, Exchange, ThreadId, undo_actions};
+use pagefold_host::action::{Action, ActionError, Exchange, ThreadId, undo_actions};
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::client::lab_binary;
 use pagefold_labs::machine::{self, EmulatedMachine};
 use pagefold_linux::LiveHost;
-use std::fs;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::Duration;
@@ -67,39 +66,6 @@ fn affinity_is_exchanged_and_undone() {
         let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("1000") }, pin: None };
         assert!(matches!(host.apply(&changed), Err(ActionError::ChangedByOthers(_))));
     }
-}
-
-#[test]
-fn cpuset_is_exchanged_and_undone() {
-    const ROOT: &str = "sys/fs/cgroup/cpuset";
-    let (host, cgroup) = (LiveHost::new(), format!("{ROOT}/pagefold-test-{}", std::process::id()));
-    let Ok(all) = host.read(&format!("{ROOT}/cpuset.cpus")) else {
-        return println!("skipped: /{ROOT} is not a cpuset hierarchy of cgroup v1");
-    };
-    if let Err(error) = fs::create_dir(format!("/{cgroup}")) {
-        return println!("skipped: /{cgroup}: {error}");
-    }
-    let all = ids(&String::from_utf8(all).unwrap());
-    let one: IdSet = all.iter().take(1).collect();
-    let read = || ids(&fs::read_to_string(format!("/{cgroup}/cpuset.cpus")).unwrap());
-    let before = read();
-    let write = |from: &IdSet, to: &IdSet| {
-        let ids = Exchange { from: from.clone(), to: to.clone() };
-        Action::WriteCpuset { cgroup: cgroup.clone(), file: CpusetFile::Cpus, ids }
-    };
-    let result = std::panic::catch_unwind(|| {
-        let set = write(&before, &one);
-        let undo = undo_actions(&host, &set).unwrap();
-        host.apply(&set).unwrap();
-        assert_eq!(read(), one);
-        host.apply(&undo[0]).unwrap();
-        assert_eq!(read(), before);
-        assert!(matches!(host.apply(&write(&ids("900"), &one)), Err(ActionError::ChangedByOthers(_))));
-        assert!(host.apply(&write(&before, &ids("900"))).is_err(), "the CPU does not exist");
-        assert_eq!(read(), before);
-    });
-    fs::remove_dir(format!("/{cgroup}")).unwrap();
-    result.unwrap();
 }
 
 #[test]

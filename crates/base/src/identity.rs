@@ -6,6 +6,7 @@
 mod container;
 pub mod guest_agent;
 mod job;
+pub mod qemu_monitor;
 pub mod thread_role;
 mod vcpu_topology;
 pub mod virtual_nodes;

@@ -272,6 +272,32 @@ fn check_pins(libvirt: &mut LibvirtSession, thread: &PinnedThread) {
     assert!(map.contains(uuid.lines().next().unwrap()), "{map} {uuid}");
 }
 
+/// vCPUs come from libvirt's state, and from QEMU's monitor only on request, because libvirt marks the domain then.
+fn check_monitor(libvirt: &mut LibvirtSession) {
+    let name = libvirt.domain_names[1].clone();
+    let machine = |libvirt: &mut LibvirtSession, option: &str| {
+        let pagefold = env!("CARGO_BIN_EXE_pagefold");
+        let output = libvirt.run_shell(&format!("{pagefold} numa map --vm {name} {option} --json; echo"));
+        let (json, _) = output.rsplit_once("END 0").unwrap();
+        let map: Value = serde_json::from_str(json).unwrap_or_else(|why| panic!("{why}: {output}"));
+        map["processes"][0]["machine"].clone()
+    };
+    let thread = |machine: &Value| machine["vcpus"][0]["thread"].as_u64().unwrap_or_else(|| panic!("{machine}"));
+    let by_state = machine(libvirt, "");
+    assert_eq!((&by_state["vcpu_source"], &by_state["conflicts"]), (&"libvirt".into(), &Value::Null), "{by_state}");
+    libvirt.assert_domains_unharmed();
+    let by_monitor = machine(libvirt, "--libvirt-monitor");
+    assert_eq!(
+        (&by_monitor["vcpu_source"], &by_monitor["conflicts"]),
+        (&"monitor".into(), &Value::Null),
+        "{by_monitor}"
+    );
+    assert_eq!(thread(&by_monitor), thread(&by_state));
+    assert!(by_monitor["memory_backends"][0]["bytes"].as_u64().is_some_and(|bytes| bytes > 0), "{by_monitor}");
+    let log = libvirt.directory.path().join(format!("var/log/libvirt/qemu/{name}.log"));
+    assert!(fs::read_to_string(log).unwrap().contains("tainted: custom-monitor"));
+}
+
 /// Defines a domain anew, for its next start. libvirt stores the definition in its own form, and the undo brings back the
 /// file as it was, also after the defining process was killed. An invalid definition is refused.
 fn check_definitions(libvirt: &mut LibvirtSession) {
@@ -420,5 +446,6 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     daemon.stop();
     assert_eq!(daemon.0.wait().unwrap().code(), Some(0));
     libvirt.assert_domains_unharmed();
+    check_monitor(&mut libvirt);
     assert_eq!(ksm.changed_settings(), []);
 }

@@ -78,17 +78,6 @@ pub enum Action {
         /// definition of the running domain agrees with them.
         pin: Option<LibvirtPin>,
     },
-    /// Restricts the processes of a cgroup to CPUs or NUMA nodes. The undo restores the file only: with new nodes the
-    /// kernel may move memory of the processes (cgroup v2, and v1 with `cpuset.memory_migrate`), and with new CPUs it
-    /// may replace the CPUs of single threads. A caller that needs both back changes these by their own actions first.
-    WriteCpuset {
-        /// The path of the cgroup's directory below the root: `sys/fs/cgroup/machine.slice`.
-        cgroup: String,
-        /// What is restricted.
-        file: CpusetFile,
-        /// The CPUs or nodes; none stands for those of the parent (cgroup v2).
-        ids: Exchange<IdSet>,
-    },
     /// Moves pages of a process to a NUMA node (move_pages(2)). Pages that several processes map, such as merged
     /// pages, stay and are reported as missed.
     MovePages {
@@ -157,10 +146,8 @@ impl Action {
             Self::Advise { .. } | Self::MergeAny { .. } | Self::Collapse { .. } => ResourceClass::Ksm,
             Self::SetQomProperty { property, .. } if property == MERGE_PROPERTY => ResourceClass::Ksm,
             Self::SetQomProperty { .. } => ResourceClass::Settings,
-            Self::SetAffinity { .. } | Self::WriteCpuset { file: CpusetFile::Cpus, .. } => ResourceClass::CpuPlacement,
-            Self::MovePages { .. }
-            | Self::SetMemoryPolicy { .. }
-            | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => ResourceClass::MemoryPlacement,
+            Self::SetAffinity { .. } => ResourceClass::CpuPlacement,
+            Self::MovePages { .. } | Self::SetMemoryPolicy { .. } => ResourceClass::MemoryPlacement,
             Self::ReplaceFile { .. } | Self::DefineDomain { .. } => ResourceClass::Configuration,
             Self::ReloadModule { .. } | Self::MonitorAccesses(_) => ResourceClass::Settings,
         }
@@ -177,7 +164,6 @@ impl Action {
             | Self::SetMemoryPolicy { process, .. } => Some(*process),
             Self::SetAffinity { thread, .. } => Some(thread.process),
             Self::Write { .. }
-            | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
             | Self::ReloadModule { .. }
@@ -205,7 +191,6 @@ impl Action {
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
             | Self::SetAffinity { .. }
-            | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
             | Self::ReloadModule { .. }
@@ -224,7 +209,6 @@ impl Action {
             | Self::MergeAny { .. }
             | Self::SetQomProperty { .. }
             | Self::SetAffinity { .. }
-            | Self::WriteCpuset { .. }
             | Self::ReplaceFile { .. }
             | Self::DefineDomain { .. }
             | Self::ReloadModule { .. }
@@ -241,7 +225,6 @@ impl Action {
             Self::Write { .. }
             | Self::Collapse { .. }
             | Self::SetAffinity { .. }
-            | Self::WriteCpuset { .. }
             | Self::MovePages { .. }
             | Self::SetMemoryPolicy { .. }
             | Self::ReplaceFile { .. }
@@ -331,25 +314,6 @@ pub enum LibvirtPinTarget {
     Emulator,
     /// The iothread with this number.
     Iothread(u32),
-}
-
-/// A file of the cpuset controller, which is the same in both versions of cgroups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CpusetFile {
-    /// `cpuset.cpus`: the CPUs on which the processes may run.
-    Cpus,
-    /// `cpuset.mems`: the nodes from which memory may be allocated.
-    Nodes,
-}
-
-impl CpusetFile {
-    /// The name of the file in the cgroup's directory.
-    pub fn file_name(self) -> &'static str {
-        match self {
-            Self::Cpus => "cpuset.cpus",
-            Self::Nodes => "cpuset.mems",
-        }
-    }
 }
 
 /// Why a range was missed.
@@ -512,9 +476,6 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
         Action::SetAffinity { thread, cpus, pin } => {
             hold(host, thread.process)?;
             vec![Action::SetAffinity { thread: *thread, cpus: cpus.inverse(), pin: pin.clone() }]
-        }
-        Action::WriteCpuset { cgroup, file, ids } => {
-            vec![Action::WriteCpuset { cgroup: cgroup.clone(), file: *file, ids: ids.inverse() }]
         }
         Action::MovePages { process, ranges, node } => {
             let moved_ranges = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);

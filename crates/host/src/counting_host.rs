@@ -2,6 +2,7 @@
 
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::guest_agent::GuestQuestion;
+use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::resource::ResourceClass;
 use crate::{
     ExecEvents, FrameFlags, Host, HostLock, LockHolder, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod,
@@ -91,6 +92,7 @@ impl ProcessHandle for CountingProcess<'_> {
                 sink: &mut dyn FnMut(usize, PageView<'_>),
             ) -> Reading<()>;
             fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>>;
+            fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>>;
             fn ask_merge_any(&self) -> Result<bool, ActionError>;
         }
     }

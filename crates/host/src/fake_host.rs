@@ -9,6 +9,7 @@ use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemo
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::GuestQuestion;
+use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
@@ -615,9 +616,6 @@ impl Host for FakeHost {
                     why => why,
                 })
             }
-            Action::WriteCpuset { cgroup, file, ids } => {
-                self.exchange_ids(&format!("{cgroup}/{}", file.file_name()), ids)
-            }
             Action::ReplaceFile { file, content } => {
                 let current = ConfigContent(self.files.lock().unwrap().get(&file.path()).cloned());
                 let must_write = content.must_write(&current, file)?;
@@ -773,6 +771,12 @@ impl ProcessHandle for FakeHostProcess<'_> {
 
     /// The answers are files at the paths that recordings have. A machine without any of them has no channel.
     fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers: Vec<_> = questions.iter().map(|question| self.read(&question.record_path())).collect();
+        if answers.iter().any(Result::is_ok) { Ok(answers) } else { Err(Absent::NotOnThisKernel) }
+    }
+
+    /// The answers are files, as those of guest agents are.
+    fn ask_monitor(&self, questions: &[MonitorQuestion], _: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         let answers: Vec<_> = questions.iter().map(|question| self.read(&question.record_path())).collect();
         if answers.iter().any(Result::is_ok) { Ok(answers) } else { Err(Absent::NotOnThisKernel) }
     }

@@ -3,6 +3,7 @@
 use crate::access_monitor::KDAMONDS_DIRECTORY;
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::guest_agent::GuestQuestion;
+use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use delegate::delegate;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
@@ -125,7 +126,6 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
             Action::SetQomProperty { process, .. } => format!("proc/{}#set_qom_property", process.pid),
             Action::SetAffinity { thread, .. } => format!("proc/{}#set_affinity", thread.process.pid),
-            Action::WriteCpuset { cgroup, file, .. } => format!("{cgroup}/{}#write", file.file_name()),
             Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
             Action::SetMemoryPolicy { process, .. } => format!("proc/{}#set_memory_policy", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
@@ -203,6 +203,14 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
         self.host.check_for_fault(&self.path("#guest_agent"))?;
         let answers = self.process.ask_guest_agent(questions)?;
         let path = |question: &GuestQuestion| self.path(&format!("/{}", question.record_path()));
+        let changed = |(answer, question)| self.host.bytes_or_fault(&path(question), || answer);
+        Ok(answers.into_iter().zip(questions).map(changed).collect())
+    }
+
+    fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        self.host.check_for_fault(&self.path("#qemu_monitor"))?;
+        let answers = self.process.ask_monitor(questions, access)?;
+        let path = |question: &MonitorQuestion| self.path(&format!("/{}", question.record_path()));
         let changed = |(answer, question)| self.host.bytes_or_fault(&path(question), || answer);
         Ok(answers.into_iter().zip(questions).map(changed).collect())
     }

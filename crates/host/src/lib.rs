@@ -23,6 +23,7 @@ pub mod memory_headroom;
 pub mod observe;
 pub mod page_state;
 pub mod parse;
+pub mod qemu_monitor;
 pub mod resource;
 pub mod transaction;
 
@@ -30,6 +31,7 @@ use action::{Action, ActionError, ActionOutcome};
 use guest_agent::GuestQuestion;
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
+use qemu_monitor::{MonitorAccess, MonitorQuestion};
 use resource::ResourceClass;
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeSet;
@@ -257,6 +259,13 @@ pub trait ProcessHandle: Send + Sync {
     /// questions. The agent serves one client at a time, so ask only at the operator's request. `NotOnThisKernel` if
     /// the machine has no channel for an agent. By default there are no answers.
     fn ask_guest_agent(&self, _questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+        Err(Absent::NotOnThisKernel)
+    }
+
+    /// Asks QEMU's control monitor of this virtual machine, with one answer for each question, in the order of the
+    /// questions. A monitor serves one client at a time, so it is released at once, and one that another client holds is
+    /// left alone. `NotOnThisKernel` if the machine has no monitor. By default there are no answers.
+    fn ask_monitor(&self, _questions: &[MonitorQuestion], _access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         Err(Absent::NotOnThisKernel)
     }
 

@@ -41,7 +41,6 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
             with_process(host, *process, |process| collapse::collapse(host, process, ranges))
         }
         Action::SetAffinity { thread, cpus, pin } => placement::set_affinity(host, *thread, cpus, pin.as_ref()),
-        Action::WriteCpuset { cgroup, file, ids } => placement::write_cpuset(host, cgroup, *file, ids),
         Action::MovePages { process, ranges, node } => {
             with_process(host, *process, |process| placement::move_pages(process, ranges, *node))
         }

@@ -1,5 +1,6 @@
 //! libvirt's remote protocol over its local socket: pins threads of a domain, so that libvirt's definition of the running
-//! domain agrees with the CPUs that the kernel gives them, and replaces the definition with which a domain starts.
+//! domain agrees with the CPUs that the kernel gives them, replaces the definition with which a domain starts, and asks
+//! the monitor of a domain.
 //!
 //! Messages are XDR (RFC 4506) behind a length (src/rpc/virnetprotocol.x). Numbers of calls and their arguments are
 //! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them (to
@@ -9,13 +10,15 @@
 
 use crate::LiveHost;
 use crate::unix_socket::{ConnectError, connect_with_timeout};
-use pagefold_base::{Absent, IdSet, ProcessId};
+use pagefold_base::{Absent, IdSet, ProcessId, Reading};
 use pagefold_host::action::{
     ActionError, ActionOutcome, Exchange, LibvirtPin, LibvirtPinTarget, domain_definition_path,
 };
+use pagefold_host::qemu_monitor::MonitorQuestion;
 use pagefold_host::{Host, hold, observe};
 use pagefold_sys::fault;
 use rustix::net::sockopt;
+use serde_json::{Value, json};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -32,13 +35,15 @@ const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 const CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
 const CONFIRMATION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The largest answer that is read. Those of the calls here are smaller than a KiB.
-const MAX_ANSWER_BYTES: usize = 64 << 10;
+/// The largest answer that is read. The list of 4096 vCPUs has about 1 MiB; other answers are smaller than a KiB.
+const MAX_ANSWER_BYTES: usize = 2 << 20;
 
 /// Messages that are skipped while an answer is awaited, such as events.
 const MAX_SKIPPED_MESSAGES: usize = 64;
 
+/// Calls for all hypervisors, and those for QEMU only (src/remote/qemu_protocol.x).
 const REMOTE_PROGRAM: u32 = 0x2000_8086;
+const QEMU_PROGRAM: u32 = 0x2000_8087;
 const PROTOCOL_VERSION: u32 = 1;
 const MESSAGE_CALL: u32 = 0;
 const MESSAGE_REPLY: u32 = 1;
@@ -55,6 +60,8 @@ const PROC_DOMAIN_PIN_VCPU_FLAGS: u32 = 225;
 const PROC_DOMAIN_PIN_EMULATOR: u32 = 279;
 const PROC_DOMAIN_DEFINE_XML_FLAGS: u32 = 350;
 const PROC_DOMAIN_PIN_IOTHREAD: u32 = 352;
+
+const QEMU_PROC_DOMAIN_MONITOR_COMMAND: u32 = 1;
 
 /// `VIR_DOMAIN_AFFECT_LIVE`: the running domain, not the definition with which it starts next time.
 const AFFECT_LIVE: u32 = 1;
@@ -121,11 +128,37 @@ pub fn pin(host: &LiveHost, process: ProcessId, pin: &LibvirtPin, cpus: &IdSet) 
         return Err(ActionError::Failed(format!("libvirt does not know process {pid} as domain {uuid} any more")));
     }
     let uuid = parse_uuid(&pin.domain).ok_or_else(|| ActionError::Failed(format!("{:?} is no UUID", pin.domain)))?;
-    let mut connection = Connection::open_any()?;
+    let mut connection = Connection::open_any(CONNECTION_TIMEOUT)?;
     let domain = connection.look_up(uuid)?;
     connection.pin(&domain, pin.target, cpus)?;
     connection.close();
     Ok(())
+}
+
+/// Asks the monitor of the domain that a process runs. libvirt marks the domain as tainted. Each question has an answer
+/// of its own, in the same order.
+///
+/// # Errors
+/// `Vanished` if the process has ended; otherwise why libvirt cannot be asked within the time limit.
+pub(crate) fn ask_monitor(
+    host: &LiveHost,
+    process: ProcessId,
+    questions: &[MonitorQuestion],
+    timeout: Duration,
+) -> Result<Vec<Reading<Vec<u8>>>, ActionError> {
+    hold(host, process)?;
+    let domains = observe::libvirt_domains(host)?;
+    let domain = domains.iter().find(|domain| domain.pid == process.pid);
+    let uuid = domain.and_then(|domain| parse_uuid(&domain.uuid));
+    let uuid = uuid.ok_or_else(|| ActionError::Failed("libvirt does not know the process".to_owned()))?;
+    let mut connection = Connection::open_any(timeout)?;
+    let domain = connection.look_up(uuid)?;
+    let answers = questions.iter().map(|question| {
+        connection.ask_monitor(&domain, *question).map_err(|error| Absent::NoAnswer(error.to_string()))
+    });
+    let answers = answers.collect();
+    connection.close();
+    Ok(answers)
 }
 
 /// Replace the persistent definition of a domain.
@@ -152,7 +185,7 @@ pub fn define(
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
     let unsent = |error: LibvirtError| ActionError::Failed(error.to_string());
-    let mut connection = Connection::open_any().map_err(unsent)?;
+    let mut connection = Connection::open_any(CONNECTION_TIMEOUT).map_err(unsent)?;
     if connection.look_up(bytes).map_err(unsent)?.name != name.as_bytes() {
         return Err(ActionError::ChangedByOthers(format!("domain {uuid} is not named {name:?} any more")));
     }
@@ -209,9 +242,9 @@ struct Connection {
 }
 
 impl Connection {
-    fn open_any() -> Result<Self, LibvirtError> {
+    fn open_any(timeout: Duration) -> Result<Self, LibvirtError> {
         let socket = SOCKETS.into_iter().find(|path| Path::new(path).exists()).unwrap_or(SOCKETS[1]);
-        Self::open(socket, 0, CONNECTION_TIMEOUT)
+        Self::open(socket, 0, timeout)
     }
 
     /// Connect to a socket on which a user listens.
@@ -249,9 +282,7 @@ impl Connection {
 
     fn pin(&mut self, domain: &DomainHandle, target: LibvirtPinTarget, cpus: &IdSet) -> Result<(), LibvirtError> {
         let mut arguments = XdrWriter::default();
-        arguments.put_bytes(&domain.name);
-        arguments.0.extend(domain.uuid);
-        arguments.put_number(domain.id);
+        arguments.put_domain(domain);
         let procedure = match target {
             LibvirtPinTarget::Vcpu(vcpu) => {
                 arguments.put_number(vcpu);
@@ -266,6 +297,23 @@ impl Connection {
         arguments.put_bytes(&cpu_map(cpus));
         arguments.put_number(AFFECT_LIVE);
         self.call(procedure, &arguments.0).map(drop)
+    }
+
+    /// The content of the monitor's answer to a question.
+    fn ask_monitor(&mut self, domain: &DomainHandle, question: MonitorQuestion) -> Result<Vec<u8>, LibvirtError> {
+        let mut arguments = XdrWriter::default();
+        arguments.put_domain(domain);
+        arguments.put_bytes(json!({"execute": question.command()}).to_string().as_bytes());
+        arguments.put_number(0);
+        let answer = self.call_program(QEMU_PROGRAM, QEMU_PROC_DOMAIN_MONITOR_COMMAND, &arguments.0)?;
+        let mut answer: Value = serde_json::from_slice(XdrReader(&answer).take_bytes()?)
+            .map_err(|_| LibvirtError::Malformed("no JSON of QEMU's monitor"))?;
+        if let Some(error) = answer.get("error") {
+            let why = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
+            return Err(LibvirtError::Refused(why.escape_debug().to_string()));
+        }
+        let result = answer.get_mut("return").ok_or(LibvirtError::Malformed("no result of QEMU's monitor"))?;
+        Ok(result.take().to_string().into_bytes())
     }
 
     fn define(&mut self, uuid: [u8; 16], definition: &str) -> Result<(), LibvirtError> {
@@ -288,10 +336,14 @@ impl Connection {
 
     /// Make a call, and return the content of its answer.
     fn call(&mut self, procedure: u32, arguments: &[u8]) -> Result<Vec<u8>, LibvirtError> {
+        self.call_program(REMOTE_PROGRAM, procedure, arguments)
+    }
+
+    fn call_program(&mut self, program: u32, procedure: u32, arguments: &[u8]) -> Result<Vec<u8>, LibvirtError> {
         self.serial += 1;
         let mut message = XdrWriter::default();
         let length = (HEADER_BYTES + arguments.len()) as u32;
-        for number in [length, REMOTE_PROGRAM, PROTOCOL_VERSION, procedure, MESSAGE_CALL, self.serial, STATUS_OK] {
+        for number in [length, program, PROTOCOL_VERSION, procedure, MESSAGE_CALL, self.serial, STATUS_OK] {
             message.put_number(number);
         }
         message.0.extend(arguments);
@@ -299,7 +351,7 @@ impl Connection {
         self.stream.write_all(&message.0)?;
         for _ in 0..MAX_SKIPPED_MESSAGES {
             let answer = self.read_message()?;
-            if let Some(content) = parse_answer(&answer, procedure, self.serial)? {
+            if let Some(content) = parse_answer(&answer, (program, procedure, self.serial))? {
                 return Ok(content.to_vec());
             }
         }
@@ -341,15 +393,15 @@ impl Connection {
     }
 }
 
-/// The content of an answer; `None` if the message answers no call of this connection.
-fn parse_answer(message: &[u8], procedure: u32, serial: u32) -> Result<Option<&[u8]>, LibvirtError> {
+/// The content of an answer; `None` if the message does not answer the call (program, procedure, serial).
+fn parse_answer(message: &[u8], call: (u32, u32, u32)) -> Result<Option<&[u8]>, LibvirtError> {
     let mut reader = XdrReader(message);
     let mut header = [0; 6];
     for number in &mut header {
         *number = reader.take_number()?;
     }
     let [program, _version, answered, kind, number, status] = header;
-    if (program, answered, kind, number) != (REMOTE_PROGRAM, procedure, MESSAGE_REPLY, serial) {
+    if (program, answered, number) != call || kind != MESSAGE_REPLY {
         return Ok(None);
     }
     if status == STATUS_OK {
@@ -376,6 +428,12 @@ fn cpu_map(cpus: &IdSet) -> Vec<u8> {
 struct XdrWriter(Vec<u8>);
 
 impl XdrWriter {
+    fn put_domain(&mut self, domain: &DomainHandle) {
+        self.put_bytes(&domain.name);
+        self.0.extend(domain.uuid);
+        self.put_number(domain.id);
+    }
+
     fn put_number(&mut self, number: u32) {
         self.0.extend(number.to_be_bytes());
     }

@@ -9,6 +9,7 @@ use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
 use pagefold_host::guest_agent::GuestQuestion;
 use pagefold_host::parse::{self, Stat};
+use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
@@ -355,6 +356,10 @@ impl ProcessHandle for LiveProcess<'_> {
 
     fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
         crate::guest_agent::ask(self, questions)
+    }
+
+    fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        crate::qmp::ask(self.host, self, questions, access)
     }
 
     fn contents(&self, method: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

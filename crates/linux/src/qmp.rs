@@ -47,7 +47,7 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The maximum number of memory backends accepted from a guest. QEMU has at most 256 DIMMs and 128 NUMA nodes.
 pub const MAX_BACKENDS: usize = 512;
 
-/// The maximum length of a line. The object list of a large guest has some KiB.
+/// The maximum length of a message. The object list of a large guest has some KiB.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// A memory backend of a running guest.
@@ -295,15 +295,28 @@ impl<'a> QmpMonitor<'a> {
         }
     }
 
-    /// The next line, parsed.
+    /// The next message, parsed: a line, or with `-qmp-pretty` several, of which the last one begins with `}`.
     fn read_message(&mut self, deadline: Instant) -> Result<Value, QmpError> {
         let mut searched = 0;
+        let mut line_start = 0;
         loop {
-            if let Some(end) = self.receive_buffer[searched..].iter().position(|&byte| byte == b'\n') {
-                let rest = self.receive_buffer.split_off(searched + end + 1);
-                let line = std::mem::replace(&mut self.receive_buffer, rest);
-                let value: Option<Value> = serde_json::from_slice(&line).ok();
-                return value.filter(Value::is_object).ok_or_else(|| self.not_qmp_error(&line));
+            while let Some(length) = self.receive_buffer[searched..].iter().position(|&byte| byte == b'\n') {
+                let end = searched + length + 1;
+                let is_inner_line = line_start > 0 && self.receive_buffer[line_start] != b'}';
+                (searched, line_start) = (end, end);
+                if is_inner_line {
+                    continue;
+                }
+                let message = &self.receive_buffer[..end];
+                let parsed = serde_json::from_slice(message);
+                let is_first_line = message.iter().position(|&byte| byte == b'\n') == Some(end - 1);
+                if is_first_line && message[0] == b'{' && parsed.as_ref().is_err_and(serde_json::Error::is_eof) {
+                    continue;
+                }
+                let rest = self.receive_buffer.split_off(end);
+                let message = std::mem::replace(&mut self.receive_buffer, rest);
+                let value: Option<Value> = parsed.ok();
+                return value.filter(Value::is_object).ok_or_else(|| self.not_qmp_error(&message));
             }
             searched = self.receive_buffer.len();
             if searched > MAX_LINE_BYTES {
@@ -348,6 +361,10 @@ fn parse_backend(object: &Value) -> Option<(&str, &str)> {
     let kind = text("type").strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')).unwrap_or_default();
     kind.starts_with("memory-backend-").then(|| (text("name"), kind))
 }
+
+mod questions;
+
+pub(crate) use questions::ask;
 
 #[cfg(test)]
 mod tests;

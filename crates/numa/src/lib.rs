@@ -12,6 +12,7 @@
 pub mod apply;
 pub mod decide;
 pub mod keeper;
+pub mod machine;
 pub mod map;
 pub mod page_nodes;
 pub mod placement_record;

@@ -6,7 +6,9 @@
 //! QEMU creates backends in the order of its command line. If the numbers of such backends and regions differ, these
 //! backends have no memory in the map.
 
+use crate::decide::frame_sharing::{self, FrameOwners};
 use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
+use crate::machine::{self, MachineFacts};
 use crate::page_nodes::{PageNodeReader, PageNodes};
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{LOCAL_DISTANCE, Topology};
@@ -14,10 +16,11 @@ use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
-use pagefold_base::{Absent, IdSet, Reading};
+use pagefold_base::{Absent, IdSet, Pfn, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::observe::NumaNodes;
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::{Host, ProcessHandle, observe, parse};
 use std::collections::BTreeMap;
 
@@ -53,6 +56,8 @@ pub struct ProcessPlacement {
     pub bound_nodes: Option<IdSet>,
     /// The domain of libvirt that the process runs, if it runs one.
     pub libvirt: Option<LibvirtDomain>,
+    /// What QEMU's monitor and libvirt say about a virtual machine.
+    pub machine: Option<MachineFacts>,
     /// Devices of the host that are passed through.
     pub devices: Vec<PassedThroughDevice>,
     /// Its expected accesses; `None` if threads or memory are not known.
@@ -95,21 +100,23 @@ pub enum MapError {
     Selection(#[from] pagefold_census::Error),
 }
 
-/// Read the map of the selected processes.
+/// Read the map of the selected processes, without asking any monitor.
 ///
 /// # Errors
 /// If processes cannot be listed, or the nodes of the host cannot be read.
 pub fn read_map(host: &dyn Host, selection: &ProcessSelection) -> Result<NumaMap, MapError> {
-    read_map_and_frames(host, selection).map(|(map, _)| map)
+    read_map_and_frames(host, selection, None).map(|(map, _)| map)
 }
 
 /// Read the map of the selected processes, and the merged frames that each of them maps, in the order of the processes.
+/// With `monitors`, QEMU's monitors are asked about virtual machines.
 ///
 /// # Errors
 /// Those of [`read_map`].
 pub fn read_map_and_frames(
     host: &dyn Host,
     selection: &ProcessSelection,
+    monitors: Option<MonitorAccess>,
 ) -> Result<(NumaMap, Vec<FrameReader>), MapError> {
     let unreadable = |source| MapError::Nodes { host: host.describe(), source };
     let topology = Topology::read(host).map_err(unreadable)?;
@@ -118,22 +125,40 @@ pub fn read_map_and_frames(
     // Without root there are no page tables either.
     let domains = observe::libvirt_domains(host).unwrap_or_default();
     let (mut found, unscanned) = scan_scope::inspect_selected(host, selection, |handle, process| {
-        read_process(host, (&topology, &domains), &reader, handle, process)
+        read_process(host, &domains, &reader, handle, process)
     })?;
     found.sort_by_key(|(placement, _)| std::cmp::Reverse(placement.pages.resident()));
-    let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().unzip();
+    let mut placements: Vec<&mut ProcessPlacement> = found.iter_mut().map(|(placement, _)| placement).collect();
+    machine::add_machine_facts(host, &mut placements, monitors);
+    let with_reader = |(mut placement, frames): (ProcessPlacement, Vec<Pfn>)| {
+        let node = compute_costs(&topology, &mut placement);
+        (placement, FrameReader { node, frames })
+    };
+    let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().map(with_reader).unzip();
     let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
     let map = NumaMap { topology, processes, merged, unscanned, uptime_ticks: read_uptime_ticks(host) };
     Ok((map, readers))
 }
 
+/// The maximum number of pairs of processes that are counted for each frame, over all frames: less than a second's work.
+const MAX_FRAME_PAIRS: u64 = 4_000_000;
+
+/// Which of the processes share merged frames.
+///
+/// # Errors
+/// If the nodes of frames cannot be read.
+pub fn read_frame_owners(host: &dyn Host, readers: &[FrameReader]) -> Reading<FrameOwners> {
+    let nodes = NumaNodes::read(host)?;
+    Ok(frame_sharing::frame_owners(readers, |frame| nodes.node_of_frame(frame), MAX_FRAME_PAIRS))
+}
+
 fn read_process(
     host: &dyn Host,
-    (topology, domains): (&Topology, &[LibvirtDomain]),
+    domains: &[LibvirtDomain],
     reader: &PageNodeReader<'_>,
     handle: &dyn ProcessHandle,
     process: Process,
-) -> Reading<(ProcessPlacement, FrameReader)> {
+) -> Reading<(ProcessPlacement, Vec<Pfn>)> {
     let arguments = process.arguments.as_deref().unwrap_or_default();
     let configured = process.identity.vm.as_ref().map_or_else(Vec::new, |_| virtual_nodes::virtual_nodes(arguments));
     let bound_nodes =
@@ -156,27 +181,42 @@ fn read_process(
         }
     }
     let threads = threads::read_threads(host, handle, process.identity.vm.is_some());
-    let known_threads = threads.as_deref().unwrap_or_default();
-    let cpu_shares = threads::cpu_shares(topology, threads::working_threads(known_threads));
-    let virtual_nodes: Vec<VirtualNodePlacement> = configured
+    let virtual_nodes = configured
         .into_iter()
-        .map(|node| {
-            let pages = pages_by_virtual_node.remove(&node.id);
-            let vcpus = threads::vcpu_threads(known_threads, &node);
-            let cost =
-                pages.as_ref().and_then(|pages| access_cost(topology, &threads::cpu_shares(topology, vcpus), pages));
-            VirtualNodePlacement { node, pages, cost }
-        })
+        .map(|node| VirtualNodePlacement { pages: pages_by_virtual_node.remove(&node.id), node, cost: None })
         .collect();
-    let by_virtual_node = virtual_nodes.iter().filter_map(|node| Some((node.pages.as_ref()?.resident(), node.cost?)));
-    let cost = decide::mean_cost(by_virtual_node).or_else(|| access_cost(topology, &cpu_shares, &pages));
-    let main_node = cpu_shares.iter().max_by(|left, right| left.1.total_cmp(right.1)).map(|(&node, _)| node);
     let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
     let runs_domain = |domain: &&LibvirtDomain| process.identity.vm.is_some() && domain.pid == process.id.pid;
     let libvirt = domains.iter().find(runs_domain).cloned();
-    let placement =
-        ProcessPlacement { process, pages, virtual_nodes, threads, allowed_nodes, bound_nodes, libvirt, devices, cost };
-    Ok((placement, FrameReader { node: main_node, frames }))
+    let placement = ProcessPlacement {
+        process,
+        pages,
+        virtual_nodes,
+        threads,
+        allowed_nodes,
+        bound_nodes,
+        libvirt,
+        machine: None,
+        devices,
+        cost: None,
+    };
+    Ok((placement, frames))
+}
+
+/// Fill in the expected accesses. Returns the node on which most of the CPU time is spent.
+fn compute_costs(topology: &Topology, placement: &mut ProcessPlacement) -> Option<u32> {
+    let threads = placement.threads.as_deref().unwrap_or_default();
+    let cpu_shares = threads::cpu_shares(topology, threads::working_threads(threads));
+    for node in &mut placement.virtual_nodes {
+        let vcpus = threads::vcpu_threads(threads, &node.node);
+        let cpu_shares = threads::cpu_shares(topology, vcpus);
+        node.cost = node.pages.as_ref().and_then(|pages| access_cost(topology, &cpu_shares, pages));
+    }
+    let nodes = placement.virtual_nodes.iter();
+    let by_virtual_node = nodes.filter_map(|node| Some((node.pages.as_ref()?.resident(), node.cost?)));
+    placement.cost =
+        decide::mean_cost(by_virtual_node).or_else(|| access_cost(topology, &cpu_shares, &placement.pages));
+    cpu_shares.iter().max_by(|left, right| left.1.total_cmp(right.1)).map(|(&node, _)| node)
 }
 
 fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Option<AccessCost> {

@@ -214,6 +214,7 @@ mod tests {
             threads: Err(Absent::Denied),
             allowed_nodes: Ok((0..3).collect()),
             libvirt: None,
+            machine: None,
             devices: Vec::new(),
             cost: None,
         };

@@ -9,6 +9,7 @@
 //!   proc/PID/cmdline    of recognized monitors and tuners; of other programs only the first word
 //!   proc/PID/environ    only the variables that name a job
 //!   proc/PID/guest_agent/   answers of the agent in a guest, if it was asked
+//!   proc/PID/qemu_monitor/  answers of QEMU's control monitor
 //!   proc/PID/fd.links   the link targets of a directory; of open files only devices and anonymous ones
 //!   etc/libvirt/qemu, run/libvirt/qemu   libvirt's domains without passwords and other secrets
 //!   DIRECTORY/.names    the names in a listed directory
@@ -36,7 +37,8 @@ use lines::{FrameLine, PageLine};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
-use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
+use pagefold_host::guest_agent::{self, GuestQuestion};
+use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::BTreeMap;
 use std::fs;
@@ -263,6 +265,18 @@ fn lines_in_range(pages: &[PageLine], range: AddressRange, page_len: u64) -> imp
         .map(move |line| line.clip_to(range, page_len))
 }
 
+impl RecordedProcess<'_> {
+    /// Answers at these paths. They are absent as a whole only if the recording has none of them.
+    fn read_answers(&self, folder: &str, paths: impl Iterator<Item = String>) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let paths: Vec<String> = paths.collect();
+        let answers: Vec<_> = paths.iter().map(|path| self.read(path)).collect();
+        let is_refused = |path: &String| self.recording.absent.contains_key(&format!("{}/{path}", self.directory));
+        let is_reached = answers.iter().any(Result::is_ok) || paths.iter().any(is_refused);
+        let whole = || self.recording.absence_reason(&format!("{}/{folder}", self.directory));
+        if is_reached { Ok(answers) } else { Err(whole()) }
+    }
+}
+
 impl ProcessHandle for RecordedProcess<'_> {
     fn id(&self) -> ProcessId {
         self.id
@@ -281,15 +295,12 @@ impl ProcessHandle for RecordedProcess<'_> {
         Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
     }
 
-    /// Absent as a whole only if the recording has none of the answers.
     fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
-        let answers: Vec<_> = questions.iter().map(|question| self.read(&question.record_path())).collect();
-        let folder = format!("{}/{RECORD_FOLDER}", self.directory);
-        let is_reached = answers.iter().any(Result::is_ok)
-            || questions.iter().any(|question| {
-                self.recording.absent.contains_key(&format!("{}/{}", self.directory, question.record_path()))
-            });
-        if is_reached { Ok(answers) } else { Err(self.recording.absence_reason(&folder)) }
+        self.read_answers(guest_agent::RECORD_FOLDER, questions.iter().map(GuestQuestion::record_path))
+    }
+
+    fn ask_monitor(&self, questions: &[MonitorQuestion], _: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        self.read_answers(qemu_monitor::RECORD_FOLDER, questions.iter().map(|question| question.record_path()))
     }
 
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {

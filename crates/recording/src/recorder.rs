@@ -5,9 +5,10 @@ use delegate::delegate;
 use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
-use pagefold_host::guest_agent::{GuestQuestion, RECORD_FOLDER};
+use pagefold_host::guest_agent::{self, GuestQuestion};
 use pagefold_host::observe::LIBVIRT_STATE_DIRECTORY;
 use pagefold_host::parse;
+use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
 use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -317,6 +318,26 @@ impl ProcessRecorder<'_> {
     }
 }
 
+impl ProcessRecorder<'_> {
+    /// Stores answers at these paths, or the reason why there are none at the folder.
+    fn save_answers(
+        &self,
+        folder: &str,
+        paths: impl Iterator<Item = String>,
+        answers: &Reading<Vec<Reading<Vec<u8>>>>,
+    ) {
+        match answers {
+            Ok(answers) => {
+                for (path, answer) in paths.zip(answers) {
+                    let answer = answer.as_deref().map_err(Absent::clone);
+                    self.recorder.save_answer(&format!("{}/{path}", self.directory), answer);
+                }
+            }
+            Err(why) => self.recorder.save_answer(&format!("{}/{folder}", self.directory), Err(why.clone())),
+        }
+    }
+}
+
 impl ProcessHandle for ProcessRecorder<'_> {
     delegate! {
         to self.process {
@@ -339,15 +360,14 @@ impl ProcessHandle for ProcessRecorder<'_> {
 
     fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
         let answers = self.process.ask_guest_agent(questions);
-        match &answers {
-            Ok(answers) => {
-                for (question, answer) in questions.iter().zip(answers) {
-                    let path = format!("{}/{}", self.directory, question.record_path());
-                    self.recorder.save_answer(&path, answer.as_deref().map_err(Absent::clone));
-                }
-            }
-            Err(why) => self.recorder.save_answer(&format!("{}/{RECORD_FOLDER}", self.directory), Err(why.clone())),
-        }
+        self.save_answers(guest_agent::RECORD_FOLDER, questions.iter().map(GuestQuestion::record_path), &answers);
+        answers
+    }
+
+    fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers = self.process.ask_monitor(questions, access);
+        let paths = questions.iter().map(|question| question.record_path());
+        self.save_answers(qemu_monitor::RECORD_FOLDER, paths, &answers);
         answers
     }
 

@@ -37,7 +37,7 @@ impl VirtualNode {
 }
 
 /// The policy under which the kernel allocates memory on the given nodes only.
-const STRICT_POLICY: &str = "bind";
+pub const STRICT_POLICY: &str = "bind";
 
 /// The nodes of the host that all strictly bound memory backends permit which belong to none of the virtual nodes, such
 /// as the one of `-machine memory-backend=` or those of memory devices. `None` if there is no such backend.

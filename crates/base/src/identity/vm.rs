@@ -266,7 +266,7 @@ pub(super) fn parse_parameters(value: &str, implied: &str) -> Parameters {
     parse_pairs(parts)
 }
 
-fn parse_pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
+pub(super) fn parse_pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
     let pair = |part: String| match part.split_once('=') {
         Some((key, value)) => (key.to_owned(), value.to_owned()),
         None => match part.strip_prefix("no") {

@@ -10,10 +10,12 @@ use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
 use pagefold_base::{Bytes, PageSize, Reading};
 use pagefold_host::Host;
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::session;
 use pagefold_numa::apply::{self, MachineTarget};
+use pagefold_numa::decide::FrameReader;
 use pagefold_numa::decide::plan::PlacementProblem;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
@@ -35,7 +37,8 @@ Examples:
   sudo pagefold numa map --vm 'web*'    virtual machines, with their virtual nodes and vCPUs
   sudo pagefold numa map --pid 4711 --json
 
-It reads page tables and changes nothing. \"remote\" is the expected share of accesses to other nodes than that of the \
+It reads page tables, and asks the QMP monitor of each QEMU for at most a second, unless another client uses it. It \
+changes nothing, but with --libvirt-monitor libvirt marks its domains as tainted. \"remote\" is the expected share of accesses to other nodes than that of the \
 CPU, and \"distance\" their mean distance relative to local memory, if each vCPU (or each thread of another program) \
 reads all of its memory equally often.";
 
@@ -93,6 +96,9 @@ struct MapArguments {
     /// Processes in the tables
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
+    /// Also ask QEMU's monitors of libvirt's domains, through libvirt: it marks these domains as tainted
+    #[arg(long)]
+    libvirt_monitor: bool,
     /// Print JSON (see `pagefold schema numa-map`)
     #[arg(long)]
     json: bool,
@@ -174,12 +180,27 @@ pub fn run(options: &NumaArguments, global: &GlobalOptions) -> anyhow::Result<Co
     }
 }
 
-/// Read the map of the selected processes.
-pub(super) fn read_map(host: &dyn Host, targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<NumaMap> {
+/// Read the map of the selected processes. With `monitors`, QEMU's monitors are asked.
+pub(super) fn read_map(
+    host: &dyn Host,
+    targets: &ProcessOptions,
+    monitors: Option<MonitorAccess>,
+    global: &GlobalOptions,
+) -> anyhow::Result<NumaMap> {
+    read_map_and_frames(host, targets, monitors, global).map(|(map, _)| map)
+}
+
+fn read_map_and_frames(
+    host: &dyn Host,
+    targets: &ProcessOptions,
+    monitors: Option<MonitorAccess>,
+    global: &GlobalOptions,
+) -> anyhow::Result<(NumaMap, Vec<FrameReader>)> {
     let selection = host_selection::process_selection(targets, global)?;
-    let map = map::read_map(host, &selection).map_err(|error| explain_map_error(error, global))?;
+    let (map, readers) =
+        map::read_map_and_frames(host, &selection, monitors).map_err(|error| explain_map_error(error, global))?;
     host_selection::check_any_seen(host, !map.processes.is_empty(), &selection, &map.unscanned, global)?;
-    Ok(map)
+    Ok((map, readers))
 }
 
 fn explain_map_error(error: MapError, global: &GlobalOptions) -> anyhow::Error {
@@ -194,8 +215,12 @@ fn explain_map_error(error: MapError, global: &GlobalOptions) -> anyhow::Error {
 fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
-    let map = read_map(&*host, &options.targets, global)?;
-    let report = NumaMapReport::new(host.describe(), host.page_size(), &map, started.elapsed().as_secs_f64());
+    let monitors = if options.libvirt_monitor { MonitorAccess::SocketOrLibvirt } else { MonitorAccess::Socket };
+    let (map, readers) = read_map_and_frames(&*host, &options.targets, Some(monitors), global)?;
+    let owners = map::read_frame_owners(&*host, &readers)
+        .map_err(|source| explain_map_error(MapError::Nodes { host: host.describe(), source }, global))?;
+    let report =
+        NumaMapReport::new(host.describe(), host.page_size(), (&map, &owners), started.elapsed().as_secs_f64());
     if options.json {
         output::print_stdout(&wire::to_json(&report))?;
     } else {
@@ -211,7 +236,7 @@ pub(super) fn read_placeable_map(
     targets: &ProcessOptions,
     global: &GlobalOptions,
 ) -> anyhow::Result<NumaMap> {
-    let mut map = read_map(host, targets, global)?;
+    let mut map = read_map(host, targets, Some(MonitorAccess::Socket), global)?;
     if targets.pid.is_empty() {
         map.processes.retain(|placement| placement.process.identity.vm.is_some());
         if map.processes.is_empty() {
@@ -310,10 +335,10 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         bail!("select the machines to predict with --vm or --pid");
     }
     let host = host_selection::open_host(global)?;
-    let selected = read_map(&*host, &options.targets, global)?;
+    let selected = read_map(&*host, &options.targets, None, global)?;
     let everything = host_selection::process_selection(&ProcessOptions::default(), global)?;
-    let (map, readers) =
-        map::read_map_and_frames(&*host, &everything).map_err(|error| explain_map_error(error, global))?;
+    let (map, readers) = map::read_map_and_frames(&*host, &everything, Some(MonitorAccess::Socket))
+        .map_err(|error| explain_map_error(error, global))?;
     // The limits of a plan do not matter for requested nodes.
     let problem = placement_problem(&map, host.page_size(), PlanLimits { vcpus_per_cpu: 1.0, headroom_share: 0.0 });
     let is_selected = |position: &usize| {

@@ -7,6 +7,7 @@ use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_base::{Absent, Bytes, IdSet, PageSize};
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
@@ -267,7 +268,7 @@ fn carry_out(
          the placement",
     )?;
     // Machines that have ended meanwhile have no measured placement.
-    report = match read_map(host, &options.targets, global) {
+    report = match read_map(host, &options.targets, Some(MonitorAccess::Socket), global) {
         Ok(map) => report.with_measured(&placement_record::verify_machines(&map, placed)),
         Err(_) => report,
     };
@@ -306,7 +307,7 @@ fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> a
     if record.machines.is_empty() {
         return Ok(report(&[], BTreeMap::new(), &[]));
     }
-    let map = read_map(host, &ProcessOptions::default(), global)?;
+    let map = read_map(host, &ProcessOptions::default(), None, global)?;
     let machines: Vec<(VerifiedMachine, bool)> = placement_record::verify_machines(&map, record.machines)
         .into_iter()
         .map(|machine| {

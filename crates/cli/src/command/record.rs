@@ -10,6 +10,7 @@ use clap::Args;
 use pagefold_base::domain::DomainRule;
 use pagefold_base::identity::Identity;
 use pagefold_base::identity::virtual_nodes::passed_through_devices;
+use pagefold_base::identity::{Monitor, Vm};
 use pagefold_base::ksm::Setting;
 use pagefold_base::tuner::identify_tuner;
 use pagefold_base::{Bytes, Pid, ProcessId};
@@ -20,8 +21,10 @@ use pagefold_doctor::decide::examine_host;
 use pagefold_doctor::{doctor_facts, guest_facts};
 use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
+use pagefold_numa::machine::ask_monitors;
 use pagefold_numa::map::{read_device_node, read_uptime_ticks};
 use pagefold_numa::threads::read_threads;
 use pagefold_numa::topology::Topology;
@@ -51,7 +54,8 @@ Examples:
 
 The recording has fingerprints instead of page contents, under a key that is thrown away. From environments it has \
 only the variables that name a job. It has the labels of containers, which may be sensitive. From command lines it has \
-only the first word, except for virtual machines and programs that tune KSM. From libvirt's domains it has no \
+only the first word, except for virtual machines and programs that tune KSM. It has the vCPUs and memory backends that \
+QEMU's monitors list. From libvirt's domains it has no \
 passwords, secrets or metadata. Only you may read the directory; check \
 its files before you share it.";
 
@@ -289,6 +293,10 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
             let _ = read_threads(recorder, &*handle, true);
         }
     }
+    let is_qemu = |vm: &Vm| vm.monitor == Monitor::Qemu;
+    let machines = census.subjects.iter().filter(|subject| subject.process.identity.vm.as_ref().is_some_and(is_qemu));
+    let machines: Vec<ProcessId> = machines.map(|subject| subject.process.id).collect();
+    let _ = ask_monitors(recorder, &machines, MonitorAccess::Socket);
     // For `vcpu status`, whose counters of two recordings are compared.
     let pids = census.subjects.iter().map(|subject| subject.process.id.pid).collect();
     if let Ok((machines, _)) = find_machines(recorder, &ProcessSelection { pids, ..ProcessSelection::default() }) {

@@ -1,5 +1,5 @@
-//! Kills during the placement of a process on CPUs and NUMA nodes, during changes of a cpuset and of a setting other than
-//! KSM's, and during a measurement by DAMON. On a machine with one node no page is moved, but each step is reached. On a
+//! Kills during the placement of a process on CPUs and NUMA nodes, during changes of a setting other than KSM's, and
+//! during a measurement by DAMON. On a machine with one node no page is moved, but each step is reached. On a
 //! kernel whose DAMON cannot monitor processes, a measurement ends after it has made a kdamond.
 
 use crate::{kill_at_selected_points, parse_json, reached_points, run_pagefold, was_killed};
@@ -10,32 +10,8 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-const CPUSET_DIRECTORY: &str = "/sys/fs/cgroup/cpuset";
 const KDAMOND_COUNT: &str = "/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds";
 const HUGE_PAGES_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
-
-/// An empty cgroup with a cpuset, where cgroup v1 has one.
-struct TestCpuset(Option<String>);
-
-impl TestCpuset {
-    fn create() -> Self {
-        let directory = format!("{CPUSET_DIRECTORY}/pagefold-killed-{}", std::process::id());
-        let created = fs::read(format!("{CPUSET_DIRECTORY}/cpuset.cpus")).is_ok() && fs::create_dir(&directory).is_ok();
-        Self(created.then_some(directory))
-    }
-
-    fn cpus(&self) -> Option<String> {
-        Some(fs::read_to_string(format!("{}/cpuset.cpus", self.0.as_ref()?)).unwrap())
-    }
-}
-
-impl Drop for TestCpuset {
-    fn drop(&mut self) {
-        if let Some(directory) = &self.0 {
-            fs::remove_dir(directory).unwrap();
-        }
-    }
-}
 
 #[test]
 fn placement_survives_kill() {
@@ -45,21 +21,19 @@ fn placement_survives_kill() {
         Err(why) => return println!("skipped: {why}"),
     };
     let target = RunningLab::start_layout(&["unique=2000"]).unwrap();
-    let cpuset = TestCpuset::create();
     let read = || {
         let status = fs::read_to_string(format!("/proc/{}/status", target.pid())).unwrap();
         let allowed = status.lines().find(|line| line.starts_with("Cpus_allowed_list:")).unwrap().to_owned();
         let numa_maps = fs::read_to_string(format!("/proc/{}/numa_maps", target.pid())).unwrap_or_default();
         let policies: BTreeSet<String> =
             numa_maps.lines().filter_map(|line| line.split(' ').nth(1)).map(str::to_owned).collect();
-        (allowed, cpuset.cpus(), fs::read_to_string(HUGE_PAGES_SETTING).ok(), policies)
+        (allowed, fs::read_to_string(HUGE_PAGES_SETTING).ok(), policies)
     };
     let before = read();
     let run_placement = |state: &Path, fault: &str| -> Output {
         let mut lab = Command::new(lab_binary().unwrap());
         lab.args(["place", &target.pid().to_string(), "--cpus", "0", "--node", "0", "--state"]).arg(state);
-        lab.args(cpuset.0.iter().map(|directory| format!("--cpuset={directory}=0")));
-        if let Some(enabled) = &before.2 {
+        if let Some(enabled) = &before.1 {
             let other = if enabled.contains("[never]") { "madvise" } else { "never" };
             lab.arg(format!("--setting={HUGE_PAGES_SETTING}={other}"));
         }

@@ -19,6 +19,7 @@ mod labels;
 mod libvirt;
 mod memory;
 mod process;
+mod qemu_monitor;
 mod smaps;
 mod text;
 
@@ -33,9 +34,10 @@ pub use labels::{labels, strip_to_labels};
 pub use libvirt::{libvirt_domain_state, strip_libvirt_secrets};
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
-    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, context_switches, is_at_secure,
-    job_environment, memory_policies, stat, statm, status,
+    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, context_switches, innermost_pid,
+    is_at_secure, job_environment, memory_policies, stat, statm, status,
 };
+pub use qemu_monitor::{monitor_backends, monitor_vcpus, vcpu_slots};
 pub use smaps::{maps, rollup, smaps};
 pub use text::{
     CpuTicks, IdleTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, idle_ticks, number, number_list, schedstat,

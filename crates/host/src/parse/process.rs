@@ -137,6 +137,17 @@ pub fn status(bytes: &[u8]) -> Status {
     }
 }
 
+/// The number of a thread in its own PID namespace, the last one of `NSpid:` in its `status` (fs/proc/array.c,
+/// `task_state`).
+///
+/// # Errors
+/// `NotOnThisKernel` without namespaces of PIDs; `Malformed` if it is no number.
+pub fn innermost_pid(bytes: &[u8]) -> Reading<Pid> {
+    let numbers = field(bytes, "NSpid")?;
+    let last = numbers.split(u8::is_ascii_whitespace).rfind(|number| !number.is_empty());
+    number(last.unwrap_or_default()).map(Pid)
+}
+
 /// How often a thread has given up its CPU: because it waited for something (`voluntary_ctxt_switches:`), and because
 /// another thread got the CPU (`nonvoluntary_ctxt_switches:`), from its `status` (fs/proc/array.c,
 /// `task_context_switch_counts`).
@@ -362,6 +373,14 @@ mod tests {
         assert!(is_malformed(&odd.uid) && is_malformed(&odd.seccomp));
         assert!(odd.setuid.is_err() && status(b"Uid:\t0\t0\n").setuid.is_err());
         assert!(is_malformed(&odd.pinned) && is_malformed(&odd.threads));
+    }
+
+    #[test]
+    fn number_in_the_innermost_namespace_is_the_last_one() {
+        assert_eq!(innermost_pid(b"Tgid:\t1\nNSpid:\t4711\t12\t3\nNSsid:\t9\n"), Ok(Pid(3)));
+        assert_eq!(innermost_pid(b"NSpid:\t4711\n"), Ok(Pid(4711)));
+        assert_eq!(innermost_pid(b"Tgid:\t1\n"), Err(Absent::NotOnThisKernel));
+        assert!(is_malformed(&innermost_pid(b"NSpid:\t\n")) && is_malformed(&innermost_pid(b"NSpid:\t1 x\n")));
     }
 
     #[test]

@@ -247,12 +247,11 @@ fn to_json_line(value: &impl Serialize) -> io::Result<Vec<u8>> {
 mod tests {
     use super::*;
     use crate::access_monitor::MonitorStep;
-    use crate::action::{CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
+    use crate::action::{Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
     use crate::config_file::{ConfigContent, ConfigFile};
     use crate::kernel_module::{KernelModule, ModuleParameters};
     use crate::knob::Knob;
     use crate::resource::ResourceClass;
-    use pagefold_base::id_set::IdSet;
     use pagefold_base::ksm::Setting;
     use pagefold_base::memory::MemoryPolicy;
     use pagefold_base::{Pid, ProcessId};
@@ -285,11 +284,6 @@ mod tests {
                 thread: ThreadId { process, tid: Pid(8), start_time: 100 },
                 cpus: Exchange { from: "0-3".parse().unwrap(), to: "1,3".parse().unwrap() },
                 pin: Some(LibvirtPin { domain: "uuid".to_owned(), target: LibvirtPinTarget::Vcpu(3) }),
-            },
-            Action::WriteCpuset {
-                cgroup: "sys/fs/cgroup/a".to_owned(),
-                file: CpusetFile::Nodes,
-                ids: Exchange { from: IdSet::default(), to: "0".parse().unwrap() },
             },
             Action::MovePages { process, ranges: ranges.clone(), node: 1 },
             Action::SetMemoryPolicy {

@@ -106,7 +106,6 @@ impl fmt::Display for UndoDescription<'_> {
             Action::SetAffinity { thread, cpus, .. } => {
                 write!(f, "thread {} of process {} could run on CPUs {}", thread.tid, thread.process.pid, cpus.to)
             }
-            Action::WriteCpuset { cgroup, file, ids } => write!(f, "/{cgroup}/{} was {}", file.file_name(), ids.to),
             Action::MovePages { process, ranges, node } => {
                 write!(f, "{} ranges of process {} were on node {node}", ranges.len(), process.pid)
             }

@@ -4,12 +4,12 @@
 //! to the expected process is checked right before each system call. A number that is reused within this moment would
 //! let another thread run elsewhere, or move some of its pages; no memory content changes.
 
-use super::{push_missed_range, write_setting};
+use super::push_missed_range;
 use crate::page_nodes::{self, PageUnit};
 use crate::process::LiveProcess;
 use crate::{LiveHost, libvirt};
 use pagefold_base::{AddressRange, Bytes, IdSet, Pid};
-use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, LibvirtPin, MissedReason, ThreadId};
+use pagefold_host::action::{ActionError, ActionOutcome, Exchange, LibvirtPin, MissedReason, ThreadId};
 use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_sys::{fault, numa};
 use rustix::io::Errno;
@@ -102,28 +102,6 @@ fn affinity_error(errno: Errno) -> ActionError {
         ),
         errno => ActionError::Failed(format!("the CPUs of a thread: {errno}")),
     }
-}
-
-/// Write a file of a cgroup's cpuset.
-pub fn write_cpuset(
-    host: &LiveHost,
-    cgroup: &str,
-    file: CpusetFile,
-    ids: &Exchange<IdSet>,
-) -> Result<ActionOutcome, ActionError> {
-    if !std::path::Path::new("/").join(cgroup).is_dir() {
-        return Err(ActionError::Vanished);
-    }
-    let path = format!("{cgroup}/{}", file.file_name());
-    let text = host.read(&path)?;
-    let current: IdSet =
-        String::from_utf8_lossy(&text).parse().map_err(|error| ActionError::Failed(format!("/{path}: {error}")))?;
-    let must_write = ids.must_write(&current, format_args!("/{path}"))?;
-    if must_write {
-        // An empty text would be no write at all.
-        write_setting(&format!("/{path}"), &format!("{}\n", ids.to))?;
-    }
-    Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
 }
 
 /// Move pages of a process to a node.

@@ -41,9 +41,13 @@ fn with_daemon<T>(
 }
 
 fn reply(procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
+    reply_of_program(REMOTE_PROGRAM, procedure, serial, status, content)
+}
+
+fn reply_of_program(program: u32, procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
     let mut message = XdrWriter::default();
     let length = (HEADER_BYTES + content.len()) as u32;
-    for number in [length, REMOTE_PROGRAM, PROTOCOL_VERSION, procedure, MESSAGE_REPLY, serial, status] {
+    for number in [length, program, PROTOCOL_VERSION, procedure, MESSAGE_REPLY, serial, status] {
         message.put_number(number);
     }
     message.0.extend(content);
@@ -56,6 +60,33 @@ fn domain(uuid: &str) -> Vec<u8> {
     content.0.extend(parse_uuid(uuid).unwrap());
     content.put_number(7);
     content.0
+}
+
+#[test]
+fn monitor_of_a_domain_is_asked() {
+    let ask = |text: &'static str| {
+        let answer = move |procedure, serial| {
+            // After two calls to connect, the domain is looked up, and then its monitor is asked.
+            if serial < 4 {
+                let content = if procedure == PROC_DOMAIN_LOOKUP_BY_UUID { domain(UUID) } else { Vec::new() };
+                return Some(reply(procedure, serial, STATUS_OK, &content));
+            }
+            let mut content = XdrWriter::default();
+            content.put_bytes(text.as_bytes());
+            Some(reply_of_program(QEMU_PROGRAM, procedure, serial, STATUS_OK, &content.0))
+        };
+        with_daemon(answer, |connection| {
+            let mut connection = connection.unwrap();
+            let found = connection.look_up(parse_uuid(UUID).unwrap()).unwrap();
+            let answer = connection.ask_monitor(&found, MonitorQuestion::Vcpus);
+            answer.map(|bytes| String::from_utf8(bytes).unwrap()).map_err(|error| error.to_string())
+        })
+    };
+    assert_eq!(ask(r#"{"return":[{"cpu-index":0}],"id":"libvirt-7"}"#), Ok(r#"[{"cpu-index":0}]"#.to_owned()));
+    assert_eq!(ask(r#"{"error":{"desc":"not now"}}"#), Err("libvirt refuses: not now".to_owned()));
+    for text in ["", "[[[", "{}", "7"] {
+        assert!(ask(text).unwrap_err().contains("malformed"), "{text}");
+    }
 }
 
 #[test]
@@ -175,6 +206,6 @@ proptest! {
         if !keep {
             bytes = message;
         }
-        let _ = parse_answer(bytes.get(4..).unwrap_or_default(), 5, 9);
+        let _ = parse_answer(bytes.get(4..).unwrap_or_default(), (REMOTE_PROGRAM, 5, 9));
     }
 }

@@ -8,19 +8,20 @@ use std::io::BufRead;
 use std::os::unix::net::UnixListener;
 use std::thread;
 
-const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 10}}, "capabilities": []}}"#;
+pub(super) const GREETING: &str =
+    r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 10}}, "capabilities": []}}"#;
 
 /// Short, because some servers here never answer.
 const SHORT_TIMEOUT: Duration = Duration::from_millis(300);
 
-fn own_process_id() -> ProcessId {
+pub(super) fn own_process_id() -> ProcessId {
     let stat = parse::stat(&std::fs::read("/proc/self/stat").unwrap()).unwrap();
     ProcessId { pid: stat.pid, start_time: stat.start_time }
 }
 
 /// Listen, let `serve` talk to the first client, and return the result of `client`. A server whose client disconnects
 /// ends.
-fn with_server<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> T) -> T {
+pub(super) fn with_server<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> T) -> T {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -38,7 +39,7 @@ fn connect(path: &Path) -> Result<QmpMonitor<'static>, QmpError> {
 }
 
 /// A server that sends a greeting and then answers each command with `answer`.
-fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Value>) {
+pub(super) fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Value>) {
     writeln!(stream, "{GREETING}").unwrap();
     let lines = io::BufReader::new(stream.try_clone().unwrap()).lines();
     for line in lines.map_while(Result::ok) {
@@ -55,7 +56,7 @@ fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Ve
 }
 
 /// Wait until the client disconnects.
-fn read_to_end(mut stream: UnixStream) {
+pub(super) fn read_to_end(mut stream: UnixStream) {
     let _ = stream.read_to_end(&mut Vec::new());
 }
 

@@ -3,6 +3,7 @@
 pub mod balancing;
 pub mod frame_sharing;
 pub mod keeper;
+pub mod machine;
 pub mod plan;
 pub mod requested;
 pub mod schedule;

@@ -1,6 +1,9 @@
 //! The map as text for the terminal.
 
-use crate::wire::map::{AccessReport, MemoryReport, NumaMapReport, ProcessPlacementReport, ThreadGroupReport};
+use crate::wire::map::{
+    AccessReport, MachineReport, MemoryBackendReport, MemoryReport, NumaMapReport, ProcessPlacementReport,
+    ThreadGroupReport,
+};
 use comfy_table::{Cell, CellAlignment};
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
 use std::fmt::Write;
@@ -27,7 +30,8 @@ pub fn render(report: &NumaMapReport, max_rows: usize, remedy: &str, style: Text
         text.push_str(&style.format_heading("Threads"));
         text.push_str(&render_threads(shown, style));
     }
-    text.push_str(&render_merged(report, style));
+    text.push_str(&render_machines(shown, style));
+    text.push_str(&render_merged(report, shown, style));
     text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
     text
 }
@@ -207,7 +211,85 @@ fn describe_threads(group: &ThreadGroupReport) -> String {
     }
 }
 
-fn render_merged(report: &NumaMapReport, style: TextStyle) -> String {
+/// Disagreements between the sources of a machine that are shown.
+const MAX_CONFLICTS: usize = 4;
+
+/// Virtual machines that QEMU's monitor or libvirt describes, and what is wrong with these sources.
+fn render_machines(shown: &[ProcessPlacementReport], style: TextStyle) -> String {
+    let machines = shown.iter().filter_map(|process| Some((process, process.machine.as_ref()?)));
+    let (mut table, mut notes) = (None, Vec::new());
+    for (process, machine) in machines {
+        let (pid, name) = (process.process.pid, escape_unprintable(&process.process.label()).into_owned());
+        if machine.vcpu_source != "thread-names" || !machine.memory_backends.is_empty() {
+            table
+                .get_or_insert_with(|| {
+                    let headings = [">pid", "name", "vCPUs by", ">vCPUs", ">sockets", ">pluggable", "memory backends"];
+                    style.new_table(&headings)
+                })
+                .add_row(machine_row(pid, &name, machine));
+        }
+        let mut about = |what: &str| notes.push(format!("{} (pid {pid}): {what}.", cut_end(&name, NAME_COLUMNS)));
+        // libvirt's state has what its monitor would say.
+        if machine.vcpu_source != "libvirt" {
+            machine.monitor_failures.iter().for_each(|why| {
+                about(&format!("QEMU's monitor: {}", cut_end(&escape_unprintable(why), MAX_REASON_COLUMNS)));
+            });
+        }
+        machine.conflicts.iter().take(MAX_CONFLICTS).for_each(|conflict| about(&escape_unprintable(conflict)));
+        if let Some(more @ 1..) = machine.conflicts.len().checked_sub(MAX_CONFLICTS) {
+            about(&format!("{more} more disagreements are in --json"));
+        }
+    }
+    if table.is_none() && notes.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("Virtual machines by QEMU's monitor and libvirt");
+    text.push_str(&table.map(|table| style.render_table(&table)).unwrap_or_default());
+    notes.iter().for_each(|note| text.push_str(&style.format_paragraph(note, 0)));
+    text
+}
+
+/// The longest reason of a monitor that is shown, which may have the program's own words.
+const MAX_REASON_COLUMNS: usize = 200;
+
+fn machine_row(pid: u32, name: &str, machine: &MachineReport) -> Vec<Cell> {
+    let sockets: std::collections::BTreeSet<u32> = machine.vcpus.iter().filter_map(|vcpu| vcpu.socket).collect();
+    let backends: Vec<String> = machine.memory_backends.iter().map(describe_backend).collect();
+    let optional = |count: Option<u64>| count.map_or_else(|| "?".to_owned(), |count| count.to_string());
+    vec![
+        right(pid),
+        Cell::new(cut_end(name, NAME_COLUMNS)),
+        Cell::new(match machine.vcpu_source {
+            "monitor" => "monitor",
+            "libvirt" => "libvirt's state",
+            _ => "thread names",
+        }),
+        right(optional((machine.vcpu_source != "thread-names").then_some(machine.vcpus.len() as u64))),
+        right(optional((!sockets.is_empty()).then_some(sockets.len() as u64))),
+        right(optional(machine.pluggable_vcpus)),
+        Cell::new(if backends.is_empty() { "?".to_owned() } else { backends.join(", ") }),
+    ]
+}
+
+/// `ram0 4.0 GiB bind 0, preallocated, merge off`.
+fn describe_backend(backend: &MemoryBackendReport) -> String {
+    let id = backend.id.as_deref().map_or_else(|| "?".into(), escape_unprintable);
+    let mut text = format!("{} {}", cut_end(&id, NAME_COLUMNS), format_bytes(backend.bytes));
+    let policy = Some(backend.policy.as_str()).filter(|policy| *policy != "default");
+    let properties = [
+        policy,
+        backend.preallocated.then_some("preallocated"),
+        (!backend.mergeable).then_some("merge off"),
+        (backend.shared == Some(true)).then_some("shared"),
+    ];
+    let properties: Vec<&str> = properties.into_iter().flatten().collect();
+    if !properties.is_empty() {
+        let _ = write!(text, " ({})", properties.join(", "));
+    }
+    text
+}
+
+fn render_merged(report: &NumaMapReport, shown: &[ProcessPlacementReport], style: TextStyle) -> String {
     if report.merged_frames.is_empty() {
         return String::new();
     }
@@ -236,5 +318,51 @@ fn render_merged(report: &NumaMapReport, style: TextStyle) -> String {
         "Shared frames are mapped by several of these processes: moving one of them moves the frame for all.",
         0,
     ));
+    text.push_str(&render_frame_owners(report, shown, style));
+    text
+}
+
+/// Processes that are named as sharing frames with one process.
+const MAX_SHARING_PROCESSES: usize = 3;
+
+/// Which of the shown processes read merged frames, and with which they share them.
+fn render_frame_owners(report: &NumaMapReport, shown: &[ProcessPlacementReport], style: TextStyle) -> String {
+    let sharing = &report.frame_sharing;
+    let name = |pid: u32| {
+        let process = report.processes.iter().find(|process| process.process.pid == pid);
+        let label =
+            process.map_or_else(String::new, |process| escape_unprintable(&process.process.label()).into_owned());
+        cut_end(&label, NAME_COLUMNS)
+    };
+    let has_columns = report.nodes.len() <= MAX_NODE_COLUMNS;
+    let node_headings: Vec<String> = report.nodes.iter().map(|node| format!(">on node {}", node.node)).collect();
+    let mut headings = vec![">pid", "name", ">frames"];
+    headings.extend(node_headings.iter().filter(|_| has_columns).map(String::as_str));
+    headings.extend([">shared", "shared with (frames)"]);
+    let mut table = style.new_table(&headings);
+    for owner in sharing.owners.iter().filter(|owner| shown.iter().any(|process| process.process.pid == owner.pid)) {
+        let mut row = vec![right(owner.pid), Cell::new(name(owner.pid)), right(format_number(owner.frames))];
+        if has_columns {
+            let frames = |id: u32| owner.nodes.iter().find(|node| node.node == id).map_or(0, |node| node.frames);
+            row.extend(report.nodes.iter().map(|node| right(format_number(frames(node.node)))));
+        }
+        row.push(right(format_number(owner.shared_frames)));
+        let named = owner.shared_with.iter().take(MAX_SHARING_PROCESSES);
+        let mut partners: Vec<String> =
+            named.map(|other| format!("{} {} ({})", other.pid, name(other.pid), format_number(other.frames))).collect();
+        let more = owner.shared_with.len().saturating_sub(MAX_SHARING_PROCESSES) as u64 + owner.further_processes;
+        if more > 0 {
+            partners.push(format!("{more} more"));
+        }
+        row.push(Cell::new(if partners.is_empty() { "none".to_owned() } else { partners.join(", ") }));
+        table.add_row(row);
+    }
+    let mut text = style.format_heading("Processes that read merged frames");
+    text.push_str(&style.render_table(&table));
+    if sharing.sampled_frames < sharing.shared_frames {
+        let (sampled, all) = (format_number(sharing.sampled_frames), format_number(sharing.shared_frames));
+        let note = format!("Frames shared with each process are estimated from {sampled} of {all} shared frames.");
+        text.push_str(&style.format_paragraph(&note, 0));
+    }
     text
 }

@@ -1,11 +1,15 @@
 //! The map in JSON.
 
+use crate::decide::frame_sharing::{FrameOwners, OwnedFrames};
+use crate::decide::machine::{VcpuSource, describe_policy};
 use crate::decide::{AccessCost, MergedFrames};
+use crate::machine::{MachineFacts, MonitorAnswers};
 use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::{IdSet, PageSize, Pages};
+use pagefold_base::identity::qemu_monitor::{MonitorBackend, MonitorVcpu};
+use pagefold_base::{Absent, IdSet, PageSize, Pages, Pid, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
@@ -29,6 +33,8 @@ pub struct NumaMapReport {
     pub processes: Vec<ProcessPlacementReport>,
     /// The merged frames that these processes map, by the node of the frame.
     pub merged_frames: Vec<MergedFramesReport>,
+    /// Which of these processes share merged frames.
+    pub frame_sharing: FrameSharingReport,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
@@ -77,6 +83,9 @@ pub struct ProcessPlacementReport {
     /// Its threads, grouped by role and placement. Absent if they cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub threads: Option<Vec<ThreadGroupReport>>,
+    /// What QEMU's monitor and libvirt say about a virtual machine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub machine: Option<MachineReport>,
     /// Devices of the host that are passed through.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceReport>,
@@ -165,6 +174,65 @@ pub struct ThreadGroupReport {
     pub allowed_cpus: String,
 }
 
+/// A virtual machine by its monitor and libvirt.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MachineReport {
+    /// Where the threads of vCPUs are known from: `monitor`, `libvirt` or `thread-names`.
+    pub vcpu_source: &'static str,
+    /// The vCPUs by this source; empty for `thread-names`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub vcpus: Vec<VcpuReport>,
+    /// vCPUs that can be plugged, by the monitor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pluggable_vcpus: Option<u64>,
+    /// The memory backends by the monitor, in the order of their ids.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub memory_backends: Vec<MemoryBackendReport>,
+    /// Why the monitor did not answer at all, or not all questions.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub monitor_failures: Vec<String>,
+    /// Disagreements between the monitor, libvirt, the command line and names of threads.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub conflicts: Vec<String>,
+}
+
+/// A vCPU.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct VcpuReport {
+    /// Its number.
+    pub vcpu: u32,
+    /// Its thread.
+    pub thread: u32,
+    /// Its virtual node, by the monitor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub virtual_node: Option<u32>,
+    /// Its socket, by the monitor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub socket: Option<u32>,
+    /// Its core within the socket, by the monitor.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub core: Option<u32>,
+}
+
+/// A memory backend.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct MemoryBackendReport {
+    /// The id of the object; not known from QEMU before 3.0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Its policy with the nodes of the host: `bind 0`.
+    pub policy: String,
+    /// Whether its memory is allocated in advance.
+    pub preallocated: bool,
+    /// Whether its memory is marked for KSM.
+    pub mergeable: bool,
+    /// Whether its memory is shared with other processes; not known from QEMU before 6.1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared: Option<bool>,
+}
+
 /// A device of the host.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DeviceReport {
@@ -190,6 +258,52 @@ pub struct MergedFramesReport {
     pub readers: Vec<FrameReadersReport>,
 }
 
+/// How processes share merged frames.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct FrameSharingReport {
+    /// Frames that several of the processes read.
+    pub shared_frames: u64,
+    /// The frames of them by which `shared_with` of processes is estimated: all, or a random sample.
+    pub sampled_frames: u64,
+    /// The processes that read merged frames, in the order of `processes`.
+    pub owners: Vec<FrameOwnerReport>,
+}
+
+/// The merged frames that a process reads.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct FrameOwnerReport {
+    /// The process.
+    pub pid: u32,
+    /// Its merged frames, each counted once.
+    pub frames: u64,
+    /// The same by the node where they are.
+    pub nodes: Vec<NodeFramesReport>,
+    /// The part of them that others of the processes read, too.
+    pub shared_frames: u64,
+    /// The processes that share the most frames with it, at most 16.
+    pub shared_with: Vec<SharingProcessReport>,
+    /// Further processes that share frames with it.
+    pub further_processes: u64,
+}
+
+/// Frames on a node.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct NodeFramesReport {
+    /// The node.
+    pub node: u32,
+    /// The frames.
+    pub frames: u64,
+}
+
+/// Frames that are shared with a process.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct SharingProcessReport {
+    /// The process.
+    pub pid: u32,
+    /// The frames.
+    pub frames: u64,
+}
+
 /// Pages that map merged frames.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct FrameReadersReport {
@@ -200,8 +314,8 @@ pub struct FrameReadersReport {
 }
 
 impl NumaMapReport {
-    /// The report of a map.
-    pub fn new(host: String, page_size: PageSize, map: &NumaMap, seconds: f64) -> Self {
+    /// The report of a map, with the owners of its merged frames in the order of its processes.
+    pub fn new(host: String, page_size: PageSize, (map, owners): (&NumaMap, &FrameOwners), seconds: f64) -> Self {
         let nodes: Vec<u32> = map.topology.nodes.keys().copied().collect();
         Self {
             schema: "pagefold.numa-map/1",
@@ -215,6 +329,7 @@ impl NumaMapReport {
                 .map(|process| placement_report(process, &map.topology, page_size))
                 .collect(),
             merged_frames: map.merged.iter().map(|(&node, merged)| merged_report(node, merged)).collect(),
+            frame_sharing: frame_sharing_report(map, owners),
             unscanned_processes: unscanned_reports(map),
         }
     }
@@ -254,6 +369,7 @@ fn placement_report(placement: &ProcessPlacement, topology: &Topology, page_size
         accesses: placement.cost.map(Into::into),
         virtual_nodes: placement.virtual_nodes.iter().map(virtual_node_report).collect(),
         threads: placement.threads.as_ref().ok().map(|threads| thread_groups(threads, topology)),
+        machine: placement.machine.as_ref().map(machine_report),
         devices: placement
             .devices
             .iter()
@@ -297,6 +413,63 @@ fn virtual_node_report(placement: &VirtualNodePlacement) -> VirtualNodeReport {
         memory: placement.pages.as_ref().map(memory_report),
         accesses: placement.cost.map(Into::into),
     }
+}
+
+fn machine_report(facts: &MachineFacts) -> MachineReport {
+    let answers = facts.monitor.as_ref().and_then(|monitor| monitor.as_ref().ok());
+    let listed = answers.and_then(|answers| answers.vcpus.as_deref().ok()).unwrap_or_default();
+    // The monitor's places of vCPUs belong to its threads.
+    let listed: &[MonitorVcpu] = if facts.vcpu_source == VcpuSource::Monitor { listed } else { &[] };
+    let vcpu = |(&vcpu, &thread): (&u32, &Pid)| {
+        let place = listed.iter().find(|listed| listed.number == vcpu);
+        VcpuReport {
+            vcpu,
+            thread: thread.0,
+            virtual_node: place.and_then(|place| place.node),
+            socket: place.and_then(|place| place.socket),
+            core: place.and_then(|place| place.core),
+        }
+    };
+    let backend = |backend: &MonitorBackend| MemoryBackendReport {
+        id: backend.id.clone(),
+        bytes: backend.bytes,
+        policy: describe_policy(Some(&backend.policy), &backend.host_nodes),
+        preallocated: backend.is_preallocated,
+        mergeable: backend.is_mergeable,
+        shared: backend.is_shared,
+    };
+    let listed_backends = answers.and_then(|answers| answers.backends.as_deref().ok()).unwrap_or_default();
+    let mut memory_backends: Vec<MemoryBackendReport> = listed_backends.iter().map(backend).collect();
+    // QEMU lists them in the order of a hash table.
+    memory_backends.sort_by(|left, right| left.id.cmp(&right.id));
+    MachineReport {
+        vcpu_source: match facts.vcpu_source {
+            VcpuSource::Monitor => "monitor",
+            VcpuSource::Libvirt => "libvirt",
+            VcpuSource::ThreadNames => "thread-names",
+        },
+        vcpus: facts.vcpu_threads.iter().map(vcpu).collect(),
+        pluggable_vcpus: answers.and_then(|answers| answers.slots.as_ref().ok()).map(|slots| slots.free),
+        memory_backends,
+        monitor_failures: facts.monitor.as_ref().map(monitor_failures).unwrap_or_default(),
+        conflicts: facts.conflicts.iter().map(ToString::to_string).collect(),
+    }
+}
+
+/// Why a monitor did not answer. A machine without a monitor has none.
+fn monitor_failures(monitor: &Reading<MonitorAnswers>) -> Vec<String> {
+    let failures = match monitor {
+        Ok(answers) => [answers.vcpus.as_ref().err(), answers.backends.as_ref().err(), answers.slots.as_ref().err()],
+        Err(why) => [Some(why), None, None],
+    };
+    let mut texts: Vec<String> = failures
+        .into_iter()
+        .flatten()
+        .filter(|why| **why != Absent::NotOnThisKernel)
+        .map(ToString::to_string)
+        .collect();
+    texts.dedup();
+    texts
 }
 
 /// The common properties of a group of threads, in the order of the report.
@@ -362,6 +535,41 @@ fn thread_groups(threads: &[ThreadPlacement], topology: &Topology) -> Vec<Thread
         }
     };
     groups.into_iter().map(report).collect()
+}
+
+/// Processes that are listed as sharing frames with one process.
+const MAX_SHARING_PROCESSES: usize = 16;
+
+fn frame_sharing_report(map: &NumaMap, owners: &FrameOwners) -> FrameSharingReport {
+    let pid = |position: usize| map.processes[position].process.id.pid.0;
+    let owner = |(position, owner): (usize, &OwnedFrames)| {
+        let mut shared_with: Vec<SharingProcessReport> = owner
+            .shared_with
+            .iter()
+            .map(|(&other, &Pages(frames))| SharingProcessReport { pid: pid(other), frames })
+            .collect();
+        shared_with.sort_by_key(|process| (std::cmp::Reverse(process.frames), process.pid));
+        let further_processes = shared_with.len().saturating_sub(MAX_SHARING_PROCESSES) as u64;
+        shared_with.truncate(MAX_SHARING_PROCESSES);
+        FrameOwnerReport {
+            pid: pid(position),
+            frames: owner.frames_by_node.values().map(|frames| frames.0).sum(),
+            nodes: owner
+                .frames_by_node
+                .iter()
+                .map(|(&node, &Pages(frames))| NodeFramesReport { node, frames })
+                .collect(),
+            shared_frames: owner.shared_frames.0,
+            shared_with,
+            further_processes,
+        }
+    };
+    let reading = owners.owners.iter().enumerate().filter(|(_, owner)| !owner.frames_by_node.is_empty());
+    FrameSharingReport {
+        shared_frames: owners.shared_frames.0,
+        sampled_frames: owners.sampled_frames.0,
+        owners: reading.map(owner).collect(),
+    }
 }
 
 fn merged_report(node: u32, merged: &MergedFrames) -> MergedFramesReport {

@@ -2,7 +2,7 @@
 
 use super::{Journal, JournalChange, JournalEntry};
 use crate::access_monitor::MonitorStep;
-use crate::action::{Action, CpusetFile, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
+use crate::action::{Action, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 use crate::knob::Knob;
@@ -87,12 +87,6 @@ enum WireAction {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pin: Option<WireLibvirtPin>,
     },
-    WriteCpuset {
-        cgroup: String,
-        file: WireCpusetFile,
-        from: WireIdSet,
-        to: WireIdSet,
-    },
     MovePages {
         pid: u32,
         start_time: u64,
@@ -125,13 +119,6 @@ enum WireAction {
     StopMonitoring {
         pids: Vec<u32>,
     },
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum WireCpusetFile {
-    Cpus,
-    Nodes,
 }
 
 /// A policy as text: `prefer:1`.
@@ -231,15 +218,6 @@ impl WireAction {
                 to: WireIdSet(cpus.to.clone()),
                 pin: pin.as_ref().map(|pin| WireLibvirtPin { domain: pin.domain.clone(), target: pin.target }),
             },
-            Action::WriteCpuset { cgroup, file, ids } => Self::WriteCpuset {
-                cgroup: cgroup.clone(),
-                file: match file {
-                    CpusetFile::Cpus => WireCpusetFile::Cpus,
-                    CpusetFile::Nodes => WireCpusetFile::Nodes,
-                },
-                from: WireIdSet(ids.from.clone()),
-                to: WireIdSet(ids.to.clone()),
-            },
             Action::MovePages { process, ranges, node } => Self::MovePages {
                 pid: process.pid.0,
                 start_time: process.start_time,
@@ -298,13 +276,6 @@ impl From<WireAction> for Action {
                 let thread = ThreadId { process, tid: Pid(tid), start_time: thread_start_time };
                 let pin = pin.map(|WireLibvirtPin { domain, target }| LibvirtPin { domain, target });
                 Self::SetAffinity { thread, cpus: Exchange { from: from.0, to: to.0 }, pin }
-            }
-            WireAction::WriteCpuset { cgroup, file, from, to } => {
-                let file = match file {
-                    WireCpusetFile::Cpus => CpusetFile::Cpus,
-                    WireCpusetFile::Nodes => CpusetFile::Nodes,
-                };
-                Self::WriteCpuset { cgroup, file, ids: Exchange { from: from.0, to: to.0 } }
             }
             WireAction::MovePages { pid, start_time, ranges: pairs, node } => {
                 Self::MovePages { process: process(pid, start_time), ranges: address_ranges(pairs), node }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::access_monitor::{KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
-use crate::action::{CpusetFile, Exchange, ThreadId};
+use crate::action::{Exchange, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
 use crate::kernel_module::{KernelModule, ModuleParameters};
 
@@ -10,7 +10,6 @@ const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
 const PAGES: AddressRange = AddressRange { start: 0x10_0000, end: 0x10_4000 };
 const CPUS_FILE: &str = "proc/7/task/8/cpus";
 const QOM_FILE: &str = "proc/7/qom/objects/io0/poll-max-ns";
-const CPUSET_FILE: &str = "sys/fs/cgroup/vms/cpuset.cpus";
 const MODPROBE_FILE: &str = "etc/modprobe.d/pagefold.conf";
 const NEW_FILE: &str = "etc/sysctl.d/90-pagefold.conf";
 const NPT_FILE: &str = "sys/module/kvm_amd/parameters/npt";
@@ -19,7 +18,6 @@ fn host() -> FakeHost {
     let host = FakeHost::booted();
     host.map_pages(7, (PAGES.start, PAGES.end), "heap", false);
     host.put_file(CPUS_FILE, "0-3");
-    host.put_file(CPUSET_FILE, "0-7");
     host.put_file("proc/sys/kernel/numa_balancing", "1");
     host.put_file(QOM_FILE, "32768");
     host.put_file(MODPROBE_FILE, "# old\n");
@@ -50,10 +48,6 @@ fn set_npt(from: &str, to: &str) -> Action {
 
 /// For each class two changes or more after one another.
 fn changes() -> [Action; 10] {
-    let cpuset = |from, to| {
-        let ids = exchange(from, to);
-        Action::WriteCpuset { cgroup: "sys/fs/cgroup/vms".to_owned(), file: CpusetFile::Cpus, ids }
-    };
     let set_poll = |from: &str, to: &str| Action::SetQomProperty {
         process: PROCESS,
         socket: "/q".into(),
@@ -65,7 +59,7 @@ fn changes() -> [Action; 10] {
     let half = AddressRange { end: PAGES.start + 0x2000, ..PAGES };
     [
         set_affinity("0-3", "1"),
-        cpuset("0-7", "4"),
+        set_affinity("1", "2"),
         Action::MovePages { process: PROCESS, ranges: vec![half], node: 1 },
         Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 2 },
         Action::Write { knob, value: "0".to_owned() },
@@ -77,11 +71,11 @@ fn changes() -> [Action; 10] {
     ]
 }
 
-/// The CPUs, the cpuset, the setting, the property of QEMU, the parameter, the files, and the nodes of the pages. A file
+/// The CPUs, the setting, the property of QEMU, the parameter, the files, and the nodes of the pages. A file
 /// that does not exist is empty here.
 fn state(host: &FakeHost) -> (Vec<String>, Vec<Option<u32>>) {
     let read = |path: &&str| String::from_utf8(host.read(path).unwrap_or_default()).unwrap();
-    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE, NPT_FILE, NEW_FILE, MODPROBE_FILE];
+    let files = [CPUS_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE, NPT_FILE, NEW_FILE, MODPROBE_FILE];
     (files.iter().map(read).collect(), host.open(Pid(7)).unwrap().page_nodes(PAGES).unwrap())
 }
 
@@ -96,7 +90,7 @@ fn sessions_of_all_classes_work_side_by_side_and_undo_their_changes() {
         session.apply(&action, ChangeLifetime::Temporary).unwrap();
     }
     let nodes = [Some(2); 4].to_vec();
-    assert_eq!(state(&host), (["1", "4", "0", "0", "0", "# new\n", ""].map(str::to_owned).to_vec(), nodes));
+    assert_eq!(state(&host), (["2", "0", "0", "0", "# new\n", ""].map(str::to_owned).to_vec(), nodes));
     let busy = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).err().unwrap();
     assert!(matches!(busy, Error::Busy { class: ResourceClass::CpuPlacement, .. }), "{busy}");
     for mut session in sessions {

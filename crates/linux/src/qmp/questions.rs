@@ -1,0 +1,123 @@
+//! Questions about vCPUs and memory to the monitor of a machine, which may be another program's: only
+//! `qmp_capabilities` and the commands of [`MonitorQuestion`] are sent, and the monitor is released within
+//! [`SESSION_TIMEOUT`].
+//!
+//! QEMU serves one client of a monitor at a time. `/proc/PID/net/unix` shows whether a client is connected or waits
+//! (net/unix/af_unix.c, `unix_seq_show`); such a monitor is left alone. A monitor with `wait=on` is left alone, too:
+//! a machine that still waits for its first client would start.
+
+use super::{QmpError, QmpMonitor};
+use crate::LiveHost;
+use crate::libvirt;
+use crate::unix_socket::reachable_path;
+use pagefold_base::identity::qemu_monitor::{MonitorChannel, monitor_channels};
+use pagefold_base::{Absent, ProcessId, Reading};
+use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
+use pagefold_host::{ProcessHandle, parse};
+use serde_json::json;
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+/// How long a session with one monitor may take, from the connection to the last answer.
+pub(crate) const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// `SS_CONNECTING` and `SS_CONNECTED` (include/uapi/linux/net.h), as `/proc/net/unix` shows them.
+const STATES_OF_CLIENTS: [&str; 2] = ["02", "03"];
+
+/// A session cannot be stopped: it is short.
+static NEVER_STOPPED: AtomicBool = AtomicBool::new(false);
+
+/// Asks the monitor of the machine that a process runs. Each question has an answer of its own, in the same order.
+///
+/// # Errors
+/// `NotOnThisKernel` if the machine has no monitor; `NoAnswer` if there is no session with one.
+pub(crate) fn ask(
+    host: &LiveHost,
+    process: &dyn ProcessHandle,
+    questions: &[MonitorQuestion],
+    access: MonitorAccess,
+) -> Reading<Vec<Reading<Vec<u8>>>> {
+    let arguments = parse::arguments(&process.read("cmdline")?);
+    let channels = monitor_channels(&arguments);
+    let mut is_in_use = false;
+    for channel in &channels {
+        let MonitorChannel::Socket(path) = channel else { continue };
+        if has_client(&process.read("net/unix").unwrap_or_default(), path) {
+            is_in_use = true;
+            continue;
+        }
+        return ask_at(&reachable_path(process, path), process.id(), questions, SESSION_TIMEOUT);
+    }
+    if access == MonitorAccess::SocketOrLibvirt && channels.contains(&MonitorChannel::Managed) {
+        return libvirt::ask_monitor(host, process.id(), questions, SESSION_TIMEOUT)
+            .map_err(|error| Absent::NoAnswer(error.to_string()));
+    }
+    if is_in_use {
+        return Err(no_answer("another client uses the monitor, which is left alone".to_owned()));
+    }
+    match channels.into_iter().next() {
+        None | Some(MonitorChannel::Socket(_)) => Err(Absent::NotOnThisKernel),
+        Some(MonitorChannel::WaitsForClient(_)) => {
+            Err(no_answer("the monitor has wait=on: a client might start the machine, so it is left alone".to_owned()))
+        }
+        Some(MonitorChannel::Managed) => {
+            Err(no_answer("the program that started QEMU, such as libvirt, has the monitor".to_owned()))
+        }
+        Some(MonitorChannel::OtherDevice(kind)) => {
+            let kind: String = kind.chars().take(40).collect();
+            Err(no_answer(format!("the monitor is no Unix socket but: {}", kind.escape_debug())))
+        }
+    }
+}
+
+fn no_answer(why: String) -> Absent {
+    Absent::NoAnswer(why)
+}
+
+/// Whether a client is connected to the socket that is bound to this path, or waits for that, by `/proc/PID/net/unix`.
+fn has_client(sockets: &[u8], path: &str) -> bool {
+    let text = String::from_utf8_lossy(sockets);
+    let is_client = |line: &str| {
+        // Num, RefCount, Protocol, Flags, Type, St, Inode, Path.
+        let mut fields = line.split_ascii_whitespace();
+        let state = fields.nth(5);
+        let inode = fields.next();
+        let bound = inode.and_then(|inode| line.split_once(&format!(" {inode} "))).map(|(_, bound)| bound);
+        bound == Some(path) && state.is_some_and(|state| STATES_OF_CLIENTS.contains(&state))
+    };
+    text.lines().skip(1).any(is_client)
+}
+
+fn ask_at(
+    path: &Path,
+    process: ProcessId,
+    questions: &[MonitorQuestion],
+    timeout: Duration,
+) -> Reading<Vec<Reading<Vec<u8>>>> {
+    let absent = |error: QmpError| match error {
+        QmpError::Busy { .. } => Absent::NoAnswer(format!(
+            "nothing within {} ms: QEMU hangs, or another client uses the monitor",
+            timeout.as_millis()
+        )),
+        QmpError::Connect { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => Absent::Denied,
+        error => Absent::NoAnswer(error.to_string()),
+    };
+    let mut monitor = QmpMonitor::connect(path, process, (timeout, timeout), &NEVER_STOPPED).map_err(absent)?;
+    let mut failure = None;
+    let answer = |question: &MonitorQuestion| {
+        if let Some(why) = &failure {
+            return Err(Absent::clone(why));
+        }
+        match monitor.execute(question.command(), &json!({})) {
+            Ok(answer) => Ok(answer.to_string().into_bytes()),
+            Err(error @ QmpError::Refused { .. }) => Err(Absent::NoAnswer(error.to_string())),
+            // Answers that follow could belong to this question.
+            Err(error) => Err(failure.insert(absent(error)).clone()),
+        }
+    };
+    Ok(questions.iter().map(answer).collect())
+}
+
+#[cfg(test)]
+mod tests;
