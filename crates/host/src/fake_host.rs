@@ -159,6 +159,18 @@ impl FakeHost {
         self.files.lock().unwrap().insert(path.to_owned(), text.to_owned());
     }
 
+    /// Writes a file of sysfs or procfs, which shows the value in the form of its present text.
+    fn write_file(&self, path: &str, value: &str) -> Result<(), ActionError> {
+        let mut files = self.files.lock().unwrap();
+        let text = match files.get(path) {
+            Some(current) => text_after_write(current, value)
+                .ok_or_else(|| ActionError::Failed(format!("writing {value} to {path}: Invalid argument")))?,
+            None => value.to_owned(),
+        };
+        files.insert(path.to_owned(), text);
+        Ok(())
+    }
+
     /// Sets the free memory, in kB, of 10,000,000.
     pub fn set_free_kib(&self, kib: u64) {
         let text =
@@ -518,6 +530,28 @@ impl FakeHost {
     }
 }
 
+/// The text of a file after a write, as the kernel shows it: a choice keeps its list and moves the brackets
+/// (mm/huge_memory.c, `enabled_show`; block/elevator.c, `elv_iosched_show`), a truth value stays `Y` or `N`
+/// (kernel/params.c, `param_get_bool`), and the end of the line stays. `None` for a value that is not in the list.
+fn text_after_write(current: &str, value: &str) -> Option<String> {
+    let line = current.trim_end_matches('\n');
+    let end = if value.ends_with('\n') { "" } else { &current[line.len()..] };
+    let is_chosen = |word: &str| word.starts_with('[') && word.ends_with(']');
+    if line.split(' ').any(is_chosen) {
+        let bare = |word: &str| word.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let words: Vec<String> = line.split(' ').map(bare).collect();
+        let position = words.iter().position(|word| word == value)?;
+        let shown = |(index, word): (usize, String)| if index == position { format!("[{word}]") } else { word };
+        return Some(words.into_iter().enumerate().map(shown).collect::<Vec<_>>().join(" ") + end);
+    }
+    let shown = match (line, value) {
+        ("Y" | "N", "1" | "y" | "Y") => "Y",
+        ("Y" | "N", "0" | "n" | "N") => "N",
+        _ => value,
+    };
+    Some(format!("{shown}{end}"))
+}
+
 impl Host for FakeHost {
     fn describe(&self) -> String {
         "a host in memory".to_owned()
@@ -580,7 +614,7 @@ impl Host for FakeHost {
             Action::Write { knob, value } => {
                 match knob.ksm_setting() {
                     Some(setting) => self.apply_setting(setting, value)?,
-                    None => self.put_file(knob.path(), value),
+                    None => self.write_file(knob.path(), value)?,
                 }
                 self.written_settings.lock().unwrap().push(format!("{}={value}", knob.name()));
                 Ok(ActionOutcome::default())
@@ -636,7 +670,7 @@ impl Host for FakeHost {
                 let current = parameters.to.read_current(self, *module)?;
                 let must_write = parameters.must_write(&current, module)?;
                 for (name, value) in parameters.to.0.iter().filter(|_| must_write) {
-                    self.put_file(&format!("sys/module/{module}/parameters/{name}"), value);
+                    self.write_file(&format!("sys/module/{module}/parameters/{name}"), value)?;
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }

@@ -170,6 +170,29 @@ const FEATURE_ELEMENTS: &[(&str, &[&str], &str)] = &[
     ("hv-ipi", &["features", "hyperv", "ipi"], "state"),
 ];
 
+/// Features that libvirt has as timers of `<clock>`, by QEMU's name (`src/qemu/qemu_command.c`,
+/// `qemuBuildCpuCommandLine`).
+const TIMERS: &[(&str, &str)] = &[("kvmclock", "kvmclock"), ("hv-time", "hypervclock")];
+
+fn set_timer(xml: &str, timer: &str, is_present: bool) -> Result<String, String> {
+    let mut text = xml.to_owned();
+    let document = parse(xml)?;
+    if find_path(&document, &["clock"]).is_none() {
+        // The schema demands an offset; `utc` is the default (docs/schemas/domaincommon.rng, `clock`).
+        text = append_child(xml, document.root_element(), "<clock offset='utc'/>");
+    }
+    let document = parse(&text)?;
+    let clock = find_path(&document, &["clock"]).ok_or("the definition changed while it was edited")?;
+    let present = if is_present { "yes" } else { "no" };
+    let existing = clock.children().find(|node| node.has_tag_name("timer") && node.attribute("name") == Some(timer));
+    Ok(match existing {
+        // A timer that is named is present unless it says no.
+        Some(node) if node.attribute("present").unwrap_or("yes") == present => text.clone(),
+        Some(node) => set_attribute(&text, node, "present", present),
+        None => append_child(&text, clock, &format!("<timer name='{timer}' present='{present}'/>")),
+    })
+}
+
 fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String> {
     let name = name.replace('_', "-");
     if !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.')) {
@@ -177,6 +200,9 @@ fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String
     }
     if let Some((_, path, attribute)) = FEATURE_ELEMENTS.iter().find(|(known, ..)| *known == name) {
         return set_at(xml, path, attribute, if enable { "on" } else { "off" });
+    }
+    if let Some((_, timer)) = TIMERS.iter().find(|(known, _)| *known == name) {
+        return set_timer(xml, timer, enable);
     }
     if name.starts_with("kvm") || name.starts_with("hv-") {
         return Err(format!("libvirt has no element for {name}: add it as <qemu:commandline> by hand"));
@@ -206,7 +232,10 @@ fn unit_kibibytes(unit: Option<&str>) -> Option<u64> {
 
 fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
     let document = parse(xml)?;
-    if find_path(&document, &["cpu", "numa"]).is_some() {
+    if let Some(numa) = find_path(&document, &["cpu", "numa"]) {
+        if numa.children().filter(|node| node.has_tag_name("cell")).count() == count as usize {
+            return Ok(xml.to_owned());
+        }
         return Err("the machine has virtual nodes already: change its <numa> by hand".to_owned());
     }
     let cpus = find_path(&document, &["vcpu"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
@@ -325,9 +354,15 @@ fn add_io_threads(xml: &str, disk: &str, count: u32) -> Result<String, String> {
     if child(node, "target").and_then(|target| target.attribute("bus")) != Some("virtio") {
         return Err(format!("{disk} is not a virtio disk: only these use iothreads"));
     }
-    let driver = child(node, "driver");
-    if driver.is_some_and(|driver| driver.attribute("iothread").is_some() || child(driver, "iothreads").is_some()) {
-        return Err(format!("{disk} has iothreads already"));
+    let present = child(node, "driver").map_or(0, |driver| match child(driver, "iothreads") {
+        Some(threads) => threads.children().filter(|node| node.has_tag_name("iothread")).count(),
+        None => usize::from(driver.attribute("iothread").is_some()),
+    });
+    if present == count.max(1) as usize {
+        return Ok(xml.to_owned());
+    }
+    if present > 0 {
+        return Err(format!("{disk} has {present} iothreads already: change them by hand"));
     }
     let existing = find_path(&document, &["iothreads"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
     let (first, count) = (existing.unwrap_or(0) + 1, count.max(1));
