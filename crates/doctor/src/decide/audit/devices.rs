@@ -4,7 +4,7 @@ use super::facts::VmFacts;
 use super::memory::{bound_nodes, node_cpus};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::IdSet;
 use pagefold_base::identity::thread_role::ThreadRole;
 
@@ -16,6 +16,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "An NVMe disk orders its requests itself, in many queues. A scheduler of the host only adds locks \
                   and CPU time.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "none",
         details: SettingDetails {
@@ -35,6 +36,7 @@ pub(super) const RULES: &[SettingRule] = &[
             source: "/proc/sys/kernel/io_uring_disabled",
             why: "A machine with aio=io_uring runs on, but does not start again once io_uring is disabled.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "0 while a machine uses io_uring",
         details: SettingDetails {
@@ -55,6 +57,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A vhost worker copies packets between guest RAM and the host's. On another node than its machine, \
                   each packet crosses the link between nodes.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "vhost workers may run only on the nodes of the machine",
         details: SettingDetails {
@@ -75,6 +78,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A device that is passed through writes to guest RAM. If it is attached to another node, all of its \
                   data crosses the link between nodes.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "passed-through devices are on a node of the machine",
         details: SettingDetails {

@@ -15,7 +15,7 @@ mod kvm;
 mod memory;
 mod scheduling;
 #[cfg(test)]
-mod tests;
+pub(in crate::decide) mod tests;
 mod vm;
 
 use super::change::{SettingChange, SettingDetails};
@@ -117,6 +117,12 @@ pub fn rule_summaries() -> Vec<RuleSummary> {
         details: &rule.details,
     };
     GROUPS.iter().flat_map(|(topic, rules)| rules.iter().map(|rule| summary(*topic, rule))).collect()
+}
+
+/// All rules about settings.
+#[cfg(test)]
+pub(super) fn rules() -> impl Iterator<Item = &'static RuleInfo> {
+    GROUPS.iter().flat_map(|(_, rules)| rules.iter().map(|rule| &rule.rule))
 }
 
 /// The topic of a rule; rules of no other topic are about KSM.

@@ -5,7 +5,7 @@ use super::facts::VmFacts;
 use super::memory::node_cpus;
 use super::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
@@ -25,6 +25,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "The default model qemu64 hides most instructions of the CPU from the guest: it computes, encrypts \
                   and compresses more slowly, and may be told wrong mitigations.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "host, or a model of the CPU's generation",
         details: SettingDetails {
@@ -45,6 +46,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A machine that is wider than a node of the host uses memory of several nodes. Without virtual nodes \
                   its kernel does not know which memory is near.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "virtual nodes, each bound to a node of the host, for a machine wider than a node",
         details: SettingDetails {
@@ -65,6 +67,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "KSM merges private anonymous memory only: no shared memory (share=on, memfd), no huge pages of the \
                   pool and no memory of confidential guests.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "private memory while KSM is on, unless a device needs it shared",
         details: SettingDetails {
@@ -85,6 +88,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Without the interfaces of Hyper-V, Windows reads time and sends interrupts by slow emulated \
                   devices, and may time out on a busy host.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "hv-relaxed, hv-vapic, hv-spinlocks and hv-time for Windows",
         details: SettingDetails {
@@ -105,6 +109,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "These interfaces of KVM replace exits: end of interrupt in memory, interrupts to several CPUs in one \
                   call, and a waiting lock that gives up its CPU. QEMU turns them on with KVM.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "kvm-pv-eoi, kvm-pv-ipi and kvm-pv-unhalt not off",
         details: SettingDetails {
@@ -125,6 +130,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "kvm-hint-dedicated tells the guest that its virtual CPUs are never preempted: it spins on locks \
                   instead of yielding. On shared CPUs it spins for a CPU that does not run.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on only if each virtual CPU has a CPU for itself",
         details: SettingDetails {
@@ -145,6 +151,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "With cpu-pm=on an idle guest keeps its CPU in a power state of its own choice. The host sees it as \
                   busy, so other work on that CPU waits.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on only if each virtual CPU has a CPU for itself",
         details: SettingDetails {
@@ -165,6 +172,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A guest reads time without an exit from the page of kvmclock, or from the TSC if it may rely on it. \
                   Without both it reads emulated devices, which takes microseconds each time.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "kvmclock, or invtsc for a machine that is not migrated",
         details: SettingDetails {

@@ -66,11 +66,22 @@ fn judge(rule: &str, machine: &VmFacts) -> Finding {
     finding(&host_with(&[], vec![machine.clone()]), rule)
 }
 
+/// Checks the tables of this file.
+pub(super) fn machines_have_their_verdicts() {
+    definitions_have_their_verdicts();
+    unknown_definitions_and_other_monitors_are_not_ok();
+    wide_machines_need_virtual_nodes_that_are_bound();
+    dedicated_cpus_are_those_of_one_virtual_cpu();
+    stacked_virtual_cpus_are_found();
+    throttling_counts_from_five_percent_of_periods();
+}
+
 #[test]
 fn definitions_have_their_verdicts() {
     for (rule, options, verdict) in CASES {
         let found = judge(rule, &machine_with(options));
         assert_eq!(found.verdict, *verdict, "{rule} with {options}: {found:?}");
+        note_tested(rule, *verdict);
         assert_eq!(found.scope, Scope::Process(ProcessId { pid: Pid(500), start_time: 500 }));
         assert!(!found.source.contains("PID"), "{found:?}");
         assert!(*verdict < Warn || !found.remedy.is_empty(), "{found:?}");
@@ -89,10 +100,12 @@ fn unknown_definitions_and_other_monitors_are_not_ok() {
     machine.definition = Some(Err(Absent::Denied));
     for rule in &rules {
         assert_eq!(judge(rule, &machine).verdict, Unknown, "{rule}");
+        note_tested(rule, Unknown);
     }
     machine.definition = None;
     for rule in rules {
         assert_eq!(judge(rule, &machine).verdict, NotApplicable, "{rule}");
+        note_tested(rule, NotApplicable);
     }
 }
 
@@ -123,7 +136,7 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
         finding(&host_with(&[], vec![machine]), "vm-virtual-nodes")
     };
     let found = judge("");
-    assert_eq!(found.verdict, Warn);
+    assert_verdict(&host_with(&[], vec![vm(500, &format!("{KVM_GUEST} -smp 6"), &cpus)]), "vm-virtual-nodes", Warn);
     let VmOption::VirtualNodes { count } = option_of(&found) else { panic!("{found:?}") };
     assert_eq!(count, 2);
     let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
@@ -155,6 +168,8 @@ fn dedicated_cpus_are_those_of_one_virtual_cpu() {
     };
     let pinned = vm(500, &command, &["2", "3"]);
     assert_eq!(verdicts(vec![pinned.clone()]), [Fine; 2]);
+    note_tested("vm-dedicated-hint", Fine);
+    note_tested("vm-cpu-pm", Fine);
     assert_eq!(verdicts(vec![pinned.clone(), vm(600, KVM_GUEST, &["3"])]), [Warn; 2], "a neighbor may use CPU 3");
     assert_eq!(verdicts(vec![vm(500, &command, &["2", "2"])]), [Warn; 2]);
     let mut unreadable = pinned;
@@ -164,39 +179,44 @@ fn dedicated_cpus_are_those_of_one_virtual_cpu() {
 
 #[test]
 fn stacked_virtual_cpus_are_found() {
-    let judge = |cpus: &[&str]| judge("vm-stacked-vcpus", &vm(500, KVM_GUEST, cpus));
-    assert_eq!(judge(&["2", "3"]).verdict, Fine);
-    assert_eq!(judge(&["2", "2", "3"]).verdict, Warn, "two on one");
-    assert_eq!(judge(&["2-3", "2-3", "2-3"]).verdict, Warn, "three on two");
-    let wide = judge(&["0-7"; 9]);
+    const RULE: &str = "vm-stacked-vcpus";
+    let check =
+        |cpus: &[&str], expected| assert_verdict(&host_with(&[], vec![vm(500, KVM_GUEST, cpus)]), RULE, expected);
+    check(&["2", "3"], Fine);
+    // Two on one, three on two, and threads without names.
+    check(&["2", "2", "3"], Warn);
+    check(&["2-3", "2-3", "2-3"], Warn);
+    check(&["0-7"], NotApplicable);
+    check(&[], NotApplicable);
+    let wide = judge(RULE, &vm(500, KVM_GUEST, &["0-7"; 9]));
     assert!(wide.verdict == Warn && wide.remedy[0].contains("at most 8"), "{wide:?}");
-    assert_eq!(judge(&["0-7"]).verdict, NotApplicable);
-    assert_eq!(judge(&[]).verdict, NotApplicable, "threads without names");
+    let mut unreadable = machine_with("");
+    unreadable.threads = Err(Absent::Denied);
+    assert_verdict(&host_with(&[], vec![unreadable]), RULE, Unknown);
 }
 
 #[test]
 fn throttling_counts_from_five_percent_of_periods() {
-    let judge = |throttled_periods| {
-        let mut machine = machine_with("");
-        machine.throttling = Ok(Some(CpuThrottling {
+    const RULE: &str = "vm-cpu-throttled";
+    let host = |throttling| host_with(&[], vec![VmFacts { throttling, ..machine_with("") }]);
+    let limited = |throttled_periods| {
+        host(Ok(Some(CpuThrottling {
             cgroup: "/machine.slice/vm".to_owned(),
             quota: 200_000,
             period: 100_000,
             periods: 1000,
             throttled_periods,
-        }));
-        judge("vm-cpu-throttled", &machine)
+        })))
     };
-    assert_eq!([0, 50, 51].map(|count| judge(count).verdict), [Fine, Fine, Warn]);
-    let found = judge(51);
+    assert_verdict(&limited(0), RULE, Fine);
+    assert_verdict(&limited(50), RULE, Fine);
+    assert_verdict(&limited(51), RULE, Warn);
+    let found = super::finding(&limited(51), RULE);
     assert!(found.value.contains("0-10 %") && found.remedy[1].contains("/machine.slice/vm"), "{found:?}");
-    assert!(judge(1000).value.contains("90-100 %"));
-    let mut machine = machine_with("");
-    machine.throttling = Err(Absent::NotOnThisKernel);
-    let v1 = super::finding(&host_with(&[], vec![machine.clone()]), "vm-cpu-throttled");
-    assert_eq!(v1.verdict, NotApplicable);
-    machine.throttling = Err(Absent::Denied);
-    assert_eq!(super::finding(&host_with(&[], vec![machine]), "vm-cpu-throttled").verdict, Unknown);
+    assert!(super::finding(&limited(1000), RULE).value.contains("90-100 %"));
+    // Limits of cgroup v1 are not read.
+    assert_verdict(&host(Err(Absent::NotOnThisKernel)), RULE, NotApplicable);
+    assert_verdict(&host(Err(Absent::Denied)), RULE, Unknown);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::{UNDO, require_definition, with_option};
 use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingDetails, VmOption};
-use crate::decide::{HostFacts, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict};
 use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::{VmDisk, VmNetwork};
 
@@ -15,6 +15,7 @@ pub(super) const IOTHREADS: SettingRule = SettingRule {
         why: "A disk without an iothread is served by the main loop of QEMU, under its big lock, together with all \
               other devices.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "an iothread for each virtio disk",
     details: SettingDetails {
@@ -36,6 +37,7 @@ pub(super) const CACHE: SettingRule = SettingRule {
         why: "Without cache.direct=on each block of a disk is also in the page cache of the host: a second copy of what \
               the guest caches. aio=threads takes a thread for each request.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "cache.direct=on (cache=none) with aio=native or io_uring",
     details: SettingDetails {
@@ -57,6 +59,7 @@ pub(super) const VHOST: SettingRule = SettingRule {
         why: "Without vhost each packet passes the main loop of QEMU; with it a kernel thread moves packets between the \
               guest and the tap device.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "vhost=on for tap devices",
     details: SettingDetails {
@@ -78,6 +81,7 @@ pub(super) const QUEUES: SettingRule = SettingRule {
         why: "One queue serializes packets of all virtual CPUs; more queues than virtual CPUs only take memory and \
               interrupts.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "at least 2 queues for 4 or more virtual CPUs with vhost; at most one for each virtual CPU",
     details: SettingDetails {
