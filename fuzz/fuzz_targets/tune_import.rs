@@ -107,7 +107,9 @@ fn check_exports(settings: &Settings) {
     for (module, parameters) in &settings.modules {
         assert!(parameters.iter().all(|(name, value)| options[module].get(name) == Some(value)), "{options:?}");
     }
-    assert_eq!(writes_of(&read(ExportFormat::Tuned, ImportFormat::Tuned)), settings.writes);
+    let mut plain = settings.writes.clone();
+    plain.retain(|_, value| export::is_plain_for_tuned(value));
+    assert_eq!(writes_of(&read(ExportFormat::Tuned, ImportFormat::Tuned)), plain);
     // Ansible evaluates templates in values, and takes words of truth values for numbers.
     let is_template = |value: &String| ["{{", "{%", "{#"].iter().any(|open| value.contains(open));
     if !settings.writes.values().any(is_template) {

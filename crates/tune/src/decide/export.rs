@@ -91,8 +91,12 @@ fn render_tuned(settings: &Settings) -> String {
             let _ = write!(text, "\n[{name}]\n{}\n", lines.join("\n"));
         }
     };
-    section("sysctl", sysctls(settings).map(|(name, value)| format!("{name}={value}")).collect());
-    section("sysfs", other_writes(settings).map(|(path, value)| format!("/{path}={value}")).collect());
+    let line = |name: &str, value: &str| match is_plain_for_tuned(value) {
+        true => format!("{name}={value}"),
+        false => format!("# not a value for tuned: {name}={value}"),
+    };
+    section("sysctl", sysctls(settings).map(|(name, value)| line(&name, value)).collect());
+    section("sysfs", other_writes(settings).map(|(path, value)| line(&format!("/{path}"), value)).collect());
     section(
         "modules",
         settings.modules.iter().map(|(module, options)| format!("{module}={}", join(options))).collect(),
@@ -103,6 +107,11 @@ fn render_tuned(settings: &Settings) -> String {
     let lines = parameters.iter().enumerate().map(|(number, word)| format!("cmdline_pagefold{number}={word}"));
     section("bootloader", lines.collect());
     text
+}
+
+/// Whether tuned takes a value as it is: it evaluates variables, and removes quotes (2.24, `tuned/profiles/variables.py`).
+pub fn is_plain_for_tuned(value: &str) -> bool {
+    !value.contains("${") && !(value.len() > 1 && value.starts_with('"') && value.ends_with('"'))
 }
 
 fn join(options: &BTreeMap<String, String>) -> String {

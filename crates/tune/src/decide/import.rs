@@ -144,6 +144,9 @@ fn parse_sysctl(line: &str, imported: &mut Imported) -> Result<(), String> {
     if name.contains('*') {
         return Err("a pattern of sysctls is not carried out: name each one".to_owned());
     }
+    if value.is_empty() {
+        return Err("it has no value".to_owned());
+    }
     imported.changes.push(SettingChange::Write { path: sysctl_path(name), value: value.to_owned() });
     Ok(())
 }
@@ -165,6 +168,9 @@ fn parse_tuned(section: &str, line: &str, imported: &mut Imported) -> Result<(),
     let (name, value) = (name.trim(), strip_tuned_value(value));
     if value.contains("${") {
         return Err("it uses a variable or a function of tuned".to_owned());
+    }
+    if value.is_empty() {
+        return Err("it has no value".to_owned());
     }
     match section {
         "main" => match name {

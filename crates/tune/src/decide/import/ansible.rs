@@ -267,6 +267,9 @@ impl Reader<'_> {
 
     fn write_file(&mut self, path: &str, value: &str) -> Result<(), String> {
         let path = path.strip_prefix('/').ok_or("the path is not absolute")?;
+        if value.trim().is_empty() {
+            return Err("it has no value".to_owned());
+        }
         self.imported.changes.push(SettingChange::Write { path: path.to_owned(), value: value.to_owned() });
         Ok(())
     }
