@@ -148,6 +148,8 @@ pub enum Scope {
     Process(ProcessId),
     /// The guest in a virtual machine, by the process of the machine.
     Guest(ProcessId),
+    /// A domain of libvirt that does not run, by its position in [`SettingFacts::idle_domains`].
+    IdleDomain(usize),
 }
 
 /// Result of a rule.

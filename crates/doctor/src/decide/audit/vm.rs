@@ -2,20 +2,21 @@
 //! apply to other monitors.
 
 use super::facts::VmFacts;
-use super::memory::node_cpus;
+use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
-use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
+use pagefold_base::{Bytes, count_text};
 use std::collections::BTreeMap;
 
 mod devices;
+mod next_start;
 mod threads;
 
 const UNDO: &str = "restore the definition, then start the machine again";
-const COMMAND_LINE: &str = "/proc/PID/cmdline";
+pub(super) const COMMAND_LINE: &str = "/proc/PID/cmdline";
 
 pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
@@ -37,7 +38,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all versions of QEMU",
             citation: "QEMU: docs/system/cpu-models-x86.rst.inc",
         },
-        judge: Judge::Vm(judge_cpu_model),
+        judge: Judge::Definition(judge_cpu_model),
     },
     SettingRule {
         rule: RuleInfo {
@@ -58,7 +59,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "QEMU 2.1 and later (memdev=)",
             citation: "QEMU: qemu-options.hx (-numa); hw/core/numa.c",
         },
-        judge: Judge::Vm(judge_virtual_nodes),
+        judge: Judge::Definition(judge_virtual_nodes),
     },
     SettingRule {
         rule: RuleInfo {
@@ -79,7 +80,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all kernels with KSM",
             citation: "mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
         },
-        judge: Judge::Vm(judge_mergeable),
+        judge: Judge::Definition(judge_mergeable),
     },
     SettingRule {
         rule: RuleInfo {
@@ -100,7 +101,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all versions of QEMU since 2.12",
             citation: "QEMU: docs/system/i386/hyperv.rst",
         },
-        judge: Judge::Vm(judge_hyper_v),
+        judge: Judge::Definition(judge_hyper_v),
     },
     SettingRule {
         rule: RuleInfo {
@@ -121,7 +122,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "QEMU 1.x (eoi), 2.0 (unhalt), 3.1 (ipi) and later",
             citation: "Documentation/virt/kvm/x86/cpuid.rst; QEMU: target/i386/kvm/kvm-cpu.c (kvm_default_props)",
         },
-        judge: Judge::Vm(judge_pv_features),
+        judge: Judge::Definition(judge_pv_features),
     },
     SettingRule {
         rule: RuleInfo {
@@ -184,10 +185,11 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "kvmclock since Linux 2.6.27; guests prefer an invariant TSC since 5.0",
             citation: "arch/x86/kernel/kvmclock.c (kvmclock_init); QEMU: target/i386/cpu.c (invtsc)",
         },
-        judge: Judge::Vm(judge_clock),
+        judge: Judge::Definition(judge_clock),
     },
     threads::THROTTLED,
     threads::STACKED,
+    next_start::NEXT_START,
     devices::IOTHREADS,
     devices::CACHE,
     devices::VHOST,
@@ -230,7 +232,7 @@ fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     Ok(with_option(finding, vm, VmOption::HostCpuModel, "use -cpu host (libvirt: <cpu mode='host-passthrough'/>)"))
 }
 
-/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs.
+/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs, or more memory than any node has.
 fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
@@ -238,22 +240,31 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     };
     let nodes = node_cpus(&facts.settings)?;
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
+    let largest = node_memory(&facts.settings)?.into_iter().max();
     let vcpus = vm.vcpu_count()?;
     let virtual_nodes = &definition.virtual_nodes;
+    let shown_bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
     let value = format!(
-        "{}, {}, nodes of {}",
+        "{}, {}, {}; nodes of {} and {}",
         count_text(vcpus, "virtual CPU"),
+        shown_bytes(definition.memory_bytes),
         count_text(virtual_nodes.len(), "virtual node"),
-        count_text(widest, "CPU")
+        count_text(widest, "CPU"),
+        shown_bytes(largest)
     );
     if nodes.len() < 2 {
         return Ok(rule.not_applicable("the host has one node", value));
     }
-    if vcpus <= widest {
+    let parts_by_memory = match (definition.memory_bytes, largest) {
+        (Some(bytes), Some(largest)) if largest > 0 => bytes.div_ceil(largest),
+        _ => 1,
+    };
+    let parts = parts_by_memory.max(vcpus.div_ceil(widest));
+    if parts <= 1 {
         return Ok(rule.ok("the machine fits into a node", value));
     }
     if virtual_nodes.len() < 2 {
-        let count = u32::try_from(vcpus.div_ceil(widest)).unwrap_or(u32::MAX);
+        let count = u32::try_from(parts).unwrap_or(u32::MAX);
         let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
         return Ok(with_option(
             finding,
@@ -276,8 +287,13 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
     };
-    let value =
-        if definition.unmergeable.is_empty() { "private memory".into() } else { definition.unmergeable.join(", ") };
+    let value = if definition.guest_memfd {
+        "guest_memfd".to_owned()
+    } else if definition.unmergeable.is_empty() {
+        "private memory".to_owned()
+    } else {
+        definition.unmergeable.join(", ")
+    };
     match &facts.ksm {
         Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
         ksm => {
@@ -287,8 +303,13 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
             }
         }
     }
-    if definition.unmergeable.is_empty() {
+    if definition.unmergeable.is_empty() && !definition.guest_memfd {
         return Ok(rule.ok("KSM can merge the memory of the machine", value));
+    }
+    if definition.guest_memfd {
+        return Ok(
+            rule.not_applicable("its memory is private to the guest (guest_memfd), and KSM cannot map it", value)
+        );
     }
     if definition.needs_shared_memory {
         return Ok(rule.not_applicable("a device needs the memory to be shared", value));

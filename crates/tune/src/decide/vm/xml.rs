@@ -4,6 +4,7 @@
 //! indentation and the elements of other programs stay.
 
 use pagefold_doctor::decide::change::VmOption;
+use pagefold_host::parse::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
@@ -150,30 +151,6 @@ fn set_host_model(xml: &str) -> Result<String, String> {
     })
 }
 
-/// Features that libvirt has outside `<cpu>`, by QEMU's name: the path, and the attribute that is `on` or `off`
-/// (`src/qemu/qemu_command.c`, `qemuBuildCpuCommandLine`).
-const FEATURE_ELEMENTS: &[(&str, &[&str], &str)] = &[
-    ("kvm-pv-eoi", &["features", "apic"], "eoi"),
-    ("kvm-pv-unhalt", &["features", "pvspinlock"], "state"),
-    ("kvm-pv-ipi", &["features", "kvm", "pv-ipi"], "state"),
-    ("kvm-hint-dedicated", &["features", "kvm", "hint-dedicated"], "state"),
-    ("kvm-poll-control", &["features", "kvm", "poll-control"], "state"),
-    ("hv-relaxed", &["features", "hyperv", "relaxed"], "state"),
-    ("hv-vapic", &["features", "hyperv", "vapic"], "state"),
-    ("hv-vpindex", &["features", "hyperv", "vpindex"], "state"),
-    ("hv-runtime", &["features", "hyperv", "runtime"], "state"),
-    ("hv-synic", &["features", "hyperv", "synic"], "state"),
-    ("hv-stimer", &["features", "hyperv", "stimer"], "state"),
-    ("hv-reset", &["features", "hyperv", "reset"], "state"),
-    ("hv-frequencies", &["features", "hyperv", "frequencies"], "state"),
-    ("hv-tlbflush", &["features", "hyperv", "tlbflush"], "state"),
-    ("hv-ipi", &["features", "hyperv", "ipi"], "state"),
-];
-
-/// Features that libvirt has as timers of `<clock>`, by QEMU's name (`src/qemu/qemu_command.c`,
-/// `qemuBuildCpuCommandLine`).
-const TIMERS: &[(&str, &str)] = &[("kvmclock", "kvmclock"), ("hv-time", "hypervclock")];
-
 fn set_timer(xml: &str, timer: &str, is_present: bool) -> Result<String, String> {
     let mut text = xml.to_owned();
     let document = parse(xml)?;
@@ -198,10 +175,10 @@ fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String
     if !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.')) {
         return Err(format!("{name:?} is not the name of a CPU feature"));
     }
-    if let Some((_, path, attribute)) = FEATURE_ELEMENTS.iter().find(|(known, ..)| *known == name) {
+    if let Some((_, path, attribute)) = LIBVIRT_FEATURES.iter().find(|(known, ..)| *known == name) {
         return set_at(xml, path, attribute, if enable { "on" } else { "off" });
     }
-    if let Some((_, timer)) = TIMERS.iter().find(|(known, _)| *known == name) {
+    if let Some((_, timer)) = LIBVIRT_TIMERS.iter().find(|(known, _)| *known == name) {
         return set_timer(xml, timer, enable);
     }
     if name.starts_with("kvm") || name.starts_with("hv-") {
@@ -219,17 +196,6 @@ fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String
     })
 }
 
-/// The bytes of a unit of libvirt's sizes; KiB is the default.
-fn unit_kibibytes(unit: Option<&str>) -> Option<u64> {
-    Some(match unit.unwrap_or("KiB") {
-        "KiB" | "k" => 1,
-        "MiB" | "M" => 1 << 10,
-        "GiB" | "G" => 1 << 20,
-        "TiB" | "T" => 1 << 30,
-        _ => return None,
-    })
-}
-
 fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
     let document = parse(xml)?;
     if let Some(numa) = find_path(&document, &["cpu", "numa"]) {
@@ -239,8 +205,10 @@ fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
         return Err("the machine has virtual nodes already: change its <numa> by hand".to_owned());
     }
     let cpus = find_path(&document, &["vcpu"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
-    let memory = find_path(&document, &["memory"])
-        .and_then(|node| node.text()?.trim().parse::<u64>().ok()?.checked_mul(unit_kibibytes(node.attribute("unit"))?));
+    let memory = find_path(&document, &["memory"]).and_then(|node| {
+        let size = node.text()?.trim().parse::<u64>().ok()?;
+        Some(size.checked_mul(libvirt_unit_bytes(node.attribute("unit"))?)? >> 10)
+    });
     let (Some(cpus), Some(kibibytes)) = (cpus, memory) else {
         return Err("the number of its CPUs or its memory cannot be read from <vcpu> and <memory>".to_owned());
     };

@@ -330,6 +330,17 @@ fn devices_belong_on_the_node_of_the_machine() {
     {
         assert_verdict(&host_with(&[(DEVICE, node)], vec![with_worker("0-3")]), "device-node", expected);
     }
+    const CLASS: &str = "sys/bus/pci/devices/0000:3b:00.0/class";
+    for (class, value) in [
+        ("0x010802", "NVMe 0000:3b:00.0 on node 1, machine on 0"),
+        ("0x020000", "NIC 0000:3b:00.0 on node 1, machine on 0"),
+        ("0x0c0330", "0000:3b:00.0 on node 1, machine on 0"),
+    ] {
+        let found = finding(&host_with(&[(DEVICE, "1"), (CLASS, class)], vec![with_worker("0-3")]), "device-node");
+        assert_eq!((found.verdict, found.value.as_str()), (Warn, value));
+    }
+    let nvme = vm(500, "qemu-system-x86_64 -drive file=nvme://0000:3b:00.0/1,if=none,id=d", &["0-3"]);
+    assert_verdict(&host_with(&[(DEVICE, "1")], vec![nvme]), "device-node", Warn);
     let without = host_with(&[], vec![vm(500, "qemu-system-x86_64", &["0-3"])]);
     assert_verdict(&without, "device-node", NotApplicable);
 }

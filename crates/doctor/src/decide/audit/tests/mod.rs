@@ -136,6 +136,7 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         definition: Some(parse_vm_definition(&arguments)),
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
         throttling: Ok(None),
+        next_definition: None,
         guest: None,
     }
 }

@@ -56,6 +56,7 @@ proptest! {
             machine.definition = Some(Err(why.clone()));
             machine.threads = Err(why.clone());
             machine.throttling = Err(why.clone());
+            machine.next_definition = Some(Err(why.clone()));
             machine.guest = Some(Err(why.clone()));
         }
         for found in examine(&facts) {

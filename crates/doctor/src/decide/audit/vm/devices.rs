@@ -27,7 +27,7 @@ pub(super) const IOTHREADS: SettingRule = SettingRule {
         versions: "QEMU 2.1 and later; several iothreads for one disk (iothread-vq-mapping) since 9.0",
         citation: "QEMU: docs/devel/multiple-iothreads.rst; hw/block/virtio-blk.c",
     },
-    judge: Judge::Vm(judge_iothreads),
+    judge: Judge::Definition(judge_iothreads),
 };
 
 pub(super) const CACHE: SettingRule = SettingRule {
@@ -49,7 +49,7 @@ pub(super) const CACHE: SettingRule = SettingRule {
         versions: "all versions of QEMU; io_uring since 5.0",
         citation: "QEMU: docs/system/qemu-block-drivers.rst.inc; qemu-options.hx (-drive cache=, aio=)",
     },
-    judge: Judge::Vm(judge_cache),
+    judge: Judge::Definition(judge_cache),
 };
 
 pub(super) const VHOST: SettingRule = SettingRule {
@@ -71,7 +71,7 @@ pub(super) const VHOST: SettingRule = SettingRule {
         versions: "Linux 2.6.34 and later",
         citation: "drivers/vhost/net.c; QEMU: qemu-options.hx (-netdev tap)",
     },
-    judge: Judge::Vm(judge_vhost),
+    judge: Judge::Definition(judge_vhost),
 };
 
 pub(super) const QUEUES: SettingRule = SettingRule {
@@ -93,7 +93,7 @@ pub(super) const QUEUES: SettingRule = SettingRule {
         versions: "Linux 3.8 and QEMU 1.4 and later",
         citation: "drivers/net/virtio_net.c (VIRTIO_NET_F_MQ); QEMU: qemu-options.hx (queues=)",
     },
-    judge: Judge::Vm(judge_queues),
+    judge: Judge::Definition(judge_queues),
 };
 
 fn names<'a>(ids: impl Iterator<Item = &'a String>) -> String {
