@@ -5,6 +5,8 @@
 //! in the file `cpus` of its directory, and shown by its `status` unless a test has put that file. Its clock is the real
 //! one until [`FakeHost::enable_virtual_time`].
 
+mod setting_text;
+
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
@@ -15,6 +17,7 @@ use crate::{
 use pagefold_base::ksm::Setting;
 use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use setting_text::text_after_write;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
@@ -528,28 +531,6 @@ impl FakeHost {
         self.put_setting(setting.file_name(), value);
         Ok(())
     }
-}
-
-/// The text of a file after a write, as the kernel shows it: a choice keeps its list and moves the brackets
-/// (mm/huge_memory.c, `enabled_show`; block/elevator.c, `elv_iosched_show`), a truth value stays `Y` or `N`
-/// (kernel/params.c, `param_get_bool`), and the end of the line stays. `None` for a value that is not in the list.
-fn text_after_write(current: &str, value: &str) -> Option<String> {
-    let line = current.trim_end_matches('\n');
-    let end = if value.ends_with('\n') { "" } else { &current[line.len()..] };
-    let is_chosen = |word: &str| word.starts_with('[') && word.ends_with(']');
-    if line.split(' ').any(is_chosen) {
-        let bare = |word: &str| word.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let words: Vec<String> = line.split(' ').map(bare).collect();
-        let position = words.iter().position(|word| word == value)?;
-        let shown = |(index, word): (usize, String)| if index == position { format!("[{word}]") } else { word };
-        return Some(words.into_iter().enumerate().map(shown).collect::<Vec<_>>().join(" ") + end);
-    }
-    let shown = match (line, value) {
-        ("Y" | "N", "1" | "y" | "Y") => "Y",
-        ("Y" | "N", "0" | "n" | "N") => "N",
-        _ => value,
-    };
-    Some(format!("{shown}{end}"))
 }
 
 impl Host for FakeHost {
