@@ -111,7 +111,8 @@ fn render_tuned(settings: &Settings) -> String {
 
 /// Whether tuned takes a value as it is: it evaluates variables, and removes quotes (2.24, `tuned/profiles/variables.py`).
 pub fn is_plain_for_tuned(value: &str) -> bool {
-    !value.contains("${") && !(value.len() > 1 && value.starts_with('"') && value.ends_with('"'))
+    let is_quoted = value.len() > 1 && value.starts_with('"') && value.ends_with('"');
+    !is_quoted && !value.contains("${")
 }
 
 fn join(options: &BTreeMap<String, String>) -> String {
