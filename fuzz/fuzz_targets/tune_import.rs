@@ -1,4 +1,4 @@
-//! Files of tuned, sysctl.d and modprobe.d, the plan of what they set, and the files that keep it.
+//! Files of tuned, sysctl.d, modprobe.d and Ansible, the plan of what they set, and the files that keep it.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -6,6 +6,7 @@ use pagefold_doctor::decide::change::SettingChange;
 use pagefold_host::knob::Knob;
 use pagefold_tune::decide::boot::{BootLoader, BootState};
 use pagefold_tune::decide::export::{self, ExportFormat, Settings};
+use pagefold_tune::decide::import::ansible::sysctl_value;
 use pagefold_tune::decide::import::{self, ImportFormat, Imported};
 use pagefold_tune::decide::modprobe::{ModuleOptions, normal_name, parse_options};
 use pagefold_tune::decide::{Effect, ModuleState, TunePlan, TuneState, plan};
@@ -13,7 +14,7 @@ use std::collections::BTreeMap;
 
 fuzz_target!(|bytes: &[u8]| {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
-    for format in [ImportFormat::Tuned, ImportFormat::Sysctl, ImportFormat::Modprobe] {
+    for format in ImportFormat::ALL {
         let imported = import::parse(text, format);
         let lines: Vec<&str> = text.lines().collect();
         assert!(imported.ignored.iter().all(|line| lines[line.number - 1] == line.text));
@@ -33,7 +34,9 @@ fn host_state(imported: &Imported, text: &str) -> TuneState {
                 let value = Knob::from_path(path).map(|_| "present".to_owned());
                 state.settings.insert(path.clone(), value.ok_or_else(|| "not a setting".to_owned()));
             }
-            SettingChange::ModuleParameter { parameter, .. } => _ = parameters.insert(parameter.clone(), "1".to_owned()),
+            SettingChange::ModuleParameter { parameter, .. } => {
+                _ = parameters.insert(parameter.clone(), "1".to_owned())
+            }
             SettingChange::BootParameter { .. } | SettingChange::VmDefinition { .. } => {}
         }
     }
@@ -57,14 +60,21 @@ fn check_plan(imported: &Imported, text: &str) {
                 settings.writes.insert(path.clone(), to.clone());
             }
             Effect::Module(change) => {
-                assert!(options_of(&change.file_after, &change.module).contains(&change.to), "{change:?}");
+                // The line also has parameters that the file had before.
+                let has_all = |options: &BTreeMap<String, String>| {
+                    change.to.iter().all(|(name, value)| options.get(name) == Some(value))
+                };
+                assert!(options_of(&change.file_after, &change.module).iter().any(has_all), "{change:?}");
                 state.modules.get_mut(&change.module).expect("a known module").parameters.extend(change.to.clone());
                 state.module_file = Some(change.file_after.clone());
                 settings.modules.insert(change.module.clone(), change.to.clone());
             }
             Effect::Boot { remove, add, .. } => {
                 let mut parameters = remove.iter().chain(add);
-                assert!(parameters.all(|word| !word.contains([' ', '\'', '"', '$', '`', ';', '\\', '&', '|'])), "{step:?}");
+                assert!(
+                    parameters.all(|word| !word.contains([' ', '\'', '"', '$', '`', ';', '\\', '&', '|'])),
+                    "{step:?}"
+                );
             }
             Effect::Machine { .. } => panic!("a file changes no machine: {step:?}"),
         }
@@ -97,7 +107,19 @@ fn check_exports(settings: &Settings) {
     for (module, parameters) in &settings.modules {
         assert!(parameters.iter().all(|(name, value)| options[module].get(name) == Some(value)), "{options:?}");
     }
-    assert_eq!(writes_of(&read(ExportFormat::Tuned, ImportFormat::Tuned)), settings.writes);
+    let mut plain = settings.writes.clone();
+    plain.retain(|_, value| export::is_plain_for_tuned(value));
+    assert_eq!(writes_of(&read(ExportFormat::Tuned, ImportFormat::Tuned)), plain);
+    // Ansible evaluates templates in values, and takes words of truth values for numbers.
+    let is_template = |value: &String| ["{{", "{%", "{#"].iter().any(|open| value.contains(open));
+    if !settings.writes.values().any(is_template) {
+        let tasks = read(ExportFormat::Ansible, ImportFormat::Ansible);
+        let written = |(path, value): (&String, &String)| {
+            let value = if path.starts_with("proc/sys/") { sysctl_value(value) } else { value.clone() };
+            (path.clone(), value)
+        };
+        assert_eq!(writes_of(&tasks), settings.writes.iter().map(written).collect());
+    }
 }
 
 fn writes_of(imported: &Imported) -> BTreeMap<String, String> {

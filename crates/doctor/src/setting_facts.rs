@@ -2,7 +2,10 @@
 //!
 //! Each file is read once. Readings that fail stay as absent, with the reason. A file that does not exist is left out.
 //!
-//! Limits: the values are not from one instant. Of a machine's definition, only the command line is read.
+//! libvirt's persistent definitions are read from its files, which only root can read; without them the rules about a
+//! running machine judge its command line alone.
+//!
+//! Limits: the values are not from one instant.
 
 use crate::decide::ProcessFacts;
 use crate::decide::audit::facts::{CpuThrottling, SettingFacts, SettingFile, VmFacts, VmThread};
@@ -10,8 +13,9 @@ use pagefold_base::identity::Monitor;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, Pid, Reading};
-use pagefold_host::{Host, parse};
+use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_host::action::domain_definition_path;
+use pagefold_host::{Host, observe, parse};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -94,7 +98,46 @@ pub fn gather_setting_facts(host: &dyn Host, processes: &[ProcessFacts]) -> Sett
     let limits: BTreeMap<String, Reading<Option<CpuThrottling>>> =
         cgroups.into_iter().map(|cgroup| (cgroup.clone(), read_throttling(host, &cgroup))).collect();
     facts.vms = vms.into_par_iter().filter_map(|process| read_vm(host, process, &limits)).collect();
+    read_libvirt_definitions(host, &mut facts);
     facts
+}
+
+/// The directory of libvirt's persistent definitions.
+const DEFINITION_DIRECTORY: &str = "etc/libvirt/qemu";
+
+/// Reads libvirt's persistent definitions of the machines that run, and of the domains that do not.
+fn read_libvirt_definitions(host: &dyn Host, facts: &mut SettingFacts) {
+    let running = observe::libvirt_domains(host).unwrap_or_default();
+    let read =
+        |name: &str| host.read(&domain_definition_path(name)).and_then(|bytes| parse::libvirt_definition(&bytes));
+    // libvirt refuses a slash in the name of a domain (`src/conf/domain_conf.c`, `virDomainDefPostParseCommon`).
+    let is_file_name = |name: &str| !name.contains('/') && !name.starts_with('.');
+    for vm in &mut facts.vms {
+        let domain = running.iter().find(|domain| domain.pid == vm.process.pid && is_file_name(&domain.name));
+        vm.next_definition = match domain.map(|domain| read(&domain.name)) {
+            // The domain exists until it ends.
+            None | Some(Err(Absent::NotOnThisKernel)) => None,
+            Some(definition) => Some(definition),
+        };
+    }
+    let names = host.list(DEFINITION_DIRECTORY).unwrap_or_default();
+    let idle = names.iter().filter_map(|name| name.strip_suffix(".xml")).filter(|name| is_file_name(name));
+    for name in idle.filter(|name| running.iter().all(|domain| domain.name != *name)) {
+        let definition = match read(name) {
+            Err(Absent::NotOnThisKernel | Absent::Vanished) => continue,
+            definition => definition.map(|definition| definition.vm),
+        };
+        facts.idle_domains.push(VmFacts {
+            process: ProcessId { pid: Pid(0), start_time: 0 },
+            name: name.to_owned(),
+            definition: Some(definition),
+            passed_through: Vec::new(),
+            threads: Ok(Vec::new()),
+            throttling: Ok(None),
+            next_definition: None,
+            guest: None,
+        });
+    }
 }
 
 struct SettingReader<'h> {
@@ -165,6 +208,7 @@ fn read_passed_through_nodes(reader: &mut SettingReader<'_>, vms: &[&Process]) {
         .flat_map(|arguments| pagefold_base::identity::virtual_nodes::passed_through_devices(arguments))
         .collect();
     for address in addresses {
+        reader.read(&format!("sys/bus/pci/devices/{address}/class"));
         reader.read(&format!("sys/bus/pci/devices/{address}/numa_node"));
     }
 }
@@ -218,6 +262,7 @@ fn read_vm(
             .unwrap_or_default(),
         threads: read_threads(host, process),
         throttling: find_throttling(host, process, limits),
+        next_definition: None,
         guest: None,
     })
 }

@@ -3,6 +3,7 @@
 use crate::decide::audit::topic_of_rule;
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
+use pagefold_base::units::ProcessId;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -211,7 +212,7 @@ fn describe_option(option: VmOption) -> (String, String) {
 impl From<Finding> for FindingReport {
     fn from(finding: Finding) -> Self {
         let process = match finding.scope {
-            Scope::Host => None,
+            Scope::Host | Scope::IdleDomain(_) => None,
             Scope::Process(id) | Scope::Guest(id) => Some(id),
         };
         Self {
@@ -237,9 +238,8 @@ impl From<Finding> for FindingReport {
 impl DoctorReport {
     /// Examine the host.
     pub fn from_host(host: String, facts: &HostFacts) -> Self {
-        let mut report = Self::new(host, Vec::new(), examine_host(facts), unscanned_processes(facts.processes.iter()));
-        report.name_machines(facts);
-        report
+        let findings = report_findings(examine_host(facts), facts);
+        Self::new(host, Vec::new(), findings, unscanned_processes(facts.processes.iter()))
     }
 
     /// Examine some of its processes.
@@ -254,9 +254,8 @@ impl DoctorReport {
         };
         let settings = examine_host(facts).into_iter().filter(|finding| is_requested(finding.scope));
         let findings = processes.iter().flat_map(|process| examine_process(facts, process)).chain(settings).collect();
-        let mut report = Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()));
-        report.name_machines(facts);
-        report
+        let findings = report_findings(findings, facts);
+        Self::new(host, infos, findings, unscanned_processes(processes.iter().copied()))
     }
 
     /// Keep only the findings of these topics, named as by [`Topic::name`](crate::decide::audit::Topic::name).
@@ -265,16 +264,6 @@ impl DoctorReport {
         self.findings.retain(|finding| topics.contains(&&*finding.topic));
         self.count_verdicts();
         self
-    }
-
-    fn name_machines(&mut self, facts: &HostFacts) {
-        let names: BTreeMap<(u32, u64), &str> =
-            facts.settings.vms.iter().map(|vm| ((vm.process.pid.0, vm.process.start_time), &*vm.name)).collect();
-        for finding in &mut self.findings {
-            if let (Some(pid), Some(start_time)) = (finding.pid, finding.start_time) {
-                finding.machine = names.get(&(pid, start_time)).map(|&name| name.to_owned());
-            }
-        }
     }
 
     fn count_verdicts(&mut self) {
@@ -305,10 +294,9 @@ impl DoctorReport {
     fn new(
         host: String,
         processes: Vec<ProcessInfo>,
-        findings: Vec<Finding>,
+        mut findings: Vec<FindingReport>,
         unscanned_processes: Vec<UnscannedProcessReport>,
     ) -> Self {
-        let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
         findings.sort_by_key(|finding| Reverse(finding.verdict));
         let mut report = Self {
             schema: "pagefold.doctor/1",
@@ -322,6 +310,21 @@ impl DoctorReport {
         report.count_verdicts();
         report
     }
+}
+
+/// The findings with the names of the machines that they are about.
+fn report_findings(findings: Vec<Finding>, facts: &HostFacts) -> Vec<FindingReport> {
+    let names: BTreeMap<ProcessId, &str> = facts.settings.vms.iter().map(|vm| (vm.process, &*vm.name)).collect();
+    let name_of = |scope| match scope {
+        Scope::Host => None,
+        Scope::Process(id) | Scope::Guest(id) => names.get(&id).copied(),
+        Scope::IdleDomain(position) => facts.settings.idle_domains.get(position).map(|domain| &*domain.name),
+    };
+    let report = |finding: Finding| {
+        let machine = name_of(finding.scope).map(str::to_owned);
+        FindingReport { machine, ..finding.into() }
+    };
+    findings.into_iter().map(report).collect()
 }
 
 fn unscanned_processes<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) -> Vec<UnscannedProcessReport> {

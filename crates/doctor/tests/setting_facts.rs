@@ -240,3 +240,38 @@ fn findings_about_a_guest_belong_to_its_process() {
     assert_eq!(report.findings.len(), 5);
     assert!(report.findings.iter().all(|finding| finding.machine.as_deref() == Some("web")));
 }
+
+#[test]
+fn definitions_of_libvirt_are_read_for_running_and_idle_domains() {
+    let host = host();
+    let put = |path: &str, text: &str| host.host.put_file(path, text);
+    let definition = |name: &str| format!("<domain type='kvm'><name>{name}</name><vcpu>3</vcpu></domain>\n");
+    put("run/libvirt/qemu/web.xml", "<domstatus pid='7'><domain><name>web</name><uuid>u</uuid></domain></domstatus>\n");
+    put("etc/libvirt/qemu/web.xml", &definition("web"));
+    put("etc/libvirt/qemu/db.xml", &definition("db"));
+    put("etc/libvirt/qemu/broken.xml", "<domain\n");
+    put("etc/libvirt/qemu/networks/default.xml", "<network/>\n");
+    let facts = gather(&host);
+    let next = facts.settings.vms[0].next_definition.clone().unwrap().unwrap();
+    assert_eq!((next.name.as_str(), next.vm.vcpus), ("web", Some(3)));
+    let idle: Vec<_> = facts
+        .settings
+        .idle_domains
+        .iter()
+        .map(|domain| (domain.name.as_str(), domain.definition.as_ref().unwrap().is_ok()))
+        .collect();
+    assert_eq!(idle, [("broken", false), ("db", true)]);
+    let report = DoctorReport::from_host("x".to_owned(), &facts);
+    let of_db: Vec<_> = report.findings.iter().filter(|finding| finding.machine.as_deref() == Some("db")).collect();
+    assert!(of_db.len() > 5 && of_db.iter().all(|finding| finding.pid.is_none()), "{of_db:?}");
+    let drift = report.findings.iter().find(|finding| finding.rule == "vm-next-start").unwrap();
+    assert_eq!(drift.machine.as_deref(), Some("web"));
+    assert!(drift.value.contains("CPU model") || drift.value.contains("virtual CPUs"), "{drift:?}");
+    // A domain without a persistent definition exists until it ends.
+    let transient = self::host();
+    transient.host.put_file(
+        "run/libvirt/qemu/web.xml",
+        "<domstatus pid='7'><domain><name>web</name><uuid>u</uuid></domain></domstatus>\n",
+    );
+    assert_eq!(gather(&transient).settings.vms[0].next_definition, None);
+}

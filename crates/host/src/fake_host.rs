@@ -5,6 +5,8 @@
 //! in the file `cpus` of its directory, and shown by its `status` unless a test has put that file. Its clock is the real
 //! one until [`FakeHost::enable_virtual_time`].
 
+mod setting_text;
+
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
@@ -16,6 +18,7 @@ use crate::{
 use pagefold_base::ksm::Setting;
 use pagefold_base::memory::MemoryPolicy;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use setting_text::text_after_write;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
@@ -158,6 +161,18 @@ impl FakeHost {
     /// Creates or replaces a file.
     pub fn put_file(&self, path: &str, text: &str) {
         self.files.lock().unwrap().insert(path.to_owned(), text.to_owned());
+    }
+
+    /// Writes a file of sysfs or procfs, which shows the value in the form of its present text.
+    fn write_file(&self, path: &str, value: &str) -> Result<(), ActionError> {
+        let mut files = self.files.lock().unwrap();
+        let text = match files.get(path) {
+            Some(current) => text_after_write(current, value)
+                .ok_or_else(|| ActionError::Failed(format!("writing {value} to {path}: Invalid argument")))?,
+            None => value.to_owned(),
+        };
+        files.insert(path.to_owned(), text);
+        Ok(())
     }
 
     /// Sets the free memory, in kB, of 10,000,000.
@@ -581,7 +596,7 @@ impl Host for FakeHost {
             Action::Write { knob, value } => {
                 match knob.ksm_setting() {
                     Some(setting) => self.apply_setting(setting, value)?,
-                    None => self.put_file(knob.path(), value),
+                    None => self.write_file(knob.path(), value)?,
                 }
                 self.written_settings.lock().unwrap().push(format!("{}={value}", knob.name()));
                 Ok(ActionOutcome::default())
@@ -634,7 +649,7 @@ impl Host for FakeHost {
                 let current = parameters.to.read_current(self, *module)?;
                 let must_write = parameters.must_write(&current, module)?;
                 for (name, value) in parameters.to.0.iter().filter(|_| must_write) {
-                    self.put_file(&format!("sys/module/{module}/parameters/{name}"), value);
+                    self.write_file(&format!("sys/module/{module}/parameters/{name}"), value)?;
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }

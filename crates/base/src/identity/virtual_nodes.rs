@@ -106,13 +106,24 @@ pub fn virtual_nodes(arguments: &[String]) -> Vec<VirtualNode> {
     nodes
 }
 
-/// The PCI addresses of devices that a command line passes through with VFIO, with the PCI domain: `0000:3b:00.0`.
+/// The PCI addresses of devices that a command line passes through with VFIO, with the PCI domain: `0000:3b:00.0`. QEMU
+/// also drives NVMe disks by VFIO itself (block/nvme.c): `-drive file=nvme://0000:44:00.0/1`.
 pub fn passed_through_devices(arguments: &[String]) -> Vec<String> {
-    let devices = options(arguments.get(1..).unwrap_or_default()).filter(|(option, _)| *option == "device");
-    let addresses = devices.filter_map(|(_, value)| {
-        let mut device = parse_properties(value, "driver");
-        let is_vfio = device.get("driver").is_some_and(|driver| driver.starts_with("vfio-pci"));
-        device.remove("host").filter(|_| is_vfio)
+    let options = options(arguments.get(1..).unwrap_or_default());
+    let addresses = options.filter_map(|(option, value)| match option {
+        "device" => {
+            let mut device = parse_properties(value, "driver");
+            let is_vfio = device.get("driver").is_some_and(|driver| driver.starts_with("vfio-pci"));
+            device.remove("host").filter(|_| is_vfio)
+        }
+        "drive" | "blockdev" => {
+            let mut node = parse_properties(value, "driver");
+            let is_nvme = node.get("driver").is_some_and(|driver| driver == "nvme");
+            let file = node.remove("file").or_else(|| node.remove("filename"));
+            let of_file = file.as_deref().and_then(|file| file.strip_prefix("nvme://")?.split('/').next());
+            of_file.map(str::to_owned).or_else(|| node.remove("device").filter(|_| is_nvme))
+        }
+        _ => None,
     });
     // QEMU takes domain 0 if none is given (hw/core/qdev-properties-system.c, `set_pci_host_devaddr`).
     let with_domain = |address: String| match address.matches(':').count() {
@@ -212,5 +223,9 @@ mod tests {
         let command = "qemu-system-x86_64 -device vfio-pci,host=3b:00.0 -device virtio-net,host=1 \
                        -device {\"driver\":\"vfio-pci\",\"host\":\"0001:5e:00.1\"} -device vfio-pci,host=../../x";
         assert_eq!(passed_through_devices(&arguments(command)), ["0000:3b:00.0", "0001:5e:00.1"]);
+        let disks = "qemu-system-x86_64 -drive file=nvme://0000:44:00.0/1,if=none -drive file=/dev/nvme0n1,id=d \
+                     -blockdev {\"driver\":\"nvme\",\"device\":\"0000:45:00.0\",\"namespace\":1} \
+                     -blockdev driver=host_device,filename=/dev/sda,node-name=a";
+        assert_eq!(passed_through_devices(&arguments(disks)), ["0000:44:00.0", "0000:45:00.0"]);
     }
 }

@@ -8,7 +8,7 @@
 //! `-readconfig` has no definition here, for most of it is in the file.
 
 use super::virtual_nodes::{VirtualNode, virtual_nodes};
-use super::vm::{Parameters, options, parse_parameters};
+use super::vm::{Parameters, options, parse_parameters, parse_size};
 use crate::reading::{Absent, Reading};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -27,6 +27,8 @@ pub struct VmDefinition {
     pub cpu_features: BTreeMap<String, bool>,
     /// Virtual CPUs that it starts with; `None` if `-smp` cannot be read.
     pub vcpus: Option<u32>,
+    /// The memory that it starts with; `None` if neither `-m` nor the backend of the machine tells.
+    pub memory_bytes: Option<u64>,
     /// Its virtual NUMA nodes.
     pub virtual_nodes: Vec<VirtualNode>,
     /// `-overcommit cpu-pm=on`: the guest enters power states of CPUs without an exit.
@@ -35,6 +37,8 @@ pub struct VmDefinition {
     pub windows: bool,
     /// Why KSM cannot merge its memory: `share=on`, `hugetlb`; empty if it can.
     pub unmergeable: Vec<String>,
+    /// Whether its memory is private to the guest, in guest_memfd (SEV-SNP, TDX): the host cannot map it.
+    pub guest_memfd: bool,
     /// Whether a device needs shared memory: vhost-user, as virtiofs uses it.
     pub needs_shared_memory: bool,
     /// Its disks.
@@ -102,7 +106,9 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
             None => Some(1),
             Some(smp) => count_vcpus(smp),
         },
+        memory_bytes: find_memory_bytes(all("m").next_back(), all("machine").next_back(), all("object")),
         virtual_nodes: virtual_nodes(arguments),
+        guest_memfd: has_guest_memfd(all("machine").chain(all("M")), all("object")),
         cpu_pm: all("overcommit").any(|value| is_on(value, "cpu-pm")),
         windows: has_hyper_v || all("rtc").any(|value| value.get("base").is_some_and(|base| base == "localtime")),
         unmergeable: find_unmergeable(all("object"), all("mem-path").count() > 0),
@@ -130,6 +136,7 @@ fn parse_option(name: &str, value: &str) -> Parameters {
         value,
         match name {
             "smp" => "cpus",
+            "m" => "size",
             "cpu" => "model",
             "accel" => "accel",
             "device" | "blockdev" => "driver",
@@ -188,6 +195,37 @@ fn count_vcpus(smp: &Parameters) -> Option<u32> {
     ["sockets", "dies", "clusters", "modules", "cores", "threads"]
         .into_iter()
         .try_fold(1u32, |product, key| product.checked_mul(number(key)?))
+}
+
+/// The unit of a bare number of `-m`.
+const MEMORY_OPTION_UNIT_BYTES: u64 = 1 << 20;
+
+/// The memory by `-m`, else by the backend that the machine option names (hw/core/machine.c).
+fn find_memory_bytes<'a>(
+    memory: Option<&Parameters>,
+    machine: Option<&Parameters>,
+    mut objects: impl Iterator<Item = &'a Parameters>,
+) -> Option<u64> {
+    if let Some(memory) = memory {
+        return parse_size(memory.get("size")?, MEMORY_OPTION_UNIT_BYTES);
+    }
+    let id = machine?.get("memory-backend")?;
+    parse_size(objects.find(|object| object.get("id") == Some(id))?.get("size")?, 1)
+}
+
+/// Whether the memory is in guest_memfd: machines with an object of SEV-SNP or TDX demand it
+/// (target/i386/kvm/tdx.c and sev.c, `require_guest_memfd`; QEMU 9.1 and 10.1).
+fn has_guest_memfd<'a>(
+    mut machines: impl Iterator<Item = &'a Parameters>,
+    objects: impl Iterator<Item = &'a Parameters>,
+) -> bool {
+    let supports: Vec<&String> = objects
+        .filter(|object| {
+            object.get("qom-type").is_some_and(|kind| matches!(kind.as_str(), "sev-snp-guest" | "tdx-guest"))
+        })
+        .filter_map(|object| object.get("id"))
+        .collect();
+    machines.any(|machine| machine.get("confidential-guest-support").is_some_and(|id| supports.contains(&id)))
 }
 
 /// Why KSM cannot merge memory of these backends.
@@ -359,6 +397,30 @@ mod tests {
         assert!(definition("qemu-system-x86_64 -machine q35,accel=kvm:tcg").kvm);
         assert!(definition("/usr/bin/kvm -id 100").kvm);
         assert!(!definition("qemu-system-x86_64 -m 1G").kvm);
+    }
+
+    #[test]
+    fn memory_is_read_from_the_option_or_the_backend() {
+        let memory = |options: &str| definition(&format!("qemu-system-x86_64 {options}")).memory_bytes;
+        assert_eq!(memory("-m 2048"), Some(2 << 30));
+        assert_eq!(memory("-m size=4G,slots=2,maxmem=8G"), Some(4 << 30));
+        let backend =
+            r#"-machine q35,memory-backend=ram -object {"qom-type":"memory-backend-ram","id":"ram","size":1024}"#;
+        assert_eq!((memory(backend), memory("-m x"), memory("")), (Some(1024), None, None));
+    }
+
+    #[test]
+    fn memory_of_confidential_guests_is_in_guest_memfd() {
+        let is_private = |options: &str| definition(&format!("qemu-system-x86_64 {options}")).guest_memfd;
+        for kind in ["sev-snp-guest", "tdx-guest"] {
+            let machine = "-machine q35,confidential-guest-support=c";
+            assert!(is_private(&format!("{machine} -object {kind},id=c,cbitpos=51")), "{kind}");
+            assert!(is_private(&format!("{machine} -object {{\"qom-type\":\"{kind}\",\"id\":\"c\"}}")), "{kind}");
+            assert!(!is_private(&format!("-object {kind},id=c")), "{kind} that the machine does not use");
+        }
+        // The memory of SEV and SEV-ES is encrypted in place.
+        assert!(!is_private("-machine q35,confidential-guest-support=c -object sev-guest,id=c"));
+        assert!(!is_private("-object memory-backend-memfd,id=m,size=1G"));
     }
 
     #[test]

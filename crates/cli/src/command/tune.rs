@@ -42,7 +42,7 @@ Examples:
   sudo pagefold tune apply --only live          settings of the running kernel, no module
   sudo pagefold tune apply --profile latency
   sudo pagefold tune apply --define             also define libvirt's machines anew, for their next start
-  sudo pagefold tune apply --import my.conf     what a file of tuned, sysctl.d or modprobe.d sets
+  sudo pagefold tune apply --import my.conf     what a file of tuned, sysctl.d, modprobe.d or Ansible sets
 
 A module is loaded again only if no virtual machine uses it. Boot parameters are printed as commands, and \
 definitions of virtual machines as diffs, unless libvirt defines them (--define): both take effect later.
@@ -79,6 +79,7 @@ const IMPORT_EXAMPLES: &str = "\
 Examples:
   sudo pagefold tune import /usr/lib/tuned/virtual-host/tuned.conf
   sudo pagefold tune import /etc/sysctl.d/99-custom.conf --json
+  sudo pagefold tune import site.yml                       tasks for Ansible: sysctl, modprobe, copy, lineinfile
 
 It prints what the file would change on this host, and which of its lines pagefold does not carry out. Nothing is \
 changed: `tune apply --import FILE` does it.
@@ -264,6 +265,8 @@ enum ImportFormatName {
     Sysctl,
     /// A file of modprobe.d
     Modprobe,
+    /// A playbook or a list of tasks for Ansible
+    Ansible,
 }
 
 impl From<ImportFormatName> for ImportFormat {
@@ -272,6 +275,7 @@ impl From<ImportFormatName> for ImportFormat {
             ImportFormatName::Tuned => Self::Tuned,
             ImportFormatName::Sysctl => Self::Sysctl,
             ImportFormatName::Modprobe => Self::Modprobe,
+            ImportFormatName::Ansible => Self::Ansible,
         }
     }
 }

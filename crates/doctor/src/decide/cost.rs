@@ -19,6 +19,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd keeps 64 bytes of metadata for every page it scans, merged or not. If few pages merge, that is \
                   more than merging saves.",
             needs_ksm: true,
+            verdicts: Verdict::ALL,
         },
         judge: judge_profit,
     },
@@ -29,6 +30,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "A write to a merged page takes a fault and a copy, and so does swapping one in. Pages that are \
                   merged and copied again and again cost CPU on both sides and save nothing that lasts.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_copies,
     },
@@ -39,6 +41,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd splits a huge page to merge a part of it, even for zero pages. The rest stays in small pages: \
                   khugepaged takes long to rebuild huge pages, and unmerging does not.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_huge_pages,
     },
@@ -48,6 +51,7 @@ pub(super) const RULES: &[HostRule] = &[
             source: "/proc/PID/stat of ksmd",
             why: "ksmd is one thread and takes CPU time from other programs.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_ksmd_cpu,
     },
@@ -58,6 +62,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "Saved memory may be needed again: each write to a merged page takes a page back. If more is saved \
                   than is free, a burst of writes, or run=2, ends in the OOM killer.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_headroom,
     },
@@ -68,6 +73,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "Tasks that wait for memory are slow already. ksmd then merges too late and competes with reclaim, \
                   and nothing should be unmerged.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_NOT_APPLICABLE,
         },
         judge: judge_pressure,
     },
@@ -78,6 +84,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "A merged page that is swapped out comes back unshared and must be merged again. ksmd does not scan \
                   swapped-out pages.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_swap,
     },

@@ -16,6 +16,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd scans only memory that its process has enrolled: with madvise(MADV_MERGEABLE), as QEMU does for \
                   guest RAM, or for the whole process with prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_WARN,
         },
         judge: judge_enrolled,
     },
@@ -26,11 +27,18 @@ pub(super) const RULES: &[HostRule] = &[
             why: "KSM merges private anonymous pages only. It never merges shared memory, hugetlb pages or secret \
                   memory, enrolled or not.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_ineligible,
     },
     HostRule {
-        rule: RuleInfo { id: "ksm-seccomp", source: "/proc/*/status (Seccomp)", why: SECCOMP_WHY, needs_ksm: true },
+        rule: RuleInfo {
+            id: "ksm-seccomp",
+            source: "/proc/*/status (Seccomp)",
+            why: SECCOMP_WHY,
+            needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
+        },
         judge: judge_seccomp,
     },
     HostRule {
@@ -39,6 +47,7 @@ pub(super) const RULES: &[HostRule] = &[
             source: "/proc/*/ksm_stat (ksm_merge_any)",
             why: PRCTL_EXEC_WHY,
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_prctl_exec,
     },

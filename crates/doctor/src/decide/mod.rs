@@ -116,6 +116,17 @@ pub enum Verdict {
     Fail,
 }
 
+impl Verdict {
+    /// All verdicts.
+    pub const ALL: &[Self] = &[Self::NotApplicable, Self::Ok, Self::Unknown, Self::Warn, Self::Fail];
+    /// The verdicts of a rule about something that may be better.
+    const ALL_BUT_FAIL: &[Self] = &[Self::NotApplicable, Self::Ok, Self::Unknown, Self::Warn];
+    /// The verdicts of a rule about something that does harm.
+    const ALL_BUT_WARN: &[Self] = &[Self::NotApplicable, Self::Ok, Self::Unknown, Self::Fail];
+    /// The verdicts of a rule that always applies.
+    const ALL_BUT_NOT_APPLICABLE: &[Self] = &[Self::Ok, Self::Unknown, Self::Warn, Self::Fail];
+}
+
 impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
@@ -137,6 +148,8 @@ pub enum Scope {
     Process(ProcessId),
     /// The guest in a virtual machine, by the process of the machine.
     Guest(ProcessId),
+    /// A domain of libvirt that does not run, by its position in [`SettingFacts::idle_domains`].
+    IdleDomain(usize),
 }
 
 /// Result of a rule.
@@ -177,8 +190,7 @@ pub fn worst(findings: &[Finding]) -> Verdict {
 /// Judge the host by every host rule, worst first. The order of the processes does not matter.
 pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
     let host_processes = HostProcesses::new(facts);
-    let groups = [settings::RULES, enrollment::RULES, writers::RULES, cost::RULES, security::RULES];
-    let findings = groups.into_iter().flatten().map(|HostRule { rule, judge }| match &facts.ksm {
+    let findings = HOST_RULES.into_iter().flatten().map(|HostRule { rule, judge }| match &facts.ksm {
         Err(Absent::NotOnThisKernel) if rule.needs_ksm => rule.not_applicable("this kernel has no KSM", "absent"),
         _ => judge(rule, facts, &host_processes).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
     });
@@ -203,7 +215,12 @@ struct RuleInfo {
     why: &'static str,
     /// Whether the rule does not apply to a kernel without KSM.
     needs_ksm: bool,
+    /// The verdicts that it can give. A test has a case for each of them.
+    verdicts: &'static [Verdict],
 }
+
+/// The rules about KSM on the host.
+const HOST_RULES: [&[HostRule]; 5] = [settings::RULES, enrollment::RULES, writers::RULES, cost::RULES, security::RULES];
 
 /// A rule about the host.
 struct HostRule {
@@ -227,6 +244,11 @@ fn require<'a, T>(reading_name: &str, reading: &'a Reading<T>) -> Result<&'a T, 
 
 impl RuleInfo {
     fn finding(&self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {
+        debug_assert!(
+            self.verdicts.contains(&verdict),
+            "{} gives a verdict that it does not declare: {verdict}",
+            self.id
+        );
         Finding {
             rule: self.id,
             scope: Scope::Host,

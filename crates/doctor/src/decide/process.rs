@@ -19,18 +19,24 @@ use pagefold_base::reading::Absent;
 use pagefold_base::region::{Ineligible, Region};
 use pagefold_base::units::{Bytes, NetBytes, Pages};
 
-const fn process_rule(id: &'static str, source: &'static str, why: &'static str) -> RuleInfo {
-    RuleInfo { id, source, why, needs_ksm: true }
+const fn process_rule(
+    id: &'static str,
+    source: &'static str,
+    why: &'static str,
+    verdicts: &'static [Verdict],
+) -> RuleInfo {
+    RuleInfo { id, source, why, needs_ksm: true, verdicts }
 }
 
 type ProcessJudge = fn(&RuleInfo, &HostFacts, &ProcessFacts) -> RuleResult;
 
-const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
+static PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
     (
         process_rule(
             "process-run",
             "/sys/kernel/mm/ksm/run",
             "ksmd merges only while run is 1; enrolled memory waits until then.",
+            Verdict::ALL_BUT_NOT_APPLICABLE,
         ),
         judge_run,
     ),
@@ -40,6 +46,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "/proc/PID/smaps (mg), /proc/PID/ksm_stat",
             "ksmd scans only memory that is enrolled: by madvise(MADV_MERGEABLE) in the process itself, or by \
              prctl(PR_SET_MEMORY_MERGE) in it or in its parent.",
+            Verdict::ALL,
         ),
         judge_enrolled,
     ),
@@ -48,11 +55,17 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "process-mem-merge",
             "/proc/PID/cmdline",
             "QEMU enrolls guest RAM by itself unless mem-merge=off or merge=off forbids it (libvirt: <nosharepages/>).",
+            Verdict::ALL,
         ),
         judge_mem_merge,
     ),
     (
-        process_rule("process-eligible", "/proc/PID/smaps (VmFlags)", "KSM takes private anonymous pages only."),
+        process_rule(
+            "process-eligible",
+            "/proc/PID/smaps (VmFlags)",
+            "KSM takes private anonymous pages only.",
+            Verdict::ALL,
+        ),
         judge_eligible,
     ),
     (
@@ -61,11 +74,28 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "/proc/PID/status (VmPin), /proc/PID/cmdline",
             "ksmd skips a page that a driver has pinned, since the device would keep using the old frame. A \
              passed-through device pins all guest RAM.",
+            Verdict::ALL_BUT_NOT_APPLICABLE,
         ),
         judge_pinned,
     ),
-    (process_rule("process-prctl-exec", "/proc/PID/ksm_stat (ksm_merge_any)", PRCTL_EXEC_WHY), judge_prctl_exec),
-    (process_rule("process-seccomp", "/proc/PID/status (Seccomp)", SECCOMP_WHY), judge_seccomp),
+    (
+        process_rule(
+            "process-prctl-exec",
+            "/proc/PID/ksm_stat (ksm_merge_any)",
+            PRCTL_EXEC_WHY,
+            Verdict::ALL_BUT_NOT_APPLICABLE,
+        ),
+        judge_prctl_exec,
+    ),
+    (
+        process_rule(
+            "process-seccomp",
+            "/proc/PID/status (Seccomp)",
+            SECCOMP_WHY,
+            &[Verdict::Ok, Verdict::Unknown, Verdict::Warn],
+        ),
+        judge_seccomp,
+    ),
     (
         process_rule(
             "process-scanned",
@@ -73,6 +103,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "ksmd scans the processes in turn, and merges a page in its second scan at the earliest. From 6.7 to 6.9 \
              it never scanned a process that had inherited the prctl flag over exec (\"mm/ksm: fix ksm exec support \
              for prctl\", 6.10 and stable).",
+            Verdict::ALL_BUT_FAIL,
         ),
         judge_scanned,
     ),
@@ -82,6 +113,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "/proc/PID/ksm_stat (ksm_merging_pages, ksm_zero_pages), /proc/PID/smaps (KSM)",
             "If ksmd has scanned the process and merged nothing, there may be no duplicates, or they change between \
              two passes. A census tells which.",
+            Verdict::ALL_BUT_FAIL,
         ),
         judge_merging,
     ),
@@ -91,23 +123,35 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
             "/proc/PID/ksm_stat (ksm_process_profit)",
             "ksmd keeps 64 bytes of metadata for each page it scans: below one merged page in 64, the process costs \
              memory.",
+            Verdict::ALL_BUT_NOT_APPLICABLE,
         ),
         judge_profit,
     ),
-    (process_rule("process-keys", "/proc/PID/cmdline", KEYS_WHY), judge_keys),
+    (
+        process_rule("process-keys", "/proc/PID/cmdline", KEYS_WHY, &[Verdict::Ok, Verdict::Unknown, Verdict::Warn]),
+        judge_keys,
+    ),
 ];
 
-const PACE_RULE: RuleInfo = process_rule(
+static PACE_RULE: RuleInfo = process_rule(
     "process-pace",
     "/sys/kernel/mm/ksm/pages_to_scan, /sys/kernel/mm/ksm/sleep_millisecs",
     "A page is merged in the second pass over all enrolled memory of the host that finds it unchanged.",
+    Verdict::ALL,
 );
 
-const REGION_RULE: RuleInfo = process_rule(
+static REGION_RULE: RuleInfo = process_rule(
     "process-region",
     "/proc/PID/smaps (VmFlags)",
     "KSM takes private anonymous pages only; nothing of this region is ever merged.",
+    &[Verdict::Warn],
 );
+
+/// All rules about a process.
+#[cfg(test)]
+pub(super) fn rules() -> impl Iterator<Item = &'static RuleInfo> {
+    PROCESS_RULES.iter().map(|(rule, _)| rule).chain([&PACE_RULE, &REGION_RULE])
+}
 
 pub(super) fn examine(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
     let pid = facts.process.id.pid;

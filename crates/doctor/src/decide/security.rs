@@ -5,7 +5,7 @@
 
 use super::enrollment::join_first_names;
 use super::host_processes::{HostProcesses, total};
-use super::{HostFacts, HostRule, ProcessFacts, RuleInfo, RuleResult};
+use super::{HostFacts, HostRule, ProcessFacts, RuleInfo, RuleResult, Verdict};
 use pagefold_base::units::Bytes;
 use std::collections::BTreeMap;
 
@@ -16,15 +16,28 @@ pub(super) const RULES: &[HostRule] = &[
             source: "/proc/*/smaps (mg), /proc/*/status (Uid)",
             why: DOMAINS_WHY,
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_domains,
     },
     HostRule {
-        rule: RuleInfo { id: "ksm-keys", source: "/proc/*/cmdline", why: KEYS_WHY, needs_ksm: true },
+        rule: RuleInfo {
+            id: "ksm-keys",
+            source: "/proc/*/cmdline",
+            why: KEYS_WHY,
+            needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
+        },
         judge: judge_keys,
     },
     HostRule {
-        rule: RuleInfo { id: "ksm-opt-out", source: "/proc/*/cmdline", why: OPT_OUT_WHY, needs_ksm: true },
+        rule: RuleInfo {
+            id: "ksm-opt-out",
+            source: "/proc/*/cmdline",
+            why: OPT_OUT_WHY,
+            needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
+        },
         judge: judge_opt_out,
     },
 ];

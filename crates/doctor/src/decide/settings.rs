@@ -18,6 +18,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "Without CONFIG_KSM the kernel merges nothing: madvise(MADV_MERGEABLE) fails with EINVAL, and so \
                   does prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: false,
+            verdicts: &[Verdict::Ok, Verdict::Unknown, Verdict::Fail],
         },
         judge: judge_kernel,
     },
@@ -28,6 +29,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd merges only while run is 1, and the kernel's default is 0. 0 keeps what is merged; 2 stops and \
                   unmerges everything.",
             needs_ksm: true,
+            verdicts: Verdict::ALL,
         },
         judge: judge_run,
     },
@@ -38,6 +40,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "A page is merged in the second pass that finds it unchanged, so merging takes two passes at least; \
                   pages that live shorter are never merged. The kernel's defaults are for demonstration.",
             needs_ksm: true,
+            verdicts: Verdict::ALL,
         },
         judge: judge_pace,
     },
@@ -48,6 +51,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "The advisor sets pages_to_scan so that a pass takes its target, 200 s unless changed. Where there \
                   is little to scan it makes ksmd slower than its default.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_advisor_pace,
     },
@@ -59,6 +63,7 @@ pub(super) const RULES: &[HostRule] = &[
                   That takes much less CPU time, but a copy of an old page is found a few passes later. Skipped pages \
                   move from pages_unshared to pages_volatile.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_smart_scan,
     },
@@ -69,6 +74,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "Zero pages can be mapped to the kernel's zero page instead of being merged with each other. That \
                   keeps no copy and no chain. It takes effect for pages merged after the change.",
             needs_ksm: true,
+            verdicts: &[Verdict::NotApplicable, Verdict::Ok, Verdict::Unknown],
         },
         judge: judge_zero_pages,
     },
@@ -79,6 +85,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "A content with more than max_page_sharing copies keeps one further frame for each max_page_sharing \
                   mappings. That bounds how long reclaim and migration take over one frame, and costs those frames.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_sharing_limit,
     },
@@ -89,6 +96,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "A merged page lies on one NUMA node and is remote for all other nodes, and NUMA balancing skips it. \
                   With 0 each node keeps a copy of its own.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_nodes,
     },
@@ -99,6 +107,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd corrects its counters when it scans a page again. Until then they count pages that were \
                   written, freed or not scanned yet; smaps and PSS are right at any time.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         judge: judge_counters,
     },

@@ -3,7 +3,7 @@
 use super::enrollment::join_first_names;
 use super::host_processes::HostProcesses;
 use super::settings::{advisor_is_on, ksm};
-use super::{HostFacts, HostRule, MissingReading, RuleInfo, RuleResult, is_set_command, require, set_command};
+use super::{HostFacts, HostRule, MissingReading, RuleInfo, RuleResult, Verdict, is_set_command, require, set_command};
 use pagefold_base::tuner::Tuner;
 
 pub(super) const RULES: &[HostRule] = &[
@@ -14,6 +14,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "These daemons set run, pages_to_scan and sleep_millisecs by rules of their own, mostly by free \
                   memory. Manual settings last until their next update, and with enough free memory they stop ksmd.",
             needs_ksm: true,
+            verdicts: Verdict::ALL,
         },
         judge: judge_tuners,
     },
@@ -24,6 +25,7 @@ pub(super) const RULES: &[HostRule] = &[
             why: "While the advisor is on, a write to pages_to_scan fails with EINVAL; the daemons ignore the error, \
                   and only their run and sleep_millisecs take effect. Each write of advisor_mode resets pages_to_scan.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_WARN,
         },
         judge: judge_advisor_writer,
     },

@@ -21,12 +21,15 @@ struct TunerRow {
     paths: &'static [&'static str],
     /// Whether it writes them again and again, so that a change would not last.
     repeats: bool,
+    /// Whether it defines virtual machines.
+    defines_machines: bool,
 }
 
 const KSM: &str = "sys/kernel/mm/ksm/";
 
 /// Names and settings: tuned 2.24 `profiles/*/tuned.conf`; ksmtuned 4.20150326; numad 0.5 `numad.c` (writes cpusets and
-/// `khugepaged/scan_sleep_millisecs`); KubeVirt `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; irqbalance 1.9
+/// `khugepaged/scan_sleep_millisecs`); KubeVirt `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; Harvester
+/// node-manager `pkg/ksmtuned`; Kata ksm-throttler `throttler.go`; irqbalance 1.9
 /// (`/proc/irq/*/smp_affinity`); power-profiles-daemon 0.21 (energy preference and governor).
 const TUNERS: &[TunerRow] = &[
     TunerRow {
@@ -39,6 +42,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &["proc/sys/", "sys/kernel/mm/transparent_hugepage/", "sys/devices/system/cpu/", "sys/block/", KSM],
         repeats: false,
+        defines_machines: false,
     },
     TunerRow {
         names: &["ksmtuned", "ksmctl"],
@@ -49,6 +53,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &[KSM],
         repeats: true,
+        defines_machines: false,
     },
     TunerRow {
         names: &["numad"],
@@ -62,6 +67,7 @@ const TUNERS: &[TunerRow] = &[
             "proc/sys/kernel/numa_balancing",
         ],
         repeats: true,
+        defines_machines: false,
     },
     TunerRow {
         names: &["virt-handler"],
@@ -72,6 +78,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &[KSM],
         repeats: true,
+        defines_machines: true,
     },
     TunerRow {
         names: &["momd"],
@@ -82,6 +89,29 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &[KSM],
         repeats: true,
+        defines_machines: false,
+    },
+    TunerRow {
+        names: &["harvester-node-manager"],
+        conflict: Conflict {
+            program: "Harvester (node-manager)",
+            writes: "settings of KSM, by its Ksmtuned resource",
+            remedy: "change the Ksmtuned resource of this node",
+        },
+        paths: &[KSM],
+        repeats: true,
+        defines_machines: false,
+    },
+    TunerRow {
+        names: &["ksm-throttler", "kata-ksm-throttler", "vc-throttler"],
+        conflict: Conflict {
+            program: "Kata ksm-throttler",
+            writes: "settings of KSM, at each start of a virtual machine",
+            remedy: "stop it: systemctl disable --now kata-ksm-throttler",
+        },
+        paths: &[KSM],
+        repeats: true,
+        defines_machines: false,
     },
     TunerRow {
         names: &["pve-firewall", "pvestatd", "pvedaemon"],
@@ -92,6 +122,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &[],
         repeats: false,
+        defines_machines: true,
     },
     TunerRow {
         names: &["libvirtd", "virtqemud"],
@@ -102,6 +133,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &[],
         repeats: false,
+        defines_machines: true,
     },
     TunerRow {
         names: &["irqbalance"],
@@ -112,6 +144,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &["proc/irq/"],
         repeats: true,
+        defines_machines: false,
     },
     TunerRow {
         names: &["power-profiles-daemon"],
@@ -122,6 +155,7 @@ const TUNERS: &[TunerRow] = &[
         },
         paths: &["sys/devices/system/cpu/"],
         repeats: false,
+        defines_machines: false,
     },
 ];
 
@@ -138,9 +172,7 @@ pub fn find_conflicts<'a>(
 ) -> Vec<Conflict> {
     let concerns = |row: &&TunerRow| {
         let mut written = paths.clone();
-        written.any(|path| row.paths.iter().any(|prefix| path.starts_with(prefix)))
-            || machines && row.conflict.writes.contains("definitions")
-            || machines && row.conflict.writes.contains("defines")
+        written.any(|path| row.paths.iter().any(|prefix| path.starts_with(prefix))) || machines && row.defines_machines
     };
     running_rows(running).filter(concerns).map(|row| row.conflict).collect()
 }

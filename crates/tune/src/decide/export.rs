@@ -28,6 +28,10 @@ pub struct Settings {
     pub boot: (Vec<String>, Vec<String>),
 }
 
+/// The beginning of the message about a parameter of the kernel's command line in tasks for Ansible. No module of Ansible
+/// changes the command line of each boot loader.
+pub const BOOT_MESSAGE: &str = "The kernel command line is to be ";
+
 const NOTE: &str = "Written by `pagefold tune export`.";
 
 /// The settings in a format. What the format cannot express is named in comments.
@@ -87,8 +91,12 @@ fn render_tuned(settings: &Settings) -> String {
             let _ = write!(text, "\n[{name}]\n{}\n", lines.join("\n"));
         }
     };
-    section("sysctl", sysctls(settings).map(|(name, value)| format!("{name}={value}")).collect());
-    section("sysfs", other_writes(settings).map(|(path, value)| format!("/{path}={value}")).collect());
+    let line = |name: &str, value: &str| match is_plain_for_tuned(value) {
+        true => format!("{name}={value}"),
+        false => format!("# not a value for tuned: {name}={value}"),
+    };
+    section("sysctl", sysctls(settings).map(|(name, value)| line(&name, value)).collect());
+    section("sysfs", other_writes(settings).map(|(path, value)| line(&format!("/{path}"), value)).collect());
     section(
         "modules",
         settings.modules.iter().map(|(module, options)| format!("{module}={}", join(options))).collect(),
@@ -99,6 +107,12 @@ fn render_tuned(settings: &Settings) -> String {
     let lines = parameters.iter().enumerate().map(|(number, word)| format!("cmdline_pagefold{number}={word}"));
     section("bootloader", lines.collect());
     text
+}
+
+/// Whether tuned takes a value as it is: it evaluates variables, and removes quotes (2.24, `tuned/profiles/variables.py`).
+pub fn is_plain_for_tuned(value: &str) -> bool {
+    let is_quoted = value.len() > 1 && value.starts_with('"') && value.ends_with('"');
+    !is_quoted && !value.contains("${")
 }
 
 fn join(options: &BTreeMap<String, String>) -> String {
@@ -132,6 +146,11 @@ fn yaml_string(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
+/// A value as an argument of tmpfiles.d(5), in which a percent sign begins a specifier and a backslash an escape.
+fn tmpfiles_argument(value: &str) -> String {
+    value.replace('%', "%%").replace('\\', "\\\\")
+}
+
 fn render_ansible(settings: &Settings) -> String {
     let mut text = format!("# {NOTE} Tasks for hosts with Linux; the collection ansible.posix is needed.\n---\n");
     let length = text.len();
@@ -146,8 +165,9 @@ fn render_ansible(settings: &Settings) -> String {
         );
     }
     // systemd-tmpfiles writes these at each boot.
-    let lines: Vec<String> =
-        other_writes(settings).map(|(path, value)| format!("w /{path} - - - - {value}\n")).collect();
+    let lines: Vec<String> = other_writes(settings)
+        .map(|(path, value)| format!("w /{path} - - - - {}\n", tmpfiles_argument(value)))
+        .collect();
     if !lines.is_empty() {
         let _ = write!(
             text,
@@ -169,7 +189,7 @@ fn render_ansible(settings: &Settings) -> String {
         );
     }
     for parameter in settings.boot.0.iter().map(|remove| format!("without {remove}")).chain(settings.boot.1.clone()) {
-        let message = yaml_string(&format!("The kernel command line is to be {parameter}"));
+        let message = yaml_string(&format!("{BOOT_MESSAGE}{parameter}"));
         let _ = write!(text, "- name: Kernel command line\n  ansible.builtin.debug:\n    msg: {message}\n");
     }
     if text.len() == length {

@@ -1,11 +1,16 @@
-//! What a file of another program would set: a profile of tuned, a file of sysctl.d or of modprobe.d.
+//! What a file of another program would set: a profile of tuned, a file of sysctl.d or of modprobe.d, a playbook of
+//! Ansible.
 //!
 //! The changes go through the same plan as those of findings. Lines that Pagefold does not carry out are named with the
 //! reason, never skipped silently.
 
+pub mod ansible;
+mod yaml;
+
 use super::modprobe::{normal_name, parse_options};
 use super::{Proposal, TuneState};
 use pagefold_doctor::decide::change::SettingChange;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// The format of a file.
@@ -17,6 +22,13 @@ pub enum ImportFormat {
     Sysctl,
     /// modprobe.d(5): `options MODULE NAME=VALUE`.
     Modprobe,
+    /// A playbook or a list of tasks for Ansible.
+    Ansible,
+}
+
+impl ImportFormat {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Tuned, Self::Sysctl, Self::Modprobe, Self::Ansible];
 }
 
 impl fmt::Display for ImportFormat {
@@ -25,6 +37,7 @@ impl fmt::Display for ImportFormat {
             Self::Tuned => "a tuned profile",
             Self::Sysctl => "a sysctl.d file",
             Self::Modprobe => "a modprobe.d file",
+            Self::Ansible => "an Ansible playbook",
         })
     }
 }
@@ -65,10 +78,12 @@ const TUNED_OPTIONS: &[(&str, &str, &str)] = &[
     ("scheduler", "sched_min_granularity_ns", "sys/kernel/debug/sched/min_granularity_ns"),
 ];
 
-/// The format of a text: a section makes a profile of tuned, a line `options` a file of modprobe.d.
+/// The format of a text: a section makes a profile of tuned, a line `options` a file of modprobe.d, and the start of a
+/// document or a list of YAML a playbook.
 pub fn identify_format(text: &str) -> ImportFormat {
     let mut lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with(['#', ';']));
     match lines.next() {
+        Some(line) if line == "---" || line.starts_with("- ") => ImportFormat::Ansible,
         Some(line) if line.starts_with('[') => ImportFormat::Tuned,
         Some(line)
             if ["options ", "install ", "blacklist ", "alias ", "softdep ", "remove "]
@@ -83,6 +98,9 @@ pub fn identify_format(text: &str) -> ImportFormat {
 
 /// The changes of a text.
 pub fn parse(text: &str, format: ImportFormat) -> Imported {
+    if format == ImportFormat::Ansible {
+        return ansible::parse(text);
+    }
     let mut imported = Imported::default();
     let mut section = String::new();
     for (index, line) in text.lines().enumerate() {
@@ -93,6 +111,7 @@ pub fn parse(text: &str, format: ImportFormat) -> Imported {
         let parsed = match format {
             ImportFormat::Sysctl => parse_sysctl(trimmed, &mut imported),
             ImportFormat::Modprobe => parse_modprobe(trimmed, &mut imported),
+            ImportFormat::Ansible => break,
             ImportFormat::Tuned => match trimmed.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
                 Some(name) => {
                     name.trim().clone_into(&mut section);
@@ -125,6 +144,9 @@ fn parse_sysctl(line: &str, imported: &mut Imported) -> Result<(), String> {
     if name.contains('*') {
         return Err("a pattern of sysctls is not carried out: name each one".to_owned());
     }
+    if value.is_empty() {
+        return Err("it has no value".to_owned());
+    }
     imported.changes.push(SettingChange::Write { path: sysctl_path(name), value: value.to_owned() });
     Ok(())
 }
@@ -146,6 +168,9 @@ fn parse_tuned(section: &str, line: &str, imported: &mut Imported) -> Result<(),
     let (name, value) = (name.trim(), strip_tuned_value(value));
     if value.contains("${") {
         return Err("it uses a variable or a function of tuned".to_owned());
+    }
+    if value.is_empty() {
+        return Err("it has no value".to_owned());
     }
     match section {
         "main" => match name {
@@ -195,7 +220,8 @@ fn strip_tuned_value(value: &str) -> &str {
 }
 
 impl Imported {
-    /// The proposal for a host with these settings, where patterns stand for the settings that it has.
+    /// The proposal for a host with these settings, where patterns stand for the settings that it has. The last value of
+    /// a setting is proposed, as it is the one that the other program leaves.
     pub fn proposal(&self, name: &str, state: &TuneState) -> Proposal {
         let mut changes = self.changes.clone();
         for (pattern, value) in &self.patterns {
@@ -205,6 +231,15 @@ impl Imported {
                 .filter(|(path, present)| present.is_ok() && super::profile::matches_pattern(pattern, path));
             changes.extend(present.map(|(path, _)| SettingChange::Write { path: path.clone(), value: value.clone() }));
         }
+        let subject = |change: &SettingChange| match change {
+            SettingChange::Write { path, .. } => Some(path.clone()),
+            SettingChange::ModuleParameter { module, parameter, .. } => Some(format!("{module}.{parameter}")),
+            SettingChange::BootParameter { .. } | SettingChange::VmDefinition { .. } => None,
+        };
+        let mut set_later = BTreeSet::new();
+        changes.reverse();
+        changes.retain(|change| subject(change).is_none_or(|subject| set_later.insert(subject)));
+        changes.reverse();
         Proposal {
             rule: "import".to_owned(),
             title: name.to_owned(),
@@ -277,10 +312,18 @@ mod tests {
         assert_eq!(proposal.changes.last(), Some(&write(governor, "performance")));
     }
 
+    #[test]
+    fn last_value_of_a_setting_is_proposed() {
+        let imported = parse("vm.swappiness=10\nvm.stat_interval=5\nvm.swappiness=20\n", ImportFormat::Sysctl);
+        let proposal = imported.proposal("test", &TuneState::default());
+        let expected = [write("proc/sys/vm/stat_interval", "5"), write("proc/sys/vm/swappiness", "20")];
+        assert_eq!(proposal.changes, expected);
+    }
+
     proptest! {
         #[test]
         fn every_line_is_carried_out_or_named(text in "[\\[\\]a-z0-9.=/ #;*+\\-\"\n]{0,300}") {
-            for format in [ImportFormat::Tuned, ImportFormat::Sysctl, ImportFormat::Modprobe, identify_format(&text)] {
+            for format in ImportFormat::ALL {
                 let imported = parse(&text, format);
                 let lines = text.lines().count();
                 prop_assert!(imported.ignored.iter().all(|line| (1..=lines).contains(&line.number)));

@@ -45,7 +45,8 @@ impl Proposal {
 
     fn from_finding(finding: &Finding) -> Self {
         let process = match finding.scope {
-            Scope::Host => String::new(),
+            // Findings about domains that do not run have no changes.
+            Scope::Host | Scope::IdleDomain(_) => String::new(),
             Scope::Process(id) | Scope::Guest(id) => format!(" (process {})", id.pid),
         };
         Self {

@@ -3,7 +3,7 @@
 use super::facts::SettingFacts;
 use super::{Judge, SettingRule, has_cpu_flag, is_virtual, require_command_lines, with_boot_parameter, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
-use crate::decide::{HostFacts, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) const RULES: &[SettingRule] = &[
@@ -14,6 +14,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Guests get the fast clock kvmclock only while the host uses the TSC. With hpet or acpi_pm each \
                   reading of the time in the host is a slow access to a device, and in a guest a system call.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "tsc",
         details: SettingDetails {
@@ -34,6 +35,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A guest's load does not show in its short runs, so governors that follow load clock a busy guest \
                   down.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "performance, or powersave of a driver that has no others than these two",
         details: SettingDetails {
@@ -53,6 +55,7 @@ pub(super) const RULES: &[SettingRule] = &[
             source: "/sys/devices/system/cpu/cpu*/cpuidle/state*",
             why: "A CPU in a deep idle state takes its exit latency to run a virtual CPU that was woken.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "no enabled state with an exit latency above 200 us",
         details: SettingDetails {
@@ -74,6 +77,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Hardware threads of one core share buffers and caches. On affected CPUs a guest on one thread can \
                   read data of a guest on the other.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "off on affected CPUs whose guests do not trust each other",
         details: SettingDetails {
@@ -94,6 +98,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "mitigations=off removes the barriers between guests, and between a guest and the host, on affected \
                   CPUs.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "no mitigations=off",
         details: SettingDetails {

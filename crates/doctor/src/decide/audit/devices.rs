@@ -4,7 +4,7 @@ use super::facts::VmFacts;
 use super::memory::{bound_nodes, node_cpus};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::IdSet;
 use pagefold_base::identity::thread_role::ThreadRole;
 
@@ -16,6 +16,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "An NVMe disk orders its requests itself, in many queues. A scheduler of the host only adds locks \
                   and CPU time.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "none",
         details: SettingDetails {
@@ -35,6 +36,7 @@ pub(super) const RULES: &[SettingRule] = &[
             source: "/proc/sys/kernel/io_uring_disabled",
             why: "A machine with aio=io_uring runs on, but does not start again once io_uring is disabled.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "0 while a machine uses io_uring",
         details: SettingDetails {
@@ -55,6 +57,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A vhost worker copies packets between guest RAM and the host's. On another node than its machine, \
                   each packet crosses the link between nodes.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "vhost workers may run only on the nodes of the machine",
         details: SettingDetails {
@@ -71,10 +74,11 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "device-node",
-            source: "/sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status",
+            source: "/sys/bus/pci/devices/*/class, /sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status",
             why: "A device that is passed through writes to guest RAM. If it is attached to another node, all of its \
                   data crosses the link between nodes.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "passed-through devices are on a node of the machine",
         details: SettingDetails {
@@ -179,6 +183,16 @@ fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
         .verify(format!("taskset -pc {}", astray[0].tid)))
 }
 
+/// The kind of a PCI device by its class, as a prefix (include/linux/pci_ids.h).
+fn device_kind(class: &str) -> &'static str {
+    match class.get(..6) {
+        Some("0x0108") => "NVMe ",
+        Some("0x0200") => "NIC ",
+        Some("0x0300" | "0x0302") => "GPU ",
+        _ => "",
+    }
+}
+
 fn judge_device_node(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     if let Some(Err(absent)) = &vm.definition {
         let reading_name = format!("/proc/{}/cmdline", vm.process.pid);
@@ -196,7 +210,8 @@ fn judge_device_node(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleRe
         let text = facts.settings.find_text(&format!("sys/bus/pci/devices/{address}/numa_node"))?;
         // -1: the firmware does not tell.
         let Some(node) = text.and_then(|text| text.parse::<u32>().ok()) else { continue };
-        shown.push(format!("{address} on node {node}"));
+        let class = facts.settings.find_text(&format!("sys/bus/pci/devices/{address}/class"))?;
+        shown.push(format!("{}{address} on node {node}", class.map_or("", device_kind)));
         is_remote |= !nodes.contains(node);
     }
     if shown.is_empty() {

@@ -6,6 +6,7 @@ use pagefold_base::IdSet;
 use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
+use pagefold_base::libvirt::LibvirtDefinition;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Pid, ProcessId};
 use std::collections::BTreeMap;
@@ -28,6 +29,8 @@ pub struct SettingFacts {
     pub directories: BTreeMap<String, Reading<Vec<String>>>,
     /// The virtual machines, in any order.
     pub vms: Vec<VmFacts>,
+    /// The domains of libvirt that are defined and do not run, by name. Their process is 0, and they have no threads.
+    pub idle_domains: Vec<VmFacts>,
 }
 
 /// A virtual machine.
@@ -45,6 +48,8 @@ pub struct VmFacts {
     pub threads: Reading<Vec<VmThread>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
+    /// libvirt's persistent definition, with which it starts the next time; `None` if libvirt has none.
+    pub next_definition: Option<Reading<LibvirtDefinition>>,
     /// What the agent in the guest answered; `None` if it was not asked.
     pub guest: Option<Reading<GuestFacts>>,
 }

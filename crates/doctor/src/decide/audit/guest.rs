@@ -6,7 +6,7 @@
 use super::facts::{GuestFacts, VmFacts, malformed_in_guest};
 use super::{Judge, SettingRule, is_overcommitted};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::{Absent, Reading};
 
@@ -24,6 +24,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "With hpet or acpi_pm each reading of the time in the guest is an exit to QEMU; jiffies advance only \
                   with the timer. tsc and kvm-clock are read without an exit.",
             needs_ksm: false,
+            verdicts: Verdict::ALL,
         },
         expected: "tsc or kvm-clock; tsc where the guest's CPU has an invariant TSC",
         details: SettingDetails {
@@ -48,6 +49,7 @@ pub(super) const RULES: &[SettingRule] = &[
                   KVM (kvm-poll-control), both poll, one after the other. On an over-committed host polling takes CPUs \
                   from other guests.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "not haltpoll on an over-committed host; with haltpoll, kvm-poll-control on or halt_poll_ns 0",
         details: SettingDetails {
@@ -68,6 +70,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Stolen time is time in which a virtual CPU had work and waited for a CPU of the host. Locks that it \
                   holds meanwhile delay the whole guest.",
             needs_ksm: false,
+            verdicts: Verdict::ALL,
         },
         expected: "at most 10 % of the CPU time since the guest's boot",
         details: SettingDetails {
@@ -89,6 +92,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A guest that does not bring up a CPU is slower than it is defined, and nothing on the host shows it: \
                   guests have booted with one CPU after a change of EPT.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_WARN,
         },
         expected: "each virtual CPU of the machine is online in the guest",
         details: SettingDetails {
@@ -110,6 +114,7 @@ pub(super) const RULES: &[SettingRule] = &[
                   ticks, and those of a busy CPU take well below a percent of it. A periodic timer of 1000 Hz also \
                   wakes idle guests on an over-committed host.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "no periodic timer of 1000 Hz on an over-committed host",
         details: SettingDetails {

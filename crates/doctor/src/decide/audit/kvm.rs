@@ -4,7 +4,7 @@
 use super::facts::SettingFacts;
 use super::{Judge, SettingRule, has_cpu_flag, is_overcommitted, with_parameter};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult};
+use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict};
 use pagefold_base::reading::Absent;
 
 pub(super) const RULES: &[SettingRule] = &[
@@ -15,6 +15,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Without nested page tables (EPT, NPT) each change of a guest's page tables traps into KVM. Faults \
                   and context switches in the guest become several times slower.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_WARN,
         },
         expected: "on",
         details: SettingDetails {
@@ -38,6 +39,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Pause-loop exiting stops a virtual CPU that spins on a lock, and runs the one that may hold it. On \
                   an over-committed host a guest without it spins for whole time slices.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "the kernel's defaults; off only without over-commit",
         details: SettingDetails {
@@ -59,6 +61,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A virtual CPU that halts is polled for this long before its CPU is released. That shortens \
                   wake-ups, and takes CPU time and power from other guests.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "at most 200000 ns; at most 50000 ns when virtual CPUs outnumber CPUs",
         details: SettingDetails {
@@ -80,6 +83,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "KVM splits huge pages that a guest executes, against a machine check in the instruction TLB of \
                   some CPUs. On other CPUs that only costs TLB misses.",
             needs_ksm: false,
+            verdicts: Verdict::ALL,
         },
         expected: "off where the CPU is not affected, else on",
         details: SettingDetails {
@@ -99,6 +103,7 @@ pub(super) const RULES: &[SettingRule] = &[
             source: "/sys/module/kvm_intel/parameters/enable_apicv, /sys/module/kvm_amd/parameters/avic",
             why: "With a virtual APIC in the CPU, most interrupts reach a guest without an exit.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on where the CPU has it",
         details: SettingDetails {
@@ -119,6 +124,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "The TDP MMU handles page faults of several virtual CPUs at once; the older code takes one lock for \
                   the whole guest.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on",
         details: SettingDetails {
@@ -140,6 +146,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Nested virtualization is a large interface between a guest and the host's kernel. A host whose \
                   guests run no virtual machines does not need it.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "off, unless a guest runs virtual machines",
         details: SettingDetails {

@@ -3,7 +3,7 @@
 use super::facts::{SettingFacts, VmFacts};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict};
 use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeMap;
 
@@ -15,6 +15,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "NUMA balancing moves memory to the node whose CPUs use it. Guests whose virtual CPUs are bound to \
                   one node each gain nothing, and still take its page faults.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "1, unless all virtual CPUs are bound to nodes: then 0",
         details: SettingDetails {
@@ -35,6 +36,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "With zone reclaim, a full node drops its page cache or swaps guests out while other nodes have free \
                   memory.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "0",
         details: SettingDetails {
@@ -55,6 +57,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Guest RAM in huge pages saves TLB misses, of which a guest has two kinds. QEMU asks for huge pages \
                   with madvise, which never refuses.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "madvise or always",
         details: SettingDetails {
@@ -75,6 +78,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Guest RAM that is shared with other processes (share=on, memfd) is shared memory, which has a \
                   setting for huge pages of its own. Its default is never.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "advise, within_size or always while a machine has shared memory",
         details: SettingDetails {
@@ -95,6 +99,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A machine in huge pages of the pool starts only on a node with enough of them, and takes remote \
                   ones otherwise.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "the same number on each node, or none",
         details: SettingDetails {
@@ -122,6 +127,20 @@ pub(super) fn node_cpus(settings: &SettingFacts) -> Result<BTreeMap<u32, IdSet>,
         }
     }
     Ok(nodes)
+}
+
+/// The memory of each node that tells it, in bytes (drivers/base/node.c, `node_read_meminfo`).
+pub(super) fn node_memory(settings: &SettingFacts) -> Result<Vec<u64>, MissingReading> {
+    let mut sizes = Vec::new();
+    for node in settings.numbered(NODES, "node")? {
+        let path = format!("{NODES}/node{node}/meminfo");
+        let Some(text) = settings.find_text(&path)? else { continue };
+        let total = text.lines().find_map(|line| line.split_once("MemTotal:")?.1.trim().strip_suffix("kB"));
+        let kibibytes = total.and_then(|total| total.trim().parse::<u64>().ok());
+        let bytes = kibibytes.and_then(|kibibytes| kibibytes.checked_mul(1 << 10));
+        sizes.push(bytes.ok_or_else(|| super::facts::malformed(&path, text))?);
+    }
+    Ok(sizes)
 }
 
 /// The nodes to which the virtual CPUs of a machine are bound; `None` if one of them may run on several nodes.

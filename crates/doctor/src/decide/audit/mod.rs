@@ -15,7 +15,7 @@ mod kvm;
 mod memory;
 mod scheduling;
 #[cfg(test)]
-mod tests;
+pub(in crate::decide) mod tests;
 mod vm;
 
 use super::change::{SettingChange, SettingDetails};
@@ -70,6 +70,8 @@ enum Judge {
     Host(fn(&RuleInfo, &HostFacts) -> RuleResult),
     /// Each virtual machine.
     Vm(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
+    /// Each virtual machine and each domain of libvirt that does not run: the rule reads the definition only.
+    Definition(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
     /// The guest in each virtual machine whose agent was asked.
     Guest(fn(&RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult),
 }
@@ -119,6 +121,12 @@ pub fn rule_summaries() -> Vec<RuleSummary> {
     GROUPS.iter().flat_map(|(topic, rules)| rules.iter().map(|rule| summary(*topic, rule))).collect()
 }
 
+/// All rules about settings.
+#[cfg(test)]
+pub(super) fn rules() -> impl Iterator<Item = &'static RuleInfo> {
+    GROUPS.iter().flat_map(|(_, rules)| rules.iter().map(|rule| &rule.rule))
+}
+
 /// The topic of a rule; rules of no other topic are about KSM.
 pub fn topic_of_rule(id: &str) -> Topic {
     let group = GROUPS.iter().find(|(_, rules)| rules.iter().any(|rule| rule.rule.id == id));
@@ -132,11 +140,18 @@ pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
     for rule in rules() {
         match rule.judge {
             Judge::Host(judge) => findings.push(rule.complete(judge_host(rule, judge, facts), Scope::Host)),
-            Judge::Vm(judge) => findings.extend(facts.settings.vms.iter().map(|vm| {
-                let mut finding = rule.complete(judge(&rule.rule, vm, facts), Scope::Process(vm.process));
-                finding.source = finding.source.replace("PID", &vm.process.pid.to_string());
-                finding
-            })),
+            Judge::Vm(judge) => findings.extend(facts.settings.vms.iter().map(|vm| judge_vm(rule, judge, vm, facts))),
+            Judge::Definition(judge) => {
+                findings.extend(facts.settings.vms.iter().map(|vm| judge_vm(rule, judge, vm, facts)));
+                let domains = facts.settings.idle_domains.iter().enumerate();
+                findings.extend(domains.map(|(position, domain)| {
+                    let mut finding = rule.complete(judge(&rule.rule, domain, facts), Scope::IdleDomain(position));
+                    finding.source = finding.source.replace(vm::COMMAND_LINE, &definition_source(&domain.name));
+                    // No process stands for it in a plan.
+                    finding.changes.clear();
+                    finding
+                }));
+            }
             Judge::Guest(judge) => findings.extend(facts.settings.vms.iter().filter_map(|vm| {
                 let result = guest::judge(&rule.rule, judge, vm, vm.guest.as_ref()?, facts);
                 let mut finding = rule.complete(result, Scope::Guest(vm.process));
@@ -146,6 +161,22 @@ pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
         }
     }
     findings
+}
+
+fn judge_vm(
+    rule: &'static SettingRule,
+    judge: fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult,
+    vm: &VmFacts,
+    facts: &HostFacts,
+) -> Finding {
+    let mut finding = rule.complete(judge(&rule.rule, vm, facts), Scope::Process(vm.process));
+    finding.source = finding.source.replace("PID", &vm.process.pid.to_string());
+    finding
+}
+
+/// The file of a domain's definition.
+fn definition_source(name: &str) -> String {
+    format!("/etc/libvirt/qemu/{}.xml", name.escape_debug())
 }
 
 /// Without the list of modules, which each Linux has, no setting of the host was read at all.

@@ -3,7 +3,7 @@
 use super::facts::{SettingFacts, malformed};
 use super::{Judge, SettingRule, is_overcommitted, online_cpus, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, require};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeSet;
 
@@ -15,6 +15,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Settings of the scheduler that newer kernels no longer have are ignored with a message at boot. \
                   What they were meant to tune is not tuned.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "no setting kernel.sched_* that this kernel does not have",
         details: SettingDetails {
@@ -35,6 +36,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Autogroup shares CPU time among sessions. A machine of many virtual CPUs in a session of its own \
                   gets no more than one shell. It affects processes in the root cgroup only.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "0 while machines run in the root cgroup",
         details: SettingDetails {
@@ -55,6 +57,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "EEVDF lets a thread run for a slice before another one of equal weight takes its CPU. With short \
                   slices virtual CPUs are preempted more often, also while their guests hold a lock.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "while virtual CPUs outnumber CPUs, at least the kernel's default: 0.7 ms times 1 + log2 of the CPUs, \
                    of which at most 8 count",
@@ -76,6 +79,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Under the model full, a thread that wakes up preempts kernel code at once, such as the exit of a \
                   virtual CPU or a vhost worker. The other models let it end first, with fewer switches.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "none, voluntary or lazy while virtual CPUs outnumber CPUs",
         details: SettingDetails {
@@ -96,6 +100,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "The scheduler puts nothing on isolated CPUs by itself, and does not balance between them. Isolated \
                   CPUs without a bound virtual CPU stay idle; several threads bound to several of them pile up on one.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "each isolated CPU has a virtual CPU bound to it alone",
         details: SettingDetails {
@@ -115,6 +120,7 @@ pub(super) const RULES: &[SettingRule] = &[
             source: "/proc/irq/*/effective_affinity_list, /proc/PID/task/TID/status",
             why: "An interrupt on a CPU that one virtual CPU has for itself makes the guest exit and wait.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "no interrupt on CPUs to which single virtual CPUs are bound",
         details: SettingDetails {

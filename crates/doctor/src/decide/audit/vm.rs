@@ -2,20 +2,21 @@
 //! apply to other monitors.
 
 use super::facts::VmFacts;
-use super::memory::node_cpus;
+use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, require};
-use pagefold_base::count_text;
+use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
+use pagefold_base::{Bytes, count_text};
 use std::collections::BTreeMap;
 
 mod devices;
+mod next_start;
 mod threads;
 
 const UNDO: &str = "restore the definition, then start the machine again";
-const COMMAND_LINE: &str = "/proc/PID/cmdline";
+pub(super) const COMMAND_LINE: &str = "/proc/PID/cmdline";
 
 pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
@@ -25,6 +26,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "The default model qemu64 hides most instructions of the CPU from the guest: it computes, encrypts \
                   and compresses more slowly, and may be told wrong mitigations.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "host, or a model of the CPU's generation",
         details: SettingDetails {
@@ -36,7 +38,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all versions of QEMU",
             citation: "QEMU: docs/system/cpu-models-x86.rst.inc",
         },
-        judge: Judge::Vm(judge_cpu_model),
+        judge: Judge::Definition(judge_cpu_model),
     },
     SettingRule {
         rule: RuleInfo {
@@ -45,6 +47,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A machine that is wider than a node of the host uses memory of several nodes. Without virtual nodes \
                   its kernel does not know which memory is near.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "virtual nodes, each bound to a node of the host, for a machine wider than a node",
         details: SettingDetails {
@@ -56,7 +59,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "QEMU 2.1 and later (memdev=)",
             citation: "QEMU: qemu-options.hx (-numa); hw/core/numa.c",
         },
-        judge: Judge::Vm(judge_virtual_nodes),
+        judge: Judge::Definition(judge_virtual_nodes),
     },
     SettingRule {
         rule: RuleInfo {
@@ -65,6 +68,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "KSM merges private anonymous memory only: no shared memory (share=on, memfd), no huge pages of the \
                   pool and no memory of confidential guests.",
             needs_ksm: true,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "private memory while KSM is on, unless a device needs it shared",
         details: SettingDetails {
@@ -76,7 +80,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all kernels with KSM",
             citation: "mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
         },
-        judge: Judge::Vm(judge_mergeable),
+        judge: Judge::Definition(judge_mergeable),
     },
     SettingRule {
         rule: RuleInfo {
@@ -85,6 +89,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "Without the interfaces of Hyper-V, Windows reads time and sends interrupts by slow emulated \
                   devices, and may time out on a busy host.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "hv-relaxed, hv-vapic, hv-spinlocks and hv-time for Windows",
         details: SettingDetails {
@@ -96,7 +101,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "all versions of QEMU since 2.12",
             citation: "QEMU: docs/system/i386/hyperv.rst",
         },
-        judge: Judge::Vm(judge_hyper_v),
+        judge: Judge::Definition(judge_hyper_v),
     },
     SettingRule {
         rule: RuleInfo {
@@ -105,6 +110,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "These interfaces of KVM replace exits: end of interrupt in memory, interrupts to several CPUs in one \
                   call, and a waiting lock that gives up its CPU. QEMU turns them on with KVM.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "kvm-pv-eoi, kvm-pv-ipi and kvm-pv-unhalt not off",
         details: SettingDetails {
@@ -116,7 +122,7 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "QEMU 1.x (eoi), 2.0 (unhalt), 3.1 (ipi) and later",
             citation: "Documentation/virt/kvm/x86/cpuid.rst; QEMU: target/i386/kvm/kvm-cpu.c (kvm_default_props)",
         },
-        judge: Judge::Vm(judge_pv_features),
+        judge: Judge::Definition(judge_pv_features),
     },
     SettingRule {
         rule: RuleInfo {
@@ -125,6 +131,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "kvm-hint-dedicated tells the guest that its virtual CPUs are never preempted: it spins on locks \
                   instead of yielding. On shared CPUs it spins for a CPU that does not run.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on only if each virtual CPU has a CPU for itself",
         details: SettingDetails {
@@ -145,6 +152,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "With cpu-pm=on an idle guest keeps its CPU in a power state of its own choice. The host sees it as \
                   busy, so other work on that CPU waits.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "on only if each virtual CPU has a CPU for itself",
         details: SettingDetails {
@@ -165,6 +173,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A guest reads time without an exit from the page of kvmclock, or from the TSC if it may rely on it. \
                   Without both it reads emulated devices, which takes microseconds each time.",
             needs_ksm: false,
+            verdicts: Verdict::ALL_BUT_FAIL,
         },
         expected: "kvmclock, or invtsc for a machine that is not migrated",
         details: SettingDetails {
@@ -176,10 +185,11 @@ pub(super) const RULES: &[SettingRule] = &[
             versions: "kvmclock since Linux 2.6.27; guests prefer an invariant TSC since 5.0",
             citation: "arch/x86/kernel/kvmclock.c (kvmclock_init); QEMU: target/i386/cpu.c (invtsc)",
         },
-        judge: Judge::Vm(judge_clock),
+        judge: Judge::Definition(judge_clock),
     },
     threads::THROTTLED,
     threads::STACKED,
+    next_start::NEXT_START,
     devices::IOTHREADS,
     devices::CACHE,
     devices::VHOST,
@@ -222,7 +232,7 @@ fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     Ok(with_option(finding, vm, VmOption::HostCpuModel, "use -cpu host (libvirt: <cpu mode='host-passthrough'/>)"))
 }
 
-/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs.
+/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs, or more memory than any node has.
 fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
@@ -230,22 +240,31 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     };
     let nodes = node_cpus(&facts.settings)?;
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
+    let largest = node_memory(&facts.settings)?.into_iter().max();
     let vcpus = vm.vcpu_count()?;
     let virtual_nodes = &definition.virtual_nodes;
+    let shown_bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
     let value = format!(
-        "{}, {}, nodes of {}",
+        "{}, {}, {}; nodes of {} and {}",
         count_text(vcpus, "virtual CPU"),
+        shown_bytes(definition.memory_bytes),
         count_text(virtual_nodes.len(), "virtual node"),
-        count_text(widest, "CPU")
+        count_text(widest, "CPU"),
+        shown_bytes(largest)
     );
     if nodes.len() < 2 {
         return Ok(rule.not_applicable("the host has one node", value));
     }
-    if vcpus <= widest {
+    let parts_by_memory = match (definition.memory_bytes, largest) {
+        (Some(bytes), Some(largest)) if largest > 0 => bytes.div_ceil(largest),
+        _ => 1,
+    };
+    let parts = parts_by_memory.max(vcpus.div_ceil(widest));
+    if parts <= 1 {
         return Ok(rule.ok("the machine fits into a node", value));
     }
     if virtual_nodes.len() < 2 {
-        let count = u32::try_from(vcpus.div_ceil(widest)).unwrap_or(u32::MAX);
+        let count = u32::try_from(parts).unwrap_or(u32::MAX);
         let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
         return Ok(with_option(
             finding,
@@ -268,8 +287,13 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
     };
-    let value =
-        if definition.unmergeable.is_empty() { "private memory".into() } else { definition.unmergeable.join(", ") };
+    let value = if definition.guest_memfd {
+        "guest_memfd".to_owned()
+    } else if definition.unmergeable.is_empty() {
+        "private memory".to_owned()
+    } else {
+        definition.unmergeable.join(", ")
+    };
     match &facts.ksm {
         Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
         ksm => {
@@ -279,8 +303,13 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
             }
         }
     }
-    if definition.unmergeable.is_empty() {
+    if definition.unmergeable.is_empty() && !definition.guest_memfd {
         return Ok(rule.ok("KSM can merge the memory of the machine", value));
+    }
+    if definition.guest_memfd {
+        return Ok(
+            rule.not_applicable("its memory is private to the guest (guest_memfd), and KSM cannot map it", value)
+        );
     }
     if definition.needs_shared_memory {
         return Ok(rule.not_applicable("a device needs the memory to be shared", value));

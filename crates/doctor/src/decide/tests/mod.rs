@@ -1,5 +1,6 @@
 //! Table tests: healthy facts, one change, and the verdict of one rule.
 
+pub(super) mod coverage;
 mod properties;
 
 use super::*;
@@ -194,6 +195,7 @@ fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).collect();
     assert_eq!(found.len(), 1, "{rule}");
     assert_eq!(found[0].verdict, expected, "{:#?}", found[0]);
+    coverage::note_tested(rule, expected);
     assert_complete(&findings);
 }
 
@@ -207,6 +209,7 @@ fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFac
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).cloned().collect();
     assert!(!found.is_empty(), "{rule} is not in {findings:#?}");
     assert_eq!(worst(&found), expected, "{found:#?}");
+    coverage::note_tested(rule, expected);
     assert_complete(&findings);
 }
 
@@ -652,6 +655,7 @@ fn process_rules_give_expected_verdicts() {
     });
 
     check_process("process-pace", Fine, |_, _| ());
+    check_process("process-pace", Warn, |h, _| ksm(h).pages_to_scan = Ok(20));
     check_process("process-pace", Fail, |h, _| ksm(h).pages_to_scan = Ok(1));
     check_process("process-pace", NotApplicable, |_, p| unenroll(p));
     check_process("process-pace", Unknown, |h, _| ksm(h).sleep_millisecs = Err(Absent::Denied));
@@ -675,6 +679,8 @@ fn ineligible_regions_are_listed_with_reason() {
     let findings = examine_process(&healthy(), &process);
     let titles: Vec<_> = findings.iter().filter(|f| f.rule == "process-region").map(|f| f.title.as_str()).collect();
     assert_eq!(titles, ["2.00 GiB of hugetlb", "1.00 GiB of shared memory", "4.00 MiB of secret memory"]);
+    assert!(findings.iter().all(|f| f.rule != "process-region" || f.verdict == Warn), "{findings:?}");
+    coverage::note_tested("process-region", Warn);
     assert!(findings.iter().all(|f| f.scope == Scope::Process(process.process.id)));
 }
 

@@ -4,6 +4,7 @@
 //! indentation and the elements of other programs stay.
 
 use pagefold_doctor::decide::change::VmOption;
+use pagefold_host::parse::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
@@ -150,33 +151,35 @@ fn set_host_model(xml: &str) -> Result<String, String> {
     })
 }
 
-/// Features that libvirt has outside `<cpu>`, by QEMU's name: the path, and the attribute that is `on` or `off`
-/// (`src/qemu/qemu_command.c`, `qemuBuildCpuCommandLine`).
-const FEATURE_ELEMENTS: &[(&str, &[&str], &str)] = &[
-    ("kvm-pv-eoi", &["features", "apic"], "eoi"),
-    ("kvm-pv-unhalt", &["features", "pvspinlock"], "state"),
-    ("kvm-pv-ipi", &["features", "kvm", "pv-ipi"], "state"),
-    ("kvm-hint-dedicated", &["features", "kvm", "hint-dedicated"], "state"),
-    ("kvm-poll-control", &["features", "kvm", "poll-control"], "state"),
-    ("hv-relaxed", &["features", "hyperv", "relaxed"], "state"),
-    ("hv-vapic", &["features", "hyperv", "vapic"], "state"),
-    ("hv-vpindex", &["features", "hyperv", "vpindex"], "state"),
-    ("hv-runtime", &["features", "hyperv", "runtime"], "state"),
-    ("hv-synic", &["features", "hyperv", "synic"], "state"),
-    ("hv-stimer", &["features", "hyperv", "stimer"], "state"),
-    ("hv-reset", &["features", "hyperv", "reset"], "state"),
-    ("hv-frequencies", &["features", "hyperv", "frequencies"], "state"),
-    ("hv-tlbflush", &["features", "hyperv", "tlbflush"], "state"),
-    ("hv-ipi", &["features", "hyperv", "ipi"], "state"),
-];
+fn set_timer(xml: &str, timer: &str, is_present: bool) -> Result<String, String> {
+    let mut text = xml.to_owned();
+    let document = parse(xml)?;
+    if find_path(&document, &["clock"]).is_none() {
+        // The schema demands an offset; `utc` is the default (docs/schemas/domaincommon.rng, `clock`).
+        text = append_child(xml, document.root_element(), "<clock offset='utc'/>");
+    }
+    let document = parse(&text)?;
+    let clock = find_path(&document, &["clock"]).ok_or("the definition changed while it was edited")?;
+    let present = if is_present { "yes" } else { "no" };
+    let existing = clock.children().find(|node| node.has_tag_name("timer") && node.attribute("name") == Some(timer));
+    Ok(match existing {
+        // A timer that is named is present unless it says no.
+        Some(node) if node.attribute("present").unwrap_or("yes") == present => text.clone(),
+        Some(node) => set_attribute(&text, node, "present", present),
+        None => append_child(&text, clock, &format!("<timer name='{timer}' present='{present}'/>")),
+    })
+}
 
 fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String> {
     let name = name.replace('_', "-");
     if !name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.')) {
         return Err(format!("{name:?} is not the name of a CPU feature"));
     }
-    if let Some((_, path, attribute)) = FEATURE_ELEMENTS.iter().find(|(known, ..)| *known == name) {
+    if let Some((_, path, attribute)) = LIBVIRT_FEATURES.iter().find(|(known, ..)| *known == name) {
         return set_at(xml, path, attribute, if enable { "on" } else { "off" });
+    }
+    if let Some((_, timer)) = LIBVIRT_TIMERS.iter().find(|(known, _)| *known == name) {
+        return set_timer(xml, timer, enable);
     }
     if name.starts_with("kvm") || name.starts_with("hv-") {
         return Err(format!("libvirt has no element for {name}: add it as <qemu:commandline> by hand"));
@@ -193,25 +196,19 @@ fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String
     })
 }
 
-/// The bytes of a unit of libvirt's sizes; KiB is the default.
-fn unit_kibibytes(unit: Option<&str>) -> Option<u64> {
-    Some(match unit.unwrap_or("KiB") {
-        "KiB" | "k" => 1,
-        "MiB" | "M" => 1 << 10,
-        "GiB" | "G" => 1 << 20,
-        "TiB" | "T" => 1 << 30,
-        _ => return None,
-    })
-}
-
 fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
     let document = parse(xml)?;
-    if find_path(&document, &["cpu", "numa"]).is_some() {
+    if let Some(numa) = find_path(&document, &["cpu", "numa"]) {
+        if numa.children().filter(|node| node.has_tag_name("cell")).count() == count as usize {
+            return Ok(xml.to_owned());
+        }
         return Err("the machine has virtual nodes already: change its <numa> by hand".to_owned());
     }
     let cpus = find_path(&document, &["vcpu"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
-    let memory = find_path(&document, &["memory"])
-        .and_then(|node| node.text()?.trim().parse::<u64>().ok()?.checked_mul(unit_kibibytes(node.attribute("unit"))?));
+    let memory = find_path(&document, &["memory"]).and_then(|node| {
+        let size = node.text()?.trim().parse::<u64>().ok()?;
+        Some(size.checked_mul(libvirt_unit_bytes(node.attribute("unit"))?)? >> 10)
+    });
     let (Some(cpus), Some(kibibytes)) = (cpus, memory) else {
         return Err("the number of its CPUs or its memory cannot be read from <vcpu> and <memory>".to_owned());
     };
@@ -325,9 +322,15 @@ fn add_io_threads(xml: &str, disk: &str, count: u32) -> Result<String, String> {
     if child(node, "target").and_then(|target| target.attribute("bus")) != Some("virtio") {
         return Err(format!("{disk} is not a virtio disk: only these use iothreads"));
     }
-    let driver = child(node, "driver");
-    if driver.is_some_and(|driver| driver.attribute("iothread").is_some() || child(driver, "iothreads").is_some()) {
-        return Err(format!("{disk} has iothreads already"));
+    let present = child(node, "driver").map_or(0, |driver| match child(driver, "iothreads") {
+        Some(threads) => threads.children().filter(|node| node.has_tag_name("iothread")).count(),
+        None => usize::from(driver.attribute("iothread").is_some()),
+    });
+    if present == count.max(1) as usize {
+        return Ok(xml.to_owned());
+    }
+    if present > 0 {
+        return Err(format!("{disk} has {present} iothreads already: change them by hand"));
     }
     let existing = find_path(&document, &["iothreads"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
     let (first, count) = (existing.unwrap_or(0) + 1, count.max(1));

@@ -137,10 +137,11 @@ fn judge(rule: &str, machine: VmFacts) -> Finding {
 }
 
 #[test]
-fn guests_have_their_verdicts() {
+pub(super) fn guests_have_their_verdicts() {
     for (rule, changes, options, vcpus, verdict) in CASES {
         let found = judge(rule, machine(options, vcpus, guest_with(changes)));
         assert_eq!(found.verdict, *verdict, "{rule} with {changes:?} and {options}: {found:?}");
+        note_tested(rule, *verdict);
         assert_eq!(found.scope, Scope::Guest(ProcessId { pid: Pid(500), start_time: 500 }));
         assert!(found.expected.is_some() && found.details.is_some() && !found.source.contains("PID"), "{found:?}");
         assert!(*verdict < Warn || (!found.remedy.is_empty() && found.verify.is_some()), "{found:?}");
@@ -168,7 +169,7 @@ fn guests_are_judged_only_if_they_were_asked() {
 }
 
 #[test]
-fn guests_without_an_answer_are_unknown_with_the_reason() {
+pub(super) fn guests_without_an_answer_are_unknown_with_the_reason() {
     let rules: BTreeSet<&str> = CASES.iter().map(|(rule, ..)| *rule).collect();
     for rule in rules {
         let judge_absence = |why: Absent| {
@@ -181,6 +182,8 @@ fn guests_without_an_answer_are_unknown_with_the_reason() {
         assert_eq!(judge_absence(Absent::Denied).remedy, ["sudo pagefold doctor --guest-agent"]);
         assert_eq!(judge_absence(Absent::Vanished).verdict, Unknown);
         assert_eq!(judge_absence(Absent::NotOnThisKernel).verdict, NotApplicable, "{rule}");
+        note_tested(rule, Unknown);
+        note_tested(rule, NotApplicable);
     }
 }
 

@@ -148,16 +148,24 @@ fn machines() -> Vec<VmFacts> {
     vec![vm(100, shared, &["2"]), vm(501, drive, &["0-7", "0-7"])]
 }
 
+/// Checks the tables of this file.
+pub(super) fn settings_of_the_host_have_their_verdicts() {
+    settings_of_cpus_have_their_verdicts();
+    settings_of_memory_have_their_verdicts();
+    settings_of_scheduling_have_their_verdicts();
+    settings_of_devices_have_their_verdicts();
+    vhost_workers_belong_on_the_nodes_of_the_machine();
+    devices_belong_on_the_node_of_the_machine();
+}
+
 #[test]
 fn settings_of_cpus_have_their_verdicts() {
     check_cases(CPU_CASES, &machines());
-    assert_covered(Topic::Cpu, CPU_CASES);
 }
 
 #[test]
 fn settings_of_memory_have_their_verdicts() {
     check_cases(MEMORY_CASES, &machines());
-    assert_covered(Topic::Memory, MEMORY_CASES);
 }
 
 #[test]
@@ -168,8 +176,8 @@ fn settings_of_scheduling_have_their_verdicts() {
         facts.processes[0].process.cgroup = Ok("/".to_owned());
         let found = finding(&facts, rule);
         assert_eq!(found.verdict, *verdict, "{rule} with {changes:?}: {found:?}");
+        note_tested(rule, *verdict);
     }
-    assert_covered(Topic::Scheduling, SCHEDULING_CASES);
 }
 
 #[test]
@@ -300,24 +308,39 @@ fn with_worker(cpus: &str) -> VmFacts {
 
 #[test]
 fn vhost_workers_belong_on_the_nodes_of_the_machine() {
-    let verdict = |machine: VmFacts| finding(&host_with(&[], vec![machine]), "vhost-worker-node").verdict;
-    assert_eq!(verdict(with_worker("0-3")), Fine);
-    assert_eq!(verdict(with_worker("0-7")), Warn);
-    assert_eq!(verdict(vm(500, "qemu-system-x86_64", &["0-3"])), NotApplicable, "no worker");
+    const RULE: &str = "vhost-worker-node";
+    let check = |machine: VmFacts, expected| assert_verdict(&host_with(&[], vec![machine]), RULE, expected);
+    check(with_worker("0-3"), Fine);
+    check(with_worker("0-7"), Warn);
+    check(vm(500, "qemu-system-x86_64", &["0-3"]), NotApplicable);
     let mut machine = with_worker("0-7");
     machine.threads.as_mut().unwrap()[0].allowed_cpus = "0-7".parse().unwrap();
-    assert_eq!(verdict(machine.clone()), NotApplicable, "not bound");
+    // Not bound to a node.
+    check(machine.clone(), NotApplicable);
     machine.threads = Err(Absent::Denied);
-    assert_eq!(verdict(machine), Unknown);
-    let one_node = host_with(&[(NODE1_CPUS, ABSENT)], vec![with_worker("0-7")]);
-    assert_eq!(finding(&one_node, "vhost-worker-node").verdict, NotApplicable);
+    check(machine, Unknown);
+    assert_verdict(&host_with(&[(NODE1_CPUS, ABSENT)], vec![with_worker("0-7")]), RULE, NotApplicable);
 }
 
 #[test]
 fn devices_belong_on_the_node_of_the_machine() {
     const DEVICE: &str = "sys/bus/pci/devices/0000:3b:00.0/numa_node";
-    let verdict = |node: &str| finding(&host_with(&[(DEVICE, node)], vec![with_worker("0-3")]), "device-node").verdict;
-    assert_eq!(["0", "1", "-1", ABSENT, DENIED].map(verdict), [Fine, Warn, NotApplicable, NotApplicable, Unknown]);
-    let other = finding(&host_with(&[], vec![vm(500, "qemu-system-x86_64", &["0-3"])]), "device-node");
-    assert_eq!(other.verdict, NotApplicable, "no device");
+    for (node, expected) in
+        [("0", Fine), ("1", Warn), ("-1", NotApplicable), (ABSENT, NotApplicable), (DENIED, Unknown)]
+    {
+        assert_verdict(&host_with(&[(DEVICE, node)], vec![with_worker("0-3")]), "device-node", expected);
+    }
+    const CLASS: &str = "sys/bus/pci/devices/0000:3b:00.0/class";
+    for (class, value) in [
+        ("0x010802", "NVMe 0000:3b:00.0 on node 1, machine on 0"),
+        ("0x020000", "NIC 0000:3b:00.0 on node 1, machine on 0"),
+        ("0x0c0330", "0000:3b:00.0 on node 1, machine on 0"),
+    ] {
+        let found = finding(&host_with(&[(DEVICE, "1"), (CLASS, class)], vec![with_worker("0-3")]), "device-node");
+        assert_eq!((found.verdict, found.value.as_str()), (Warn, value));
+    }
+    let nvme = vm(500, "qemu-system-x86_64 -drive file=nvme://0000:3b:00.0/1,if=none,id=d", &["0-3"]);
+    assert_verdict(&host_with(&[(DEVICE, "1")], vec![nvme]), "device-node", Warn);
+    let without = host_with(&[], vec![vm(500, "qemu-system-x86_64", &["0-3"])]);
+    assert_verdict(&without, "device-node", NotApplicable);
 }

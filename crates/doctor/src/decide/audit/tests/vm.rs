@@ -3,6 +3,8 @@
 use super::*;
 use crate::decide::audit::facts::CpuThrottling;
 use crate::decide::change::VmOption;
+use pagefold_base::identity::vm_definition::VmDefinition;
+use pagefold_base::libvirt::LibvirtDefinition;
 
 const KVM_GUEST: &str = "qemu-system-x86_64 -accel kvm";
 
@@ -19,6 +21,11 @@ const CASES: &[(&str, &str, Verdict)] = &[
     (
         "vm-mergeable-memory",
         "-object memory-backend-memfd,id=m,size=1G -device vhost-user-fs-pci,chardev=c",
+        NotApplicable,
+    ),
+    (
+        "vm-mergeable-memory",
+        "-machine q35,confidential-guest-support=c -object tdx-guest,id=c -object memory-backend-ram,id=m,size=1G",
         NotApplicable,
     ),
     ("vm-hyperv", "-m 1G", NotApplicable),
@@ -54,6 +61,7 @@ const CASES: &[(&str, &str, Verdict)] = &[
     ("vm-queues", "-netdev tap,id=n,vhost=on,queues=4 -device virtio-net-pci,netdev=n", Warn),
     ("vm-cpu-throttled", "", Fine),
     ("vm-stacked-vcpus", "", Fine),
+    ("vm-next-start", "", NotApplicable),
     ("vhost-worker-node", "", NotApplicable),
     ("device-node", "", NotApplicable),
 ];
@@ -66,11 +74,24 @@ fn judge(rule: &str, machine: &VmFacts) -> Finding {
     finding(&host_with(&[], vec![machine.clone()]), rule)
 }
 
+/// Checks the tables of this file.
+pub(super) fn machines_have_their_verdicts() {
+    definitions_have_their_verdicts();
+    unknown_definitions_and_other_monitors_are_not_ok();
+    wide_machines_need_virtual_nodes_that_are_bound();
+    dedicated_cpus_are_those_of_one_virtual_cpu();
+    stacked_virtual_cpus_are_found();
+    throttling_counts_from_five_percent_of_periods();
+    differences_from_the_definition_of_libvirt_are_named();
+    machines_with_more_memory_than_a_node_span_nodes();
+}
+
 #[test]
 fn definitions_have_their_verdicts() {
     for (rule, options, verdict) in CASES {
         let found = judge(rule, &machine_with(options));
         assert_eq!(found.verdict, *verdict, "{rule} with {options}: {found:?}");
+        note_tested(rule, *verdict);
         assert_eq!(found.scope, Scope::Process(ProcessId { pid: Pid(500), start_time: 500 }));
         assert!(!found.source.contains("PID"), "{found:?}");
         assert!(*verdict < Warn || !found.remedy.is_empty(), "{found:?}");
@@ -82,17 +103,20 @@ fn definitions_have_their_verdicts() {
 
 #[test]
 fn unknown_definitions_and_other_monitors_are_not_ok() {
-    let by_definition =
-        |rule: &&str| rule.starts_with("vm-") && !["vm-cpu-throttled", "vm-stacked-vcpus"].contains(rule);
+    let by_definition = |rule: &&str| {
+        rule.starts_with("vm-") && !["vm-cpu-throttled", "vm-next-start", "vm-stacked-vcpus"].contains(rule)
+    };
     let rules: BTreeSet<&str> = CASES.iter().map(|(rule, ..)| *rule).filter(by_definition).collect();
     let mut machine = machine_with("-cpu host");
     machine.definition = Some(Err(Absent::Denied));
     for rule in &rules {
         assert_eq!(judge(rule, &machine).verdict, Unknown, "{rule}");
+        note_tested(rule, Unknown);
     }
     machine.definition = None;
     for rule in rules {
         assert_eq!(judge(rule, &machine).verdict, NotApplicable, "{rule}");
+        note_tested(rule, NotApplicable);
     }
 }
 
@@ -123,7 +147,7 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
         finding(&host_with(&[], vec![machine]), "vm-virtual-nodes")
     };
     let found = judge("");
-    assert_eq!(found.verdict, Warn);
+    assert_verdict(&host_with(&[], vec![vm(500, &format!("{KVM_GUEST} -smp 6"), &cpus)]), "vm-virtual-nodes", Warn);
     let VmOption::VirtualNodes { count } = option_of(&found) else { panic!("{found:?}") };
     assert_eq!(count, 2);
     let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
@@ -155,6 +179,8 @@ fn dedicated_cpus_are_those_of_one_virtual_cpu() {
     };
     let pinned = vm(500, &command, &["2", "3"]);
     assert_eq!(verdicts(vec![pinned.clone()]), [Fine; 2]);
+    note_tested("vm-dedicated-hint", Fine);
+    note_tested("vm-cpu-pm", Fine);
     assert_eq!(verdicts(vec![pinned.clone(), vm(600, KVM_GUEST, &["3"])]), [Warn; 2], "a neighbor may use CPU 3");
     assert_eq!(verdicts(vec![vm(500, &command, &["2", "2"])]), [Warn; 2]);
     let mut unreadable = pinned;
@@ -164,39 +190,44 @@ fn dedicated_cpus_are_those_of_one_virtual_cpu() {
 
 #[test]
 fn stacked_virtual_cpus_are_found() {
-    let judge = |cpus: &[&str]| judge("vm-stacked-vcpus", &vm(500, KVM_GUEST, cpus));
-    assert_eq!(judge(&["2", "3"]).verdict, Fine);
-    assert_eq!(judge(&["2", "2", "3"]).verdict, Warn, "two on one");
-    assert_eq!(judge(&["2-3", "2-3", "2-3"]).verdict, Warn, "three on two");
-    let wide = judge(&["0-7"; 9]);
+    const RULE: &str = "vm-stacked-vcpus";
+    let check =
+        |cpus: &[&str], expected| assert_verdict(&host_with(&[], vec![vm(500, KVM_GUEST, cpus)]), RULE, expected);
+    check(&["2", "3"], Fine);
+    // Two on one, three on two, and threads without names.
+    check(&["2", "2", "3"], Warn);
+    check(&["2-3", "2-3", "2-3"], Warn);
+    check(&["0-7"], NotApplicable);
+    check(&[], NotApplicable);
+    let wide = judge(RULE, &vm(500, KVM_GUEST, &["0-7"; 9]));
     assert!(wide.verdict == Warn && wide.remedy[0].contains("at most 8"), "{wide:?}");
-    assert_eq!(judge(&["0-7"]).verdict, NotApplicable);
-    assert_eq!(judge(&[]).verdict, NotApplicable, "threads without names");
+    let mut unreadable = machine_with("");
+    unreadable.threads = Err(Absent::Denied);
+    assert_verdict(&host_with(&[], vec![unreadable]), RULE, Unknown);
 }
 
 #[test]
 fn throttling_counts_from_five_percent_of_periods() {
-    let judge = |throttled_periods| {
-        let mut machine = machine_with("");
-        machine.throttling = Ok(Some(CpuThrottling {
+    const RULE: &str = "vm-cpu-throttled";
+    let host = |throttling| host_with(&[], vec![VmFacts { throttling, ..machine_with("") }]);
+    let limited = |throttled_periods| {
+        host(Ok(Some(CpuThrottling {
             cgroup: "/machine.slice/vm".to_owned(),
             quota: 200_000,
             period: 100_000,
             periods: 1000,
             throttled_periods,
-        }));
-        judge("vm-cpu-throttled", &machine)
+        })))
     };
-    assert_eq!([0, 50, 51].map(|count| judge(count).verdict), [Fine, Fine, Warn]);
-    let found = judge(51);
+    assert_verdict(&limited(0), RULE, Fine);
+    assert_verdict(&limited(50), RULE, Fine);
+    assert_verdict(&limited(51), RULE, Warn);
+    let found = super::finding(&limited(51), RULE);
     assert!(found.value.contains("0-10 %") && found.remedy[1].contains("/machine.slice/vm"), "{found:?}");
-    assert!(judge(1000).value.contains("90-100 %"));
-    let mut machine = machine_with("");
-    machine.throttling = Err(Absent::NotOnThisKernel);
-    let v1 = super::finding(&host_with(&[], vec![machine.clone()]), "vm-cpu-throttled");
-    assert_eq!(v1.verdict, NotApplicable);
-    machine.throttling = Err(Absent::Denied);
-    assert_eq!(super::finding(&host_with(&[], vec![machine]), "vm-cpu-throttled").verdict, Unknown);
+    assert!(super::finding(&limited(1000), RULE).value.contains("90-100 %"));
+    // Limits of cgroup v1 are not read.
+    assert_verdict(&host(Err(Absent::NotOnThisKernel)), RULE, NotApplicable);
+    assert_verdict(&host(Err(Absent::Denied)), RULE, Unknown);
 }
 
 #[test]
@@ -234,4 +265,134 @@ fn changes_name_the_disks_of_the_machine() {
     });
     assert_eq!((cache, aio), (vec!["a".to_owned(), "b".to_owned()], vec!["a".to_owned(), "b".to_owned()]));
     assert_eq!(found.remedy.len(), 2, "one line for each option: {:?}", found.remedy);
+}
+
+#[test]
+fn machines_with_more_memory_than_a_node_span_nodes() {
+    const RULE: &str = "vm-virtual-nodes";
+    let host = |options: &str| host_with(&[], vec![machine_with(options)]);
+    assert_verdict(&host("-m 64G"), RULE, Fine);
+    assert_verdict(&host("-m 65G"), RULE, Warn);
+    let found = super::finding(&host("-m 200G"), RULE);
+    assert_eq!(option_of(&found), VmOption::VirtualNodes { count: 4 });
+    assert!(found.value.contains("200 GiB") && found.value.contains("64.0 GiB"), "{found:?}");
+    let bound = |id: &str, node: u32| {
+        format!("-object memory-backend-ram,id={id},size=40G,policy=bind,host-nodes={node} -numa node,memdev={id}")
+    };
+    assert_verdict(&host(&format!("-m 80G {} {}", bound("a", 0), bound("b", 1))), RULE, Fine);
+    const MEMORY: &str = "sys/devices/system/node/node1/meminfo";
+    for (text, expected) in [(DENIED, Unknown), ("garbage", Unknown), (ABSENT, Warn)] {
+        assert_verdict(&host_with(&[(MEMORY, text)], vec![machine_with("-m 65G")]), RULE, expected);
+    }
+}
+
+fn definition_of(xml: &str) -> Reading<LibvirtDefinition> {
+    let text = format!("<domain type='kvm'><name>web</name><vcpu>2</vcpu>{xml}</domain>");
+    pagefold_host::parse::libvirt_definition(text.as_bytes())
+}
+
+const HOST_CPU: &str = "<cpu mode='host-passthrough'/>";
+
+#[test]
+fn differences_from_the_definition_of_libvirt_are_named() {
+    const RULE: &str = "vm-next-start";
+    let disk = |driver: &str| {
+        format!(
+            "{HOST_CPU}<devices><disk type='file' device='disk'><driver {driver}/><target dev='vda' bus='virtio'/></disk>\
+             <interface type='bridge'><model type='virtio'/></interface></devices>"
+        )
+    };
+    let options = "-cpu host -smp 2 -drive file=a,id=f,if=none -device virtio-blk-pci,drive=f,id=virtio-disk0 \
+                   -netdev tap,id=hostnet0 -device virtio-net-pci,netdev=hostnet0";
+    let host = |options: &str, next: Option<Reading<LibvirtDefinition>>| {
+        host_with(&[], vec![VmFacts { next_definition: next, ..machine_with(options) }])
+    };
+    assert_verdict(&host(options, Some(definition_of(&disk("name='qemu'")))), RULE, Fine);
+    assert_verdict(&host(options, None), RULE, NotApplicable);
+    assert_verdict(&host(options, Some(Err(Absent::Denied))), RULE, Unknown);
+    assert_verdict(&host("-readconfig x", Some(definition_of(""))), RULE, Unknown);
+    for (options, xml, difference) in [
+        (options, disk("cache='none'"), "cache of virtio-disk0: host now, none next"),
+        (options, disk("io='native'"), "aio of virtio-disk0: threads now, native next"),
+        (options, disk("iothread='1'"), "iothreads of virtio-disk0: 0 now, 1 next"),
+        (options, HOST_CPU.replace("host-passthrough", "maximum"), "CPU model: host now, max next"),
+        ("-cpu host", String::new(), "CPU model: host now, qemu64 next"),
+        ("-cpu host -smp 4", HOST_CPU.to_owned(), "virtual CPUs: 4 now, 2 next"),
+        (
+            "-cpu host",
+            format!("{HOST_CPU}<clock><timer name='kvmclock' present='no'/></clock>"),
+            "kvmclock: on now, off next",
+        ),
+        (
+            "-cpu host",
+            format!("{HOST_CPU}<memoryBacking><hugepages/></memoryBacking>"),
+            "memory: private now, hugetlb next",
+        ),
+        (
+            "-cpu host -object memory-backend-memfd,id=m,size=1G",
+            HOST_CPU.to_owned(),
+            "memory: shared now, private next",
+        ),
+        (
+            "-cpu host",
+            "<cpu mode='host-passthrough'><numa><cell cpus='0' memory='1'/><cell cpus='1' memory='1'/></numa></cpu>\
+             <numatune><memory mode='strict' nodeset='1'/></numatune>"
+                .to_owned(),
+            "virtual nodes: none now, 0 bind 1, 1 bind 1 next",
+        ),
+        (
+            "-cpu host -netdev tap,id=hostnet0,vhost=on -device virtio-net-pci,netdev=hostnet0",
+            format!(
+                "{HOST_CPU}<devices><interface type='bridge'><model type='virtio'/><driver name='qemu'/></interface>\
+                 </devices>"
+            ),
+            "vhost of hostnet0: on now, off next",
+        ),
+    ] {
+        let options = if options.contains("-smp") { options.to_owned() } else { format!("{options} -smp 2") };
+        let facts = host(&options, Some(definition_of(&xml)));
+        assert_verdict(&facts, RULE, Warn);
+        let found = super::finding(&facts, RULE);
+        assert_eq!(found.value, difference);
+        assert!(found.title.contains("takes effect at the next start"), "{found:?}");
+    }
+    let tcg =
+        VmFacts { next_definition: Some(definition_of("")), ..vm(500, "qemu-system-x86_64 -cpu qemu64 -smp 2", &[]) };
+    assert_eq!(judge(RULE, &tcg).value, "accelerator: none now, kvm next");
+    let named = definition_of("<cpu mode='host-model'/>");
+    assert_verdict(&host("-cpu EPYC-Milan -smp 2", Some(named)), RULE, Fine);
+}
+
+#[test]
+fn domains_that_do_not_run_are_judged_by_their_definition() {
+    let domain = |definition: Reading<VmDefinition>| VmFacts {
+        process: ProcessId { pid: Pid(0), start_time: 0 },
+        name: "web".to_owned(),
+        definition: Some(definition),
+        ..vm(0, "qemu", &[])
+    };
+    let xml = "<vcpu>6</vcpu><clock><timer name='kvmclock' present='no'/></clock>\
+               <devices><disk type='file'><target dev='vda' bus='virtio'/></disk><interface type='bridge'>\
+               <model type='virtio'/><driver name='qemu'/></interface></devices>";
+    let mut facts = host_with(&[], vec![]);
+    let parsed = pagefold_host::parse::libvirt_definition(
+        format!("<domain type='kvm'><name>web</name>{xml}</domain>").as_bytes(),
+    );
+    facts.settings.idle_domains = vec![domain(Err(Absent::Denied)), domain(parsed.map(|definition| definition.vm))];
+    let of_domain = |position| {
+        let findings = examine(&facts).into_iter().filter(move |finding| finding.scope == Scope::IdleDomain(position));
+        findings.map(|finding| (finding.rule, finding)).collect::<BTreeMap<_, _>>()
+    };
+    let found = of_domain(1);
+    for rule in ["vm-cpu-model", "vm-virtual-nodes", "vm-clock", "vm-iothreads", "vm-disk-cache", "vm-vhost-net"] {
+        let finding = &found[rule];
+        assert_eq!(finding.verdict, Warn, "{finding:?}");
+        assert!(finding.source.contains("/etc/libvirt/qemu/web.xml") && !finding.source.contains("PID"), "{finding:?}");
+        assert!(finding.changes.is_empty() && !finding.remedy.is_empty(), "{finding:?}");
+    }
+    assert_eq!(found["vm-mergeable-memory"].verdict, Fine);
+    assert!(!found.contains_key("vm-stacked-vcpus") && !found.contains_key("vm-cpu-throttled"), "it has no threads");
+    let unreadable = of_domain(0);
+    assert_eq!(unreadable.len(), found.len());
+    assert!(unreadable.values().all(|finding| finding.verdict == Unknown), "{unreadable:?}");
 }

@@ -4,7 +4,7 @@ use super::{UNDO, require_definition, with_option};
 use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingDetails, VmOption};
-use crate::decide::{HostFacts, RuleInfo, RuleResult};
+use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict};
 use pagefold_base::count_text;
 use pagefold_base::identity::vm_definition::{VmDisk, VmNetwork};
 
@@ -15,6 +15,7 @@ pub(super) const IOTHREADS: SettingRule = SettingRule {
         why: "A disk without an iothread is served by the main loop of QEMU, under its big lock, together with all \
               other devices.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "an iothread for each virtio disk",
     details: SettingDetails {
@@ -26,7 +27,7 @@ pub(super) const IOTHREADS: SettingRule = SettingRule {
         versions: "QEMU 2.1 and later; several iothreads for one disk (iothread-vq-mapping) since 9.0",
         citation: "QEMU: docs/devel/multiple-iothreads.rst; hw/block/virtio-blk.c",
     },
-    judge: Judge::Vm(judge_iothreads),
+    judge: Judge::Definition(judge_iothreads),
 };
 
 pub(super) const CACHE: SettingRule = SettingRule {
@@ -36,6 +37,7 @@ pub(super) const CACHE: SettingRule = SettingRule {
         why: "Without cache.direct=on each block of a disk is also in the page cache of the host: a second copy of what \
               the guest caches. aio=threads takes a thread for each request.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "cache.direct=on (cache=none) with aio=native or io_uring",
     details: SettingDetails {
@@ -47,7 +49,7 @@ pub(super) const CACHE: SettingRule = SettingRule {
         versions: "all versions of QEMU; io_uring since 5.0",
         citation: "QEMU: docs/system/qemu-block-drivers.rst.inc; qemu-options.hx (-drive cache=, aio=)",
     },
-    judge: Judge::Vm(judge_cache),
+    judge: Judge::Definition(judge_cache),
 };
 
 pub(super) const VHOST: SettingRule = SettingRule {
@@ -57,6 +59,7 @@ pub(super) const VHOST: SettingRule = SettingRule {
         why: "Without vhost each packet passes the main loop of QEMU; with it a kernel thread moves packets between the \
               guest and the tap device.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "vhost=on for tap devices",
     details: SettingDetails {
@@ -68,7 +71,7 @@ pub(super) const VHOST: SettingRule = SettingRule {
         versions: "Linux 2.6.34 and later",
         citation: "drivers/vhost/net.c; QEMU: qemu-options.hx (-netdev tap)",
     },
-    judge: Judge::Vm(judge_vhost),
+    judge: Judge::Definition(judge_vhost),
 };
 
 pub(super) const QUEUES: SettingRule = SettingRule {
@@ -78,6 +81,7 @@ pub(super) const QUEUES: SettingRule = SettingRule {
         why: "One queue serializes packets of all virtual CPUs; more queues than virtual CPUs only take memory and \
               interrupts.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "at least 2 queues for 4 or more virtual CPUs with vhost; at most one for each virtual CPU",
     details: SettingDetails {
@@ -89,7 +93,7 @@ pub(super) const QUEUES: SettingRule = SettingRule {
         versions: "Linux 3.8 and QEMU 1.4 and later",
         citation: "drivers/net/virtio_net.c (VIRTIO_NET_F_MQ); QEMU: qemu-options.hx (queues=)",
     },
-    judge: Judge::Vm(judge_queues),
+    judge: Judge::Definition(judge_queues),
 };
 
 fn names<'a>(ids: impl Iterator<Item = &'a String>) -> String {

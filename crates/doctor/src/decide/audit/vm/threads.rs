@@ -4,7 +4,7 @@ use super::UNDO;
 use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, RuleInfo, RuleResult, require};
+use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::reading::Absent;
 use pagefold_base::{IdSet, count_text};
 
@@ -15,6 +15,7 @@ pub(super) const THROTTLED: SettingRule = SettingRule {
         why: "A cgroup that used up its quota stops all of its virtual CPUs until the period ends, also one that holds \
               a lock. In the guest that looks like steal time and hanging tasks.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "no limit, or throttled in at most 5 % of the periods",
     details: SettingDetails {
@@ -36,6 +37,7 @@ pub(super) const STACKED: SettingRule = SettingRule {
         why: "Virtual CPUs of one machine that share a CPU never run at the same time: one that waits for a lock keeps \
               the one that holds it from running.",
         needs_ksm: false,
+        verdicts: Verdict::ALL_BUT_FAIL,
     },
     expected: "as many CPUs as virtual CPUs, and no two bound to one CPU",
     details: SettingDetails {

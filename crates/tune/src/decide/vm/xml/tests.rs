@@ -139,7 +139,19 @@ fn nodes_have_equal_parts() {
     ];
     assert_eq!(added, expected);
     assert!(set_option(DOMAIN, &VmOption::VirtualNodes { count: 3 }).is_err());
-    assert!(set_option(&set(&VmOption::VirtualNodes { count: 2 }), &VmOption::VirtualNodes { count: 2 }).is_err());
+    let split = set(&VmOption::VirtualNodes { count: 2 });
+    assert_eq!(set_option(&split, &VmOption::VirtualNodes { count: 2 }), Ok(split.clone()));
+    assert!(set_option(&split, &VmOption::VirtualNodes { count: 4 }).is_err());
+}
+
+#[test]
+fn iothreads_that_a_disk_has_are_no_change() {
+    for count in [1, 2] {
+        let threads = |count| VmOption::DiskIoThreads { disk: "vda".to_owned(), count };
+        let with = set(&threads(count));
+        assert_eq!(set_option(&with, &threads(count)), Ok(with.clone()));
+        assert!(set_option(&with, &threads(3)).unwrap_err().contains("already"));
+    }
 }
 
 #[test]
@@ -170,4 +182,21 @@ proptest! {
             let _ = set_option(&format!("<domain>{text}</domain>"), &option);
         }
     }
+}
+
+#[test]
+fn clocks_of_hypervisors_are_timers() {
+    let feature = |name: &str, enable| VmOption::CpuFeature { name: name.to_owned(), enable };
+    let domain = "<domain>\n  <name>a</name>\n</domain>";
+    let with = set_option(domain, &feature("hv-time", true)).unwrap();
+    let expected = "<domain>\n  <name>a</name>\n  <clock offset='utc'>\n    <timer name='hypervclock' present='yes'/>\n  \
+                    </clock>\n</domain>";
+    assert_eq!(with, expected);
+    assert_eq!(set_option(&with, &feature("hv_time", true)), Ok(with.clone()));
+    let off =
+        "<domain>\n  <clock offset='localtime'>\n    <timer name='kvmclock' present='no'/>\n  </clock>\n</domain>";
+    assert_eq!(set_option(off, &feature("kvmclock", true)), Ok(off.replace("'no'", "'yes'")));
+    assert_eq!(set_option(off, &feature("kvmclock", false)), Ok(off.to_owned()));
+    let named = off.replace(" present='no'", "");
+    assert_eq!(set_option(&named, &feature("kvmclock", true)), Ok(named.clone()));
 }
