@@ -251,7 +251,10 @@ impl Campaign<'_, '_> {
         let (host, experiment) = (self.host, &self.start.experiment);
         let arm = group[0].applied;
         self.enter(arm)?;
-        self.switch.restart(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
+        // The runs of a block of a study share a restart, so that their variance is that of runs alone.
+        if !experiment.study || position == 0 {
+            self.switch.restart(arm).map_err(|source| CampaignError::Arm { arm: arm_letter(arm), source })?;
+        }
         let sides = self.sides(block, position, group);
         let read_counter = || {
             let counter = experiment.proof.as_ref().map(|proof| &proof.counter);

@@ -43,6 +43,11 @@ pub struct Experiment {
     pub pairs_per_block: usize,
     /// Runs at the start of each block that are not measured.
     pub warm_up_runs: usize,
+    /// Samples at the start of each run that are not measured, for metrics that are read over time.
+    pub warm_up_samples: usize,
+    /// Study the variance of A instead of comparing: `blocks` blocks of twice `pairs_per_block` runs of A. The command
+    /// `restart` runs before each block.
+    pub study: bool,
     /// Numbers of blocks at which the campaign may stop early; none for a fixed number of blocks.
     pub looks: Vec<usize>,
     /// How looks spend the level.
@@ -79,6 +84,8 @@ impl Default for Experiment {
             control_blocks: None,
             pairs_per_block: 2,
             warm_up_runs: 1,
+            warm_up_samples: 0,
+            study: false,
             looks: Vec::new(),
             spending: SpendingRule::OBrienFleming,
             alpha: 0.05,
@@ -257,6 +264,9 @@ pub enum ExperimentError {
     /// The stopping rule.
     #[error(transparent)]
     Stopping(#[from] StoppingPlanError),
+    /// A study of both arms at the same time.
+    #[error("a study runs arm A alone: leave --duet out")]
+    DuetInStudy,
     /// A number.
     #[error("{0} must be {1}")]
     OutOfRange(&'static str, &'static str),
@@ -301,7 +311,10 @@ impl Experiment {
                     .map_err(|source| ExperimentError::Pattern { name: metric.name.clone(), source: source.into() })?;
             }
         }
-        if self.a == self.b {
+        if self.study && self.duet {
+            return Err(ExperimentError::DuetInStudy);
+        }
+        if self.a == self.b && !self.study {
             return Err(ExperimentError::ArmsEqual);
         }
         for (name, arm) in [('A', &self.a), ('B', &self.b)] {
@@ -339,6 +352,9 @@ impl Experiment {
                 "control_blocks",
                 "at least 2, so that the controls can be judged",
             ));
+        }
+        if self.study && self.blocks < 2 {
+            return Err(ExperimentError::OutOfRange("the number of blocks of a study", "at least 2"));
         }
         let plan = self.stopping_plan()?;
         for look in plan.looks().iter().filter(|look| look.blocks < plan.max_blocks()) {
@@ -389,14 +405,24 @@ impl Experiment {
             RepetitionLevel::GuestReboot => Level::GuestReboot,
         };
         let control_blocks = self.control_blocks.unwrap_or(self.blocks);
+        // A study finds the warm-up.
+        let warm_up = if self.study {
+            WarmUpRule::default()
+        } else {
+            WarmUpRule { runs_per_block: self.warm_up_runs, samples_per_run: self.warm_up_samples }
+        };
         let mut design = DesignOptions {
             pairs_per_block: self.pairs_per_block,
-            warm_up: WarmUpRule { runs_per_block: self.warm_up_runs, samples_per_run: 0 },
+            warm_up,
             ..DesignOptions::with_control_blocks(level, self.blocks, control_blocks, self.seed)
         };
         // Only a workload can be slowed.
         if self.workload.is_empty() {
             design.injected_blocks.clear();
+        }
+        if self.study {
+            design.injected_blocks.clear();
+            (design.comparison_blocks, design.same_arm_blocks) = (0, self.blocks);
         }
         design
     }

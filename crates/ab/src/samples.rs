@@ -17,7 +17,7 @@ pub fn collect_samples(
         let scheduled = schedule.blocks.get(block.block)?;
         let runs = runs.iter().filter(|run| !run.warm_up).map(|run| RunSamples {
             label: if run.label == 'A' { Arm::A } else { Arm::B },
-            metrics: run.samples.clone(),
+            metrics: run.samples.iter().map(|samples| schedule.warm_up.measured_samples(samples).to_vec()).collect(),
             counter_change: run.counter_change,
         });
         Some(BlockSamples {

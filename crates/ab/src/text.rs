@@ -1,5 +1,7 @@
 //! What a person sees of a campaign on the terminal.
 
+pub mod study;
+
 use crate::wire::{AbReport, ControlReport, EstimateReport, InjectionReport, MetricReport, VerdictName};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;

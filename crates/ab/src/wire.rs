@@ -4,6 +4,8 @@
 //! same result as an uninterrupted one if its workload reports the same samples. What differs from run to run is in
 //! [`AbReport`]: times, readings of the host, flags.
 
+pub mod study;
+
 use crate::decide::analysis::{AnalysisError, EffectEstimate, MetricAnalysis, Verdict, analyze};
 use crate::environment::{BlockEnvironment, HostDescription};
 use crate::experiment::Experiment;

@@ -125,3 +125,39 @@ fn unmoved_counter_says_not_applied_and_a_campaign_is_not_overwritten() {
         pagefold(state.path(), &["ab", "--env-b", "X=1", "--dir", campaign.to_str().unwrap(), "--", "true"], None);
     assert_eq!(again.status.code(), Some(2), "a campaign is not overwritten: {again:?}");
 }
+
+/// Each restart, which is a line in a file, makes the runs that follow slower or faster; so does each run.
+const STUDY_WORKLOAD: &str = "r=$(wc -l < RESTARTS); n=$PAGEFOLD_AB_RUN; \
+                              echo time $((1000 + r * 37 % 100 + (r * 7 + n * 13) % 10 + (n == 0) * 400))";
+
+#[test]
+fn study_separates_restarts_from_runs_and_finds_the_warm_up() {
+    let (state, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let restarts = directory.path().join("restarts");
+    let study = directory.path().join("study").to_str().unwrap().to_owned();
+    let workload = STUDY_WORKLOAD.replace("RESTARTS", restarts.to_str().unwrap());
+    let restart = format!("echo >> {}", restarts.display());
+    let metric = "time=regex:time ([0-9]+)";
+    let arguments =
+        ["ab", "study", "--blocks", "6", "--restart", &restart, "--metric", metric, "--json", "--dir", &study];
+    let arguments: Vec<&str> = arguments.iter().copied().chain(["--", "sh", "-c", &workload]).collect();
+    let output = pagefold(state.path(), &arguments, None);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fs::read_to_string(&restarts).unwrap().lines().count(), 6, "one restart a block");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["blocks"], &report["runs"]), (&6.into(), &36.into()));
+    let metric = &report["metrics"][0];
+    assert_eq!(metric["warm_up_runs"], 1, "{report}");
+    // The values after r restarts are 1000 + r * 37 % 100, which is 1037, 1074, 1011, 1048, 1085 and 1022, and each run
+    // adds 0 to 9.
+    let between_restarts = metric["between_blocks_percent"].as_f64().unwrap();
+    let between_runs = metric["between_runs_percent"].as_f64().unwrap();
+    assert!((2.4..3.0).contains(&between_restarts) && (0.2..0.5).contains(&between_runs), "{report}");
+    let plans = metric["plans"].as_array().unwrap();
+    assert_eq!(plans.iter().map(|plan| &plan["restarts_each_run"]).collect::<Vec<_>>(), [false, true]);
+    let blocks = |plan: &Value| plan["effects"][2]["blocks"].as_u64().unwrap();
+    assert!(blocks(&plans[1]) > 5 * blocks(&plans[0]), "{report}");
+    let shown = pagefold(state.path(), &["ab", "report", &study], None);
+    let text = String::from_utf8(shown.stdout).unwrap();
+    assert!(shown.status.success() && text.contains("needs a restart") && text.contains("--warm-up 1"), "{text}");
+}

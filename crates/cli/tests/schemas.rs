@@ -30,6 +30,7 @@ fn published_schemas_are_current() {
         "tune-apply",
         "tune-verify",
         "ab",
+        "ab-study",
         "vcpu-map",
         "vcpu-sim",
         "vcpu-capacity",

@@ -69,39 +69,11 @@ pub struct WarmUpRule {
 }
 
 impl WarmUpRule {
-    /// The rule for a workload, from the series of samples that a variance study measured after each start.
-    ///
-    /// The number of discarded samples is the largest truncation point of the series ([`warm_up_length`]).
-    #[must_use]
-    pub fn from_study(runs_per_block: usize, series: &[Vec<f64>]) -> Self {
-        let samples_per_run = series.iter().map(|samples| warm_up_length(samples)).max().unwrap_or(0);
-        Self { runs_per_block, samples_per_run }
-    }
-
     /// The samples of a run that count. A run that is shorter than its warm-up keeps its last sample.
     #[must_use]
     pub fn measured_samples<'s>(&self, samples: &'s [f64]) -> &'s [f64] {
         &samples[self.samples_per_run.min(samples.len().saturating_sub(1))..]
     }
-}
-
-/// How many samples at the start of a series are warm-up, by the marginal standard error rule: the truncation point `d`
-/// within the first half that minimizes `sum((x_i - mean)^2) / (n - d)^2` over the samples after it.
-///
-/// Source: K. P. White, "An effective truncation heuristic for bias reduction in simulation output", Simulation 69(6),
-/// 1997.
-#[must_use]
-pub fn warm_up_length(samples: &[f64]) -> usize {
-    let error = |from: usize| {
-        let kept = &samples[from..];
-        let count = kept.len() as f64;
-        let mean = kept.iter().sum::<f64>() / count;
-        kept.iter().map(|sample| (sample - mean).powi(2)).sum::<f64>() / (count * count)
-    };
-    (0..=samples.len() / 2)
-        .filter(|&from| from < samples.len())
-        .min_by(|&left, &right| error(left).total_cmp(&error(right)))
-        .unwrap_or(0)
 }
 
 /// The blocks with one injected slow-down.
@@ -327,14 +299,10 @@ mod tests {
     }
 
     #[test]
-    fn warm_up_ends_where_the_series_is_level() {
-        let mut samples = vec![9.0, 5.0, 3.0];
-        samples.extend((0..40).map(|i| 1.0 + 0.1 * f64::from(i % 3)));
-        assert_eq!(warm_up_length(&samples), 3);
-        assert_eq!(warm_up_length(&[1.0; 10]), 0);
-        assert_eq!(warm_up_length(&[]), 0);
-        let rule = WarmUpRule::from_study(0, &[samples.clone(), vec![1.0; 10]]);
-        assert_eq!(rule.measured_samples(&samples).len(), 40);
+    fn run_shorter_than_its_warm_up_keeps_a_sample() {
+        let rule = WarmUpRule { runs_per_block: 0, samples_per_run: 2 };
+        assert_eq!(rule.measured_samples(&[9.0, 5.0, 1.0, 2.0]), [1.0, 2.0]);
+        assert_eq!(rule.measured_samples(&[9.0, 5.0]), [5.0]);
         assert_eq!(rule.measured_samples(&[7.0]), [7.0]);
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! [`design`] draws the schedule of blocks before the campaign starts. [`noise`] flags blocks by the readings of their
 //! environment, before a sample is looked at. [`analysis`] turns the samples of the blocks into verdicts with
-//! [`statistics`]. [`stopping`] says at which numbers of blocks a campaign may stop, and at which level it then judges.
+//! [`statistics`]. [`study`] says how much a workload varies
+//! without a change, before a campaign is designed. [`stopping`] says at which numbers of blocks a campaign may stop, and at which level it then judges.
 //!
 //! All randomness comes from a seed, so that a schedule and an analysis can be repeated from the record of a campaign.
 
@@ -11,3 +12,4 @@ pub mod design;
 pub mod noise;
 pub mod statistics;
 pub mod stopping;
+pub mod study;

@@ -14,6 +14,7 @@ use pagefold_ab::experiment::{
     ArmDefinition, ExpectedMove, Experiment, MetricDefinition, MetricSource, ProofCounter, RepetitionLevel,
 };
 use pagefold_ab::record::{self, CampaignStart, LoadedRecord, Record};
+use pagefold_ab::wire::study::StudyReport;
 use pagefold_ab::wire::{AbReport, samples_csv};
 use pagefold_ab::{html, text};
 use pagefold_host::Host;
@@ -27,6 +28,12 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// Blocks of a study by default.
+const STUDY_BLOCKS: usize = 5;
+
+/// Half of the runs of a study's block by default.
+const STUDY_PAIRS_PER_BLOCK: usize = 3;
+
 const EXAMPLES: &str = "\
 Examples:
   sudo pagefold ab --a transparent_hugepage=never --b transparent_hugepage=always -- ./solver input.nml
@@ -34,6 +41,7 @@ Examples:
   sudo pagefold ab --rule kvm-halt-poll -- ssh vm ./bench   (the injected slow-downs do not reach the guest)
   sudo pagefold ab --policy-b flat-out -- ./solver       the cost of ksmd at full speed
   pagefold ab --env-b MALLOC_ARENA_MAX=1 --duet -- ./solver   both arms at the same time
+  pagefold ab study --restart './restart-vm' -- ./solver     which repetition is needed to see 1, 2 and 5 %
   sudo pagefold ab run experiment.toml                   all options in a file
   pagefold ab resume DIR                                 continue after a kill or a reboot
   pagefold ab report DIR                                 show the result again
@@ -43,6 +51,19 @@ DIR gets the record, the samples, a page and result.json. Settings are restored 
 
 Exit status: 0 an effect or equivalence is shown, 1 inconclusive, 2 failure, 3 not complete, or the setting was not \
 applied.";
+
+const STUDY_EXAMPLES: &str = "\
+Examples:
+  pagefold ab study -- ./solver input.nml
+  pagefold ab study --blocks 8 --pairs 4 -- ./solver          64 runs
+  pagefold ab study --restart 'virsh reboot vm' -- ssh vm ./bench
+
+It takes the options of `pagefold ab` and runs arm A only: --blocks blocks [default: 5] of twice --pairs [default: 3] \
+runs. With --restart, the command runs before each block, and the report tells the variance between restarts from that \
+between runs. It says how many runs are warm-up, how many pairs a block should have, and how many blocks and how much \
+time a slow-down of 5, 2 and 1 % needs. `ab resume DIR` and `ab report DIR` serve studies, too.
+
+Exit status: 0 done, 2 usage error or failure, 3 not complete.";
 
 /// Arguments of `ab`.
 #[derive(Args, Debug)]
@@ -60,6 +81,8 @@ pub struct AbArguments {
 enum AbCommand {
     /// Run the experiment of a file
     Run(RunArguments),
+    /// Measure how much the workload varies under A, and how to repeat it
+    Study(Box<StudyArguments>),
     /// Continue a campaign that was interrupted
     Resume(DirectoryArguments),
     /// Show the result of a campaign, and write its files again
@@ -71,6 +94,15 @@ struct RunArguments {
     /// The file
     #[arg(value_name = "EXPERIMENT.toml")]
     file: PathBuf,
+    #[command(flatten)]
+    output: OutputOptions,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = STUDY_EXAMPLES)]
+struct StudyArguments {
+    #[command(flatten)]
+    experiment: ExperimentOptions,
     #[command(flatten)]
     output: OutputOptions,
 }
@@ -185,9 +217,12 @@ struct ExperimentOptions {
     /// The command that restarts the machine or the guest
     #[arg(long, value_name = "COMMAND")]
     restart: Option<String>,
-    /// Blocks of A against B
-    #[arg(long, value_name = "N", default_value_t = 20)]
-    blocks: usize,
+    /// Blocks of A against B [default: 20]
+    #[arg(long, value_name = "N")]
+    blocks: Option<usize>,
+    /// Pairs of runs in a block; two are ABBA or BAAB [default: 2]
+    #[arg(long, value_name = "N")]
+    pairs: Option<usize>,
     /// Blocks of each control [default: as many as --blocks]
     #[arg(long, value_name = "N")]
     control_blocks: Option<usize>,
@@ -197,6 +232,9 @@ struct ExperimentOptions {
     /// Runs at the start of each block that are not measured
     #[arg(long, value_name = "N", default_value_t = 1)]
     warm_up: usize,
+    /// Samples at the start of each run that are not measured, for metrics with --every
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    warm_up_samples: usize,
     /// The margin of equivalence in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 1.0)]
     equivalence: f64,
@@ -236,6 +274,16 @@ pub fn run(options: &AbArguments, global: &GlobalOptions) -> anyhow::Result<Comm
                 toml::from_str(&text).with_context(|| format!("{} is no experiment", options.file.display()))?;
             start(experiment, &options.output, global)
         }
+        Some(AbCommand::Study(options)) => {
+            let experiment = Experiment {
+                study: true,
+                blocks: options.experiment.blocks.unwrap_or(STUDY_BLOCKS),
+                pairs_per_block: options.experiment.pairs.unwrap_or(STUDY_PAIRS_PER_BLOCK),
+                looks: Vec::new(),
+                ..options.experiment.build()?
+            };
+            start(experiment, &options.output, global)
+        }
         None => start(options.experiment.build()?, &options.output, global),
     }
 }
@@ -250,7 +298,7 @@ fn start(mut experiment: Experiment, output: &OutputOptions, global: &GlobalOpti
     let record = Record::create(&directory, start)?;
     eprintln!("The campaign is in {}", directory.display());
     let loaded = record::load(&directory)?;
-    if let Some(warning) = loaded.start.experiment.warn_of_few_blocks() {
+    if let Some(warning) = loaded.start.experiment.warn_of_few_blocks().filter(|_| !loaded.start.experiment.study) {
         eprintln!("Warning: {warning}");
     }
     carry_out(&*host, record, &loaded, output.json, global)
@@ -305,8 +353,11 @@ fn print_report(
     json: bool,
     global: &GlobalOptions,
 ) -> anyhow::Result<CommandOutcome> {
-    let report = AbReport::from_record(loaded);
     record::replace_file(directory, "samples.csv", samples_csv(loaded).as_bytes())?;
+    if loaded.start.experiment.study {
+        return print_study(directory, &StudyReport::from_record(loaded), json, global);
+    }
+    let report = AbReport::from_record(loaded);
     record::replace_file(directory, "report.html", html::render(&report).as_bytes())?;
     record::replace_file(directory, "report.json", wire::to_json(&report).as_bytes())?;
     record::replace_file(directory, "result.json", wire::to_json(&report.result).as_bytes())?;
@@ -320,6 +371,21 @@ fn print_report(
         (false, true) => CommandOutcome::Done,
         (false, false) => CommandOutcome::NegativeVerdict,
     })
+}
+
+fn print_study(
+    directory: &Path,
+    report: &StudyReport,
+    json: bool,
+    global: &GlobalOptions,
+) -> anyhow::Result<CommandOutcome> {
+    record::replace_file(directory, "report.json", wire::to_json(report).as_bytes())?;
+    output::print_stdout(&if json {
+        wire::to_json(report)
+    } else {
+        text::study::render(report, &directory.to_string_lossy(), output::stdout_style(global))
+    })?;
+    Ok(if report.complete { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
 /// Add the remedy to an error of the transaction.
@@ -438,6 +504,7 @@ impl ExperimentOptions {
             workload.push(self.workload.clone());
         }
         workload.extend(self.also.iter().map(|also| vec!["sh".to_owned(), "-c".to_owned(), also.clone()]));
+        let default = Experiment::default();
         Ok(Experiment {
             a,
             b,
@@ -459,16 +526,18 @@ impl ExperimentOptions {
                 LevelName::GuestReboot => RepetitionLevel::GuestReboot,
             },
             restart: self.restart.clone(),
-            blocks: self.blocks,
+            blocks: self.blocks.unwrap_or(default.blocks),
+            pairs_per_block: self.pairs.unwrap_or(default.pairs_per_block),
             control_blocks: self.control_blocks,
             looks: self.looks.clone(),
             warm_up_runs: self.warm_up,
+            warm_up_samples: self.warm_up_samples,
             equivalence_percent: self.equivalence,
             exclude_noisy_blocks: self.exclude_noisy,
             duet: self.duet,
             timeout_seconds: self.timeout.as_secs_f64(),
             seed: self.seed,
-            ..Experiment::default()
+            ..default
         })
     }
 }

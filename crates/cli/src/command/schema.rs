@@ -4,6 +4,7 @@ use crate::command::engine::wire::EngineReport;
 use crate::{CommandOutcome, config, output};
 use clap::{Args, ValueEnum};
 use pagefold_ab::wire::AbReport;
+use pagefold_ab::wire::study::StudyReport;
 use pagefold_account::wire::AccountReport;
 use pagefold_census::wire::CensusReport;
 use pagefold_daemon::wire::{DecisionReport, StatusReport};
@@ -75,6 +76,8 @@ enum SchemaName {
     TuneVerify,
     /// `pagefold ab --json`, and `report.json` of a campaign
     Ab,
+    /// `pagefold ab study --json`
+    AbStudy,
     /// `pagefold merge --json`
     Merge,
     /// `pagefold policy show --json` and `set --json`
@@ -121,6 +124,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),
         SchemaName::TuneVerify => wire::json_schema::<TuneVerifyReport>(),
         SchemaName::Ab => wire::json_schema::<AbReport>(),
+        SchemaName::AbStudy => wire::json_schema::<StudyReport>(),
         SchemaName::Merge => wire::json_schema::<MergeReport>(),
         SchemaName::Policy => wire::json_schema::<PolicyReport>(),
         SchemaName::Recover => wire::json_schema::<RecoverReport>(),
