@@ -2,11 +2,24 @@ use super::baselines::Baseline;
 use super::*;
 use proptest::prelude::*;
 
+/// The least gain of a move, and the price of a moved page, if a page with hotness 1 at twice the local distance costs 1.
+const FIXED_MOVE_COST: f64 = 4096.0;
+const MOVE_COST: f64 = 0.02;
+
+const PRICES: Prices = Prices {
+    remote_page: 1.0,
+    moved_page: MOVE_COST,
+    min_gain: FIXED_MOVE_COST,
+    saved_page: 0.5,
+    split_page: 0.25,
+    merged_page: 0.001,
+};
+
 fn host(nodes: u32, vcpus: f64, pages: f64) -> PlacementProblem {
     PlacementProblem {
         nodes: (0..nodes).map(|id| NodeCapacity { id, vcpus, pages, hugetlb_pages: 0.0 }).collect(),
-        distances: BTreeMap::new(),
-        vms: Vec::new(),
+        prices: PRICES,
+        ..PlacementProblem::default()
     }
 }
 
@@ -256,12 +269,12 @@ fn numad_binds_large_processes_first_and_ignores_virtual_nodes() {
     let placed = numad::place(&problem);
     assert!(matches!(&placed[0].pattern, Pattern::Spread(nodes) if nodes.len() == 1), "it fits on a node: {placed:?}");
     assert_eq!(placed[2].pattern, Pattern::Leave);
-    assert_eq!((placed[0].remote_reads, placed[0].moved_pages), (0.0, 3e5));
+    assert_eq!((placed[0].amounts.remote_reads, placed[0].amounts.moved_pages), (0.0, 3e5));
     // A machine that no node holds is spread, and each virtual node reads half of its memory remotely.
     problem.vms = vec![vm("wide", vec![part(8.0, 6e5, &[0], &[0]), part(8.0, 6e5, &[1], &[1])])];
     let placed = numad::place(&problem);
     assert_eq!(placed[0].pattern, Pattern::Spread(vec![0, 1]), "{placed:?}");
-    assert_eq!((placed[0].remote_reads, placed[0].moved_pages), (6e5, 0.0));
+    assert_eq!((placed[0].amounts.remote_reads, placed[0].amounts.moved_pages), (6e5, 0.0));
     assert!(plan_quickly(&problem).is_empty(), "it was placed well");
 }
 
