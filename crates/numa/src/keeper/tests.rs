@@ -2,9 +2,13 @@
 //! virtual CPU. Its placements are also tested in an emulated machine (`labs/tests/numa_apply.rs`).
 
 use super::*;
-use pagefold_base::{Absent, AddressRange, Pid};
+use crate::decide::pricing::OperatorPrices;
+use pagefold_base::domain::TrustDomain;
+use pagefold_base::{Absent, AddressRange, Fingerprint, Pages, Pid};
+use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use pagefold_host::fake_host::{FakeHost, MERGED_PAGE_NAME};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 const START: u64 = 0x10_0000;
@@ -23,7 +27,8 @@ const RECENT_PLAN: &str = "no new virtual machine since the last plan";
 const RETRY: &str = "the last plan was not completed, and is made again";
 const PRESSURE: &str = "tasks of the host wait for memory";
 const ALL_WELL_PLACED: &str = "the virtual machine is well placed";
-const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved";
+const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved, for a gain of 720 CPU s/h (memory 0, remote reads \
+                      +720, CPU 0, huge pages 0)";
 
 fn host(nodes: u32) -> FakeHost {
     let host = FakeHost::booted();
@@ -173,16 +178,59 @@ fn keeper_that_only_advises_moves_nothing() {
     let host = host_with_remote_machine(MANY_PAGES);
     let advises = KeeperSettings { acts: false, ..settings() };
     let reports = run(&host, advises, &KeeperControl::default(), |checks| checks < 3);
-    assert_eq!(plan_results(&reports), ["would place 1 of 1 virtual machine"]);
+    assert_eq!(plan_results(&reports), [PLACED.replace("placed 1", "would place 1").replace(": 39.1 MiB moved", "")]);
     assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
 }
 
 #[test]
 fn imbalance_that_does_not_pay_is_left() {
-    // Its remote reads cost less than moving a machine.
-    let host = host_with_remote_machine(4000);
+    // It has hardly run in ten hours, so its remote reads cost less than a move must gain.
+    let host = host_with_remote_machine(MANY_PAGES);
+    host.put_file("proc/uptime", "36000.00 36000.00\n");
     assert_eq!(plan_results(&run_checks(&host, 3)), [ALL_WELL_PLACED]);
-    assert_eq!(pages_by_node(&host, 4000), [4000, 0]);
+    assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
+}
+
+/// Plans a machine on node 0 whose pages equal those of a larger machine on node 1. Twice as many other pages of it are
+/// merged on node 0. KSM merges within nodes. Returns the report after the plan, and its pages on each node.
+fn plan_beside_equal_pages(cpus_per_gib: f64) -> (KeeperReport, [usize; 2]) {
+    let host = host(2);
+    host.put_setting("merge_across_nodes", "0");
+    let (merged, larger) = (2 * MANY_PAGES, 8);
+    start_machine(&host, VM, MANY_PAGES + merged, "0-3");
+    host.map_pages(VM, (range(MANY_PAGES).end, range(MANY_PAGES + merged).end), MERGED_PAGE_NAME, true);
+    host.put_pages_on_node(VM, range(MANY_PAGES), 0);
+    start_machine(&host, larger, 4 * MANY_PAGES, "2-3");
+    host.put_pages_on_node(larger, range(4 * MANY_PAGES), 1);
+    let sketches = |pages: u64| {
+        let sketch = Sketch::from_contents(Pages(pages), (0..pages).map(Fingerprint));
+        let contents = ContentSketches { all: sketch.clone(), unmerged: sketch };
+        (TrustDomain::Host, Arc::new(contents))
+    };
+    let process = |pid: u32| observe::process(&host, &*host.open(Pid(pid)).unwrap()).unwrap().id;
+    let control = KeeperControl::default();
+    control.set_contents([(process(VM), sketches(MANY_PAGES)), (process(larger), sketches(4 * MANY_PAGES))].into());
+    let prices = OperatorPrices { cpus_per_gib: Some(cpus_per_gib), ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &control, |checks| checks < 3);
+    (reports.last().unwrap().clone(), pages_by_node(&host, MANY_PAGES))
+}
+
+#[test]
+fn machine_comes_to_equal_pages_if_memory_is_worth_the_remote_reads() {
+    let (report, pages) = plan_beside_equal_pages(100.0);
+    assert_eq!(pages, [0, MANY_PAGES as usize], "{report:?}");
+    let gain = report.planned_gain;
+    assert!(gain.memory > 10_000.0 && gain.remote_reads < -400.0 && gain.cpu < 0.0, "{gain:?}");
+    assert_eq!((report.placed_machines, report.placed_gain), (1, gain));
+}
+
+#[test]
+fn machine_stays_away_from_equal_pages_if_remote_reads_cost_more() {
+    let (report, pages) = plan_beside_equal_pages(1.0);
+    assert_eq!(pages, [MANY_PAGES as usize, 0], "{report:?}");
+    assert_eq!((report.placed_machines, report.planned_gain), (0, PricedGain::default()));
+    assert_eq!(report.last_plan.unwrap().result, "all 2 virtual machines are well placed");
 }
 
 #[test]
@@ -243,7 +291,7 @@ fn memory_pressure_during_a_placement_stops_it() {
     });
     let reports = run_checks(&busy, 2);
     let expected =
-        "placed 1 of 1 virtual machine: 31.0 MiB moved, then stopped, because tasks of the host wait for memory";
+        format!("{}, then stopped, because tasks of the host wait for memory", PLACED.replace("39.1", "31.0"));
     assert_eq!(plan_results(&reports), [expected]);
     let last = reports.last().unwrap();
     assert_eq!((last.placed_machines, last.failed_machines), (1, 1));

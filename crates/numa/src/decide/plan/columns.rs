@@ -27,7 +27,7 @@ pub(super) fn columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column>
 }
 
 /// The machine as it is.
-fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
+pub(super) fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
     let mut load = vec![Load::default(); problem.nodes.len()];
     let mut amounts = PricedAmounts::default();
     for part in &vm.parts {
@@ -42,6 +42,21 @@ fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
         amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &part.pages), 1.0);
     }
     column(problem, vm, Pattern::Leave, amounts, load)
+}
+
+/// What a machine uses and saves with the memory of each part on these nodes, in these shares.
+pub(super) fn placed_amounts(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Vec<(u32, f64)>]) -> PricedAmounts {
+    let vcpus = |id: u32| problem.nodes.iter().find(|node| node.id == id).map_or(0.0, |node| node.vcpus);
+    let mut amounts = PricedAmounts::default();
+    for (part, nodes) in vm.parts.iter().zip(parts) {
+        let all_vcpus: f64 = nodes.iter().map(|&(node, _)| vcpus(node)).sum();
+        let cpu_shares = nodes.iter().map(|&(node, _)| (node, vcpus(node) / all_vcpus.max(1e-9))).collect();
+        let pages: BTreeMap<u32, f64> = nodes.iter().map(|&(node, share)| (node, share * part.total_pages())).collect();
+        amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &pages), 1.0);
+        let arriving = |(node, pages): (&u32, &f64)| (pages - part.pages.get(node).copied().unwrap_or(0.0)).max(0.0);
+        amounts.moved_pages += pages.iter().map(arriving).sum::<f64>();
+    }
+    amounts
 }
 
 /// A column with its cost.

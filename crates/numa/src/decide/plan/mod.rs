@@ -302,6 +302,14 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     }
 }
 
+/// What a placement of a machine gains against leaving it: each part on these nodes, with the shares of its memory. Its
+/// virtual CPUs run on the CPUs of the nodes.
+pub fn gain_of_placement(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Vec<(u32, f64)>]) -> PricedGain {
+    let placed = columns::placed_amounts(problem, vm, parts);
+    let leave = columns::leave_column(problem, vm).amounts;
+    pricing::price(&problem.prices, placed.plus(leave, -1.0))
+}
+
 fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
     let (leave, column) = (&columns[0], &columns[chosen]);
     let lasting_cost = |column: &Column| column.lasting_cost(&problem.prices);
