@@ -11,7 +11,7 @@ use crate::apply::{
     STOP_POLL_INTERVAL,
 };
 use crate::decide::keeper::{KeeperState, KeeperStep, RunningMachine};
-use crate::decide::plan::PlannedMove;
+use crate::decide::plan::{self, Pattern, PlannedMove};
 use crate::decide::pricing::PricedGain;
 use crate::map::{self, NumaMap};
 use crate::placement_record::{self, PlacedMachine, PlacementRecord};
@@ -171,6 +171,8 @@ struct PlannedMoves {
     targets: Vec<MachineTarget>,
     /// What moving each of them gains.
     gains: Vec<PricedGain>,
+    /// Machines that stay, whose merged pages on other nodes lose more by remote reads than they save, with the net gain.
+    losing_merges: Vec<(ProcessId, PricedGain)>,
 }
 
 impl PlannedMoves {
@@ -274,18 +276,20 @@ impl<'h> PlacementKeeper<'h> {
             return Err("interrupted".into());
         }
         self.report.planned_gain = planned.gain();
+        let losses = describe_losing_merges(&planned.losing_merges);
         if planned.targets.is_empty() {
-            return Ok(match machines.len() {
+            let text = match machines.len() {
                 1 => "the virtual machine is well placed".to_owned(),
                 count => format!("all {count} virtual machines are well placed"),
-            });
+            };
+            return Ok(text + &losses);
         }
         match sessions {
-            Some(sessions) => self.place(sessions, &planned, interrupts, observe),
+            Some(sessions) => Ok(self.place(sessions, &planned, interrupts, observe)? + &losses),
             None => {
                 let machines = count_text(machines.len(), "virtual machine");
                 let gain = describe_gain(planned.gain());
-                Ok(format!("would place {} of {machines}, for a gain of {gain}", planned.targets.len()))
+                Ok(format!("would place {} of {machines}, for a gain of {gain}{losses}", planned.targets.len()))
             }
         }
     }
@@ -313,8 +317,15 @@ impl<'h> PlacementKeeper<'h> {
             let part_count = problem.vms[position].parts.len();
             Some((MachineTarget::new(position, part_count, &planned.pattern, &problem)?, planned.gain))
         };
+        let stays = plan.moves.iter().enumerate().filter(|(_, planned)| planned.pattern == Pattern::Leave);
+        let losing_merges = stays
+            .filter_map(|(position, _)| {
+                let gain = plan::gain_of_remote_merges(&problem, &problem.vms[position])?;
+                (gain.net() < 0.0).then(|| (map.processes[position].process.id, gain))
+            })
+            .collect();
         let (targets, gains) = plan.moves.iter().enumerate().filter_map(target).unzip();
-        Ok(PlannedMoves { map, targets, gains })
+        Ok(PlannedMoves { map, targets, gains, losing_merges })
     }
 
     fn place(
@@ -423,6 +434,20 @@ fn describe_gain(gain: PricedGain) -> String {
         signed(gain.cpu),
         signed(gain.huge_pages)
     )
+}
+
+/// Names the machine whose merged pages lose most, with the remedies; empty if there is none.
+fn describe_losing_merges(losing: &[(ProcessId, PricedGain)]) -> String {
+    let most = losing.iter().min_by(|left, right| left.1.net().total_cmp(&right.1.net()));
+    most.map_or_else(String::new, |(process, gain)| {
+        format!(
+            "; merged pages of {} on other nodes cost more remote reads than they save memory, most those of process {}, by \
+             {:.0} CPU s/h: unmerge it, or set merge_across_nodes=0",
+            count_text(losing.len(), "virtual machine"),
+            process.pid,
+            -gain.net()
+        )
+    })
 }
 
 /// The virtual machines that run now. Processes that end meanwhile are left out.

@@ -180,9 +180,11 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             let pages = kinds.movable().0 as f64 - in_parts(|part| &part.pages);
             let hugetlb_pages = kinds.hugetlb.0 as f64 - in_parts(|part| &part.hugetlb_pages);
             let kept_pages = kinds.kept().0 as f64 - in_parts(|part| &part.kept_pages);
+            let merged_pages = kinds.merged.0 as f64 - in_parts(|part| &part.merged_pages);
             *parts[0].pages.entry(node).or_default() += pages.max(0.0);
             *parts[0].hugetlb_pages.entry(node).or_default() += hugetlb_pages.max(0.0);
             *parts[0].kept_pages.entry(node).or_default() += kept_pages.max(0.0);
+            *parts[0].merged_pages.entry(node).or_default() += merged_pages.max(0.0);
         }
         parts
     } else {
@@ -234,6 +236,7 @@ fn planned_part(topology: &Topology, threads: &[&ThreadPlacement], pages: &PageN
         pages: by_node(|kinds| kinds.movable()),
         hugetlb_pages: by_node(|kinds| kinds.hugetlb),
         kept_pages: by_node(|kinds| kinds.kept()),
+        merged_pages: by_node(|kinds| kinds.merged),
         equal_pages: BTreeMap::new(),
         huge_share: pages.huge_share(),
         hotness,

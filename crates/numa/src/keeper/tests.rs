@@ -247,6 +247,28 @@ fn machine_stays_near_its_merged_memory() {
     assert_eq!(host.read(&format!("proc/{VM}/task/{VM}/cpus")).unwrap(), b"0-3");
 }
 
+/// Plans a machine that runs on node 1, and has no memory but merged pages of node 0. Returns the results of the plans.
+fn plan_with_remote_merges(cpus_per_gib: f64) -> Vec<String> {
+    let host = host(2);
+    start_machine(&host, VM, MANY_PAGES, "2-3");
+    host.map_pages(VM, (START, range(MANY_PAGES).end), MERGED_PAGE_NAME, true);
+    let prices = OperatorPrices { cpus_per_gib: Some(cpus_per_gib), ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    // Its threads may run on node 1 only, so it does not come to its merged pages.
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &KeeperControl::default(), |checks| checks < 3);
+    plan_results(&reports).into_iter().map(str::to_owned).collect()
+}
+
+#[test]
+fn merges_whose_remote_reads_cost_more_than_their_memory_are_reported() {
+    // All its reads are remote: 720 CPU s/h. 39.1 MiB are worth 137 CPU s/h at a CPU for each GiB.
+    let expected = "the virtual machine is well placed; merged pages of 1 virtual machine on other nodes cost more remote \
+                    reads than they save memory, most those of process 7, by 583 CPU s/h: unmerge it, or set \
+                    merge_across_nodes=0";
+    assert_eq!(plan_with_remote_merges(1.0), [expected]);
+    assert_eq!(plan_with_remote_merges(10.0), [ALL_WELL_PLACED]);
+}
+
 #[test]
 fn imbalance_that_pays_is_planned_again() {
     let host = host_with_remote_machine(MANY_PAGES);

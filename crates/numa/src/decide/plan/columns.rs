@@ -110,7 +110,7 @@ pub(super) fn lasting_amounts(
 }
 
 /// The shares of nodes in the run time of a part. If they are not known, its virtual CPUs run everywhere alike.
-fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -> BTreeMap<u32, f64> {
+pub(super) fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -> BTreeMap<u32, f64> {
     if !part.cpu_shares.is_empty() {
         return part.cpu_shares.clone();
     }

@@ -67,6 +67,8 @@ pub struct PlannedPart {
     pub hugetlb_pages: BTreeMap<u32, f64>,
     /// Pages by node that stay there wherever the part is: merged pages, and those of files. `pages` does not include them.
     pub kept_pages: BTreeMap<u32, f64>,
+    /// The part of them that is merged.
+    pub merged_pages: BTreeMap<u32, f64>,
     /// Pages that will merge with equal ones on a node, by node; `pages` includes them.
     pub equal_pages: BTreeMap<u32, f64>,
     /// The share of its pages in transparent huge pages.
@@ -308,6 +310,22 @@ pub fn gain_of_placement(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Ve
     let placed = columns::placed_amounts(problem, vm, parts);
     let leave = columns::leave_column(problem, vm).amounts;
     pricing::price(&problem.prices, placed.plus(leave, -1.0))
+}
+
+/// What the merged pages of a machine that are on other nodes than all its CPUs gain at most, as it is: the memory that
+/// they save, if all but one of the pages of each frame are the machine's, less their remote reads. `None` if there are
+/// none. The CPU time of merging is spent, and huge pages are split already.
+pub fn gain_of_remote_merges(problem: &PlacementProblem, vm: &PlannedVm) -> Option<PricedGain> {
+    let mut amounts = PricedAmounts::default();
+    for part in &vm.parts {
+        let cpu_shares = columns::known_cpu_shares(problem, part);
+        let is_remote = |node: &u32| cpu_shares.get(node).is_none_or(|share| *share <= 0.0);
+        let merged = part.merged_pages.iter().filter(|(node, _)| is_remote(node));
+        let merged: BTreeMap<u32, f64> = merged.map(|(&node, &pages)| (node, pages)).collect();
+        amounts.saved_pages += merged.values().sum::<f64>();
+        amounts.remote_reads += part.hotness * columns::remote_pages(problem, &cpu_shares, &merged);
+    }
+    (amounts.saved_pages > 0.0).then(|| pricing::price(&problem.prices, amounts))
 }
 
 fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
