@@ -18,6 +18,10 @@ use std::time::Duration;
 /// The hotness of a machine that does not run at all. It may run again.
 pub(crate) const MIN_HOTNESS: f64 = 0.01;
 
+/// The share of a CPU that each virtual CPU of the hottest machine counts as using at least. On a host that is idle now,
+/// machines may run again.
+const MIN_CPU_USE: f64 = 0.1;
+
 /// A process is not moved if devices pin at least one page in this many.
 const PINNED_PAGES_RATIO: u64 = 100;
 
@@ -69,7 +73,7 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .map(|memory| memory.total.0 as f64)
             .sum(),
         page_bytes: page_size.bytes() as f64,
-        hottest_cpus_per_page: hottest,
+        hottest_cpus_per_page: hottest.max(least_cpus_per_page(map, &cpu_shares)),
     };
     let relative = |cpu_share: f64| if hottest > 0.0 { (cpu_share / hottest).max(MIN_HOTNESS) } else { 1.0 };
     let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
@@ -117,6 +121,16 @@ pub fn add_equal_pages(host: &dyn Host, map: &NumaMap, contents: &KnownContents,
             part.equal_pages = equal.iter().map(|(&node, pages)| (node, share * pages.min(total))).collect();
         }
     }
+}
+
+/// What the hottest process uses at least for each page of its memory; of equally hot ones, the largest counts.
+fn least_cpus_per_page(map: &NumaMap, cpu_shares: &[f64]) -> f64 {
+    let by_heat = map.processes.iter().zip(cpu_shares).rev();
+    let hottest = by_heat.max_by(|left, right| left.1.total_cmp(right.1));
+    hottest.map_or(0.0, |(placement, _)| {
+        let threads = threads::working_threads(placement.threads.as_deref().unwrap_or_default()).count();
+        MIN_CPU_USE * threads as f64 / (placement.pages.resident().0 as f64).max(1.0)
+    })
 }
 
 /// What a node offers to the placed processes, which use these pages of it.

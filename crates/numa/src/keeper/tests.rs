@@ -184,10 +184,12 @@ fn keeper_that_only_advises_moves_nothing() {
 
 #[test]
 fn imbalance_that_does_not_pay_is_left() {
-    // It has hardly run in ten hours, so its remote reads cost less than a move must gain.
+    // Its remote reads cost 720 CPU s/h, less than a move must gain.
     let host = host_with_remote_machine(MANY_PAGES);
-    host.put_file("proc/uptime", "36000.00 36000.00\n");
-    assert_eq!(plan_results(&run_checks(&host, 3)), [ALL_WELL_PLACED]);
+    let prices = OperatorPrices { min_gain: 1000.0, ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &KeeperControl::default(), |checks| checks < 3);
+    assert_eq!(plan_results(&reports), [ALL_WELL_PLACED]);
     assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
 }
 
