@@ -10,6 +10,7 @@ use pagefold_base::splitmix::splitmix64;
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::machine::EmulatedMachine;
 use pagefold_numa::decide::plan::{self, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm};
+use pagefold_numa::decide::pricing::Prices;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -121,6 +122,8 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
                 ..PlannedVm::default()
             })
             .collect(),
+        // Remote reads as the planner weighs them against moves: a move of a page costs a fiftieth of its remote reads.
+        prices: Prices { remote_page: 1.0, moved_page: 0.02, min_gain: 4096.0, ..Prices::default() },
         ..PlacementProblem::default()
     };
     let started = Instant::now();

@@ -22,6 +22,7 @@ use pagefold_base::exclusion::Exclusions;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_merge::decide::policy;
 use pagefold_merge::decide::policy::Policy;
+use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::keeper::KeeperSettings;
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -52,6 +53,8 @@ pub struct Config {
     pub history: Option<HistoryLocation>,
     /// How the daemon places virtual machines on NUMA nodes, if it does.
     pub placement: Option<KeeperSettings>,
+    /// What resources are worth to a placement.
+    pub placement_prices: OperatorPrices,
     /// The other settings of the daemon.
     daemon: pagefold_daemon::run::DaemonSettings,
     /// Warnings about well-formed entries that have no effect. Each begins with its line number.
@@ -119,7 +122,8 @@ impl Config {
         let exclusions = exclusions.groups(config_text.parse_groups("excluded group", group)?);
         let http = document.daemon.parse_http(&config_text)?;
         let history = document.daemon.parse_history(&config_text)?;
-        let placement = document.daemon.parse_placement(&config_text)?;
+        let placement_prices = document.daemon.parse_prices(&config_text)?;
+        let placement = document.daemon.parse_placement(placement_prices, &config_text)?;
         let daemon = document.daemon.into_settings(&config_text)?;
         Ok(Self {
             path: None,
@@ -128,6 +132,7 @@ impl Config {
             http,
             history,
             placement,
+            placement_prices,
             daemon,
             warnings,
         })

@@ -90,7 +90,11 @@ pub fn format_placement_totals(placement: &PlacementReport) -> String {
     if placement.failed_undos > 0 {
         text.push_str(&format!(", {} changes not undone", placement.failed_undos));
     }
-    format!("{text}, {} moved", Bytes(placement.moved_bytes))
+    text.push_str(&format!(", {} moved", Bytes(placement.moved_bytes)));
+    if placement.placed_gain.net.round() != 0.0 {
+        text.push_str(&format!(", net gain {:.0} CPU s/h", placement.placed_gain.net));
+    }
+    text
 }
 
 /// The tracked processes with the largest resident memory.
@@ -195,6 +199,7 @@ mod tests {
         );
         placement.last_plan = Some(LastPlanReport { time: 40.0, result: "interrupted".to_owned() });
         (placement.placed_machines, placement.failed_machines, placement.failed_undos) = (0, 3, 2);
+        placement.placed_gain.net = 0.4;
         assert_eq!(
             placement_sentences(&placement, 100.0),
             "NUMA placement (advise), placing: 1.00 GiB of 2.00 GiB moved, now web-7. Last plan 60 s ago: interrupted. \

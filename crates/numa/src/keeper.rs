@@ -10,14 +10,15 @@ use crate::apply::{
     self, ApplyLimits, ApplyOutcome, MachineOutcome, MachineTarget, PlacementSessions, PreparedMachine,
     STOP_POLL_INTERVAL,
 };
-use crate::decide::keeper::{self, KeeperState, KeeperStep, RunningMachine};
-use crate::decide::plan::{self, Pattern, PlacementPlan};
+use crate::decide::keeper::{KeeperState, KeeperStep, RunningMachine};
+use crate::decide::plan::{self, Pattern, PlannedMove};
+use crate::decide::pricing::PricedGain;
 use crate::map::{self, NumaMap};
 use crate::placement_record::{self, PlacedMachine, PlacementRecord};
-use crate::problem::{PlanLimits, placement_problem, plan_within};
+use crate::problem::{KnownContents, PlanLimits, add_equal_pages, placement_problem, plan_within};
 use crate::topology::Topology;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
-use pagefold_base::{Bytes, Pages, ProcessId, Reading, count_text};
+use pagefold_base::{Bytes, ProcessId, Reading, count_text};
 use pagefold_census::ProcessSelection;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
@@ -25,13 +26,11 @@ use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Time limit of the planner.
 const PLAN_DEADLINE: Duration = Duration::from_secs(5);
-
-/// Time limit of all plans of a check.
-const ALL_PLANS_DEADLINE: Duration = Duration::from_secs(20);
 
 /// What the keeper may do.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -111,6 +110,10 @@ pub struct KeeperReport {
     pub moved_bytes: u64,
     /// Changes that should have been undone since the start, and were not.
     pub failed_undos: u64,
+    /// What the last plan gains against leaving everything.
+    pub planned_gain: PricedGain,
+    /// What the placements since the start gain by their plans. Placements that stopped early count as planned.
+    pub placed_gain: PricedGain,
 }
 
 /// Ends and pauses a keeper from another thread.
@@ -119,6 +122,8 @@ pub struct KeeperControl {
     has_ended: AtomicBool,
     /// Set while no placement may run: after the end and during a pause.
     interrupts: AtomicBool,
+    /// The contents of processes; `None` if nothing finds them out.
+    contents: Mutex<Option<KnownContents>>,
 }
 
 impl KeeperControl {
@@ -126,6 +131,15 @@ impl KeeperControl {
     pub fn end(&self) {
         self.has_ended.store(true, Ordering::Relaxed);
         self.interrupts.store(true, Ordering::Relaxed);
+    }
+
+    /// Tells the keeper the contents of processes. From then on it expects to be told those of each machine.
+    pub fn set_contents(&self, contents: KnownContents) {
+        *self.contents.lock().unwrap_or_else(PoisonError::into_inner) = Some(contents);
+    }
+
+    fn contents(&self) -> Option<KnownContents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Pauses the keeper or lets it go on. A placement that is under way is undone.
@@ -155,6 +169,16 @@ pub struct PlacementKeeper<'h> {
 struct PlannedMoves {
     map: NumaMap,
     targets: Vec<MachineTarget>,
+    /// What moving each of them gains.
+    gains: Vec<PricedGain>,
+    /// Machines that stay, whose merged pages on other nodes lose more by remote reads than they save, with the net gain.
+    losing_merges: Vec<(ProcessId, PricedGain)>,
+}
+
+impl PlannedMoves {
+    fn gain(&self) -> PricedGain {
+        self.gains.iter().fold(PricedGain::default(), |sum, gain| sum.plus(*gain))
+    }
 }
 
 impl<'h> PlacementKeeper<'h> {
@@ -170,7 +194,7 @@ impl<'h> PlacementKeeper<'h> {
         let has_ended = || control.has_ended.load(Ordering::Relaxed);
         while !has_ended() {
             let was_paused = control.interrupts.load(Ordering::Relaxed);
-            let has_choice = self.check(&control.interrupts, observe);
+            let has_choice = self.check(control, observe);
             observe(&self.report);
             if !has_choice {
                 return;
@@ -183,8 +207,8 @@ impl<'h> PlacementKeeper<'h> {
         }
     }
 
-    /// Checks once, unless `interrupts` is set. Returns whether the host has several nodes.
-    fn check(&mut self, interrupts: &AtomicBool, observe: &mut ReportObserver<'_>) -> bool {
+    /// Checks once, unless `control` interrupts it. Returns whether the host has several nodes.
+    fn check(&mut self, control: &KeeperControl, observe: &mut ReportObserver<'_>) -> bool {
         let is_node_of_cpus = |node: &&crate::topology::NumaNode| node.cpus.iter().next().is_some();
         match Topology::read(self.host) {
             Ok(topology) if topology.nodes.values().filter(is_node_of_cpus).count() < 2 => {
@@ -197,16 +221,17 @@ impl<'h> PlacementKeeper<'h> {
                 return true;
             }
         }
-        self.report.activity = match interrupts.load(Ordering::Relaxed) {
+        self.report.activity = match control.interrupts.load(Ordering::Relaxed) {
             true => KeeperActivity::Paused,
-            false => KeeperActivity::Idle(self.check_machines(interrupts, observe)),
+            false => KeeperActivity::Idle(self.check_machines(control, observe)),
         };
         true
     }
 
     /// Places machines if it is time for it. Returns what the next plan waits for.
-    fn check_machines(&mut self, interrupts: &AtomicBool, observe: &mut ReportObserver<'_>) -> String {
-        let machines = match running_machines(self.host) {
+    fn check_machines(&mut self, control: &KeeperControl, observe: &mut ReportObserver<'_>) -> String {
+        let contents = control.contents();
+        let machines = match running_machines(self.host, contents.as_ref()) {
             Ok(machines) => machines,
             Err(why) => return format!("the processes cannot be listed: {why}"),
         };
@@ -218,7 +243,9 @@ impl<'h> PlacementKeeper<'h> {
         };
         self.report.activity = KeeperActivity::Planning;
         observe(&self.report);
-        let result = self.plan_and_place(&machines, &resting, interrupts, observe).unwrap_or_else(|error| {
+        let contents = contents.unwrap_or_default();
+        let placed = self.plan_and_place((&machines, &contents), &resting, &control.interrupts, observe);
+        let result = placed.unwrap_or_else(|error| {
             self.state.retry_plan();
             format!("not finished: {error}")
         });
@@ -228,7 +255,7 @@ impl<'h> PlacementKeeper<'h> {
 
     fn plan_and_place(
         &mut self,
-        machines: &[RunningMachine],
+        (machines, contents): (&[RunningMachine], &KnownContents),
         resting: &BTreeSet<ProcessId>,
         interrupts: &AtomicBool,
         observe: &mut ReportObserver<'_>,
@@ -243,18 +270,26 @@ impl<'h> PlacementKeeper<'h> {
             false => None,
         };
         let pids = machines.iter().map(|machine| machine.process.pid).collect();
-        let planned = self.plan(ProcessSelection { pids, ..ProcessSelection::default() }, resting, interrupts)?;
+        let selection = ProcessSelection { pids, ..ProcessSelection::default() };
+        let planned = self.plan(&selection, contents, resting)?;
+        if interrupts.load(Ordering::Relaxed) {
+            return Err("interrupted".into());
+        }
+        self.report.planned_gain = planned.gain();
+        let losses = describe_losing_merges(&planned.losing_merges);
         if planned.targets.is_empty() {
-            return Ok(match machines.len() {
+            let text = match machines.len() {
                 1 => "the virtual machine is well placed".to_owned(),
                 count => format!("all {count} virtual machines are well placed"),
-            });
+            };
+            return Ok(text + &losses);
         }
         match sessions {
-            Some(sessions) => self.place(sessions, &planned, interrupts, observe),
+            Some(sessions) => Ok(self.place(sessions, &planned, interrupts, observe)? + &losses),
             None => {
                 let machines = count_text(machines.len(), "virtual machine");
-                Ok(format!("would place {} of {machines}", planned.targets.len()))
+                let gain = describe_gain(planned.gain());
+                Ok(format!("would place {} of {machines}, for a gain of {gain}{losses}", planned.targets.len()))
             }
         }
     }
@@ -265,43 +300,32 @@ impl<'h> PlacementKeeper<'h> {
 
     fn plan(
         &self,
-        selection: ProcessSelection,
+        selection: &ProcessSelection,
+        contents: &KnownContents,
         resting: &BTreeSet<ProcessId>,
-        interrupts: &AtomicBool,
     ) -> Result<PlannedMoves, Box<dyn std::error::Error>> {
-        let mut map = map::read_map(self.host, &selection)?;
+        let mut map = map::read_map(self.host, selection)?;
         let kept = apply::read_kept_cpus(self.host, &self.directory)?;
         apply::restore_permitted_cpus(&mut map, &kept);
         let mut problem = placement_problem(&map, self.host.page_size(), self.settings.limits);
         for (vm, placement) in problem.vms.iter_mut().zip(&map.processes) {
             vm.fixed |= resting.contains(&placement.process.id);
         }
-        // A machine that is not worth moving stays, and the others are planned again around it.
-        let started = self.host.now();
-        while elapsed_since(self.host, started) < ALL_PLANS_DEADLINE {
-            if interrupts.load(Ordering::Relaxed) {
-                return Err("interrupted".into());
-            }
-            let plan: PlacementPlan = plan_within(self.host, &problem, PLAN_DEADLINE);
-            let mut targets = Vec::new();
-            let mut stays = Vec::new();
-            for (position, planned) in plan.moves.iter().enumerate() {
-                let part_count = problem.vms[position].parts.len();
-                let Some(target) = MachineTarget::new(position, part_count, &planned.pattern, &problem) else {
-                    continue;
-                };
-                if is_worth_moving(&map, &target, planned) {
-                    targets.push(target);
-                } else {
-                    stays.push(position);
-                }
-            }
-            if stays.is_empty() {
-                return Ok(PlannedMoves { map, targets });
-            }
-            stays.into_iter().for_each(|position| problem.vms[position].fixed = true);
-        }
-        Err(format!("in {} s there was no plan whose moves are all worth it", ALL_PLANS_DEADLINE.as_secs()).into())
+        add_equal_pages(self.host, &map, contents, &mut problem);
+        let plan = plan_within(self.host, &problem, PLAN_DEADLINE);
+        let target = |(position, planned): (usize, &PlannedMove)| {
+            let part_count = problem.vms[position].parts.len();
+            Some((MachineTarget::new(position, part_count, &planned.pattern, &problem)?, planned.gain))
+        };
+        let stays = plan.moves.iter().enumerate().filter(|(_, planned)| planned.pattern == Pattern::Leave);
+        let losing_merges = stays
+            .filter_map(|(position, _)| {
+                let gain = plan::gain_of_remote_merges(&problem, &problem.vms[position])?;
+                (gain.net() < 0.0).then(|| (map.processes[position].process.id, gain))
+            })
+            .collect();
+        let (targets, gains) = plan.moves.iter().enumerate().filter_map(target).unzip();
+        Ok(PlannedMoves { map, targets, gains, losing_merges })
     }
 
     fn place(
@@ -354,7 +378,15 @@ impl<'h> PlacementKeeper<'h> {
         self.report.failed_machines +=
             outcome.machines.iter().filter(|machine| machine.failure.is_some()).count() as u64;
         self.report.moved_bytes += bytes.0;
-        let text = describe_placement(&outcome, bytes);
+        let placed_gains = planned
+            .gains
+            .iter()
+            .zip(&outcome.machines)
+            .filter(|(_, machine)| machine.has_changes())
+            .map(|(gain, _)| gain);
+        let gain = placed_gains.fold(PricedGain::default(), |sum, gain| sum.plus(*gain));
+        self.report.placed_gain = self.report.placed_gain.plus(gain);
+        let text = describe_placement(&outcome, bytes, gain);
         Ok(match self.record(placed, &outcome, counters) {
             Ok(()) => text,
             Err(error) => format!("{text}; `pagefold numa verify` does not know it: {error}"),
@@ -379,10 +411,10 @@ impl<'h> PlacementKeeper<'h> {
 }
 
 /// What a placement did, and what not.
-fn describe_placement(outcome: &ApplyOutcome, moved: Bytes) -> String {
+fn describe_placement(outcome: &ApplyOutcome, moved: Bytes, gain: PricedGain) -> String {
     let placed = outcome.machines.iter().filter(|machine| machine.has_changes()).count();
     let machines = count_text(outcome.machines.len(), "virtual machine");
-    let mut text = format!("placed {placed} of {machines}: {moved} moved");
+    let mut text = format!("placed {placed} of {machines}: {moved} moved, for a gain of {}", describe_gain(gain));
     if outcome.stopped_by_pressure {
         text.push_str(", then stopped, because tasks of the host wait for memory");
     } else if let Some(why) = outcome.machines.iter().find_map(|machine| machine.failure.as_deref()) {
@@ -391,23 +423,42 @@ fn describe_placement(outcome: &ApplyOutcome, moved: Bytes) -> String {
     text
 }
 
-fn is_worth_moving(map: &NumaMap, target: &MachineTarget, planned: &plan::PlannedMove) -> bool {
-    let placement = &map.processes[target.position];
-    let after = placement_record::predicted_cost(&map.topology, placement, &target.parts);
-    let (Some(before), Some(after), false) = (placement.cost, after, planned.pattern == Pattern::Leave) else {
-        return false;
-    };
-    keeper::is_worth_moving(before, after, placement.pages.resident(), Pages(planned.moved_pages as u64))
+/// `120 CPU s/h (memory 0, remote reads +130, CPU -10, huge pages 0)`.
+fn describe_gain(gain: PricedGain) -> String {
+    let signed = |value: f64| if value.round() == 0.0 { "0".to_owned() } else { format!("{value:+.0}") };
+    format!(
+        "{:.0} CPU s/h (memory {}, remote reads {}, CPU {}, huge pages {})",
+        gain.net(),
+        signed(gain.memory),
+        signed(gain.remote_reads),
+        signed(gain.cpu),
+        signed(gain.huge_pages)
+    )
+}
+
+/// Names the machine whose merged pages lose most, with the remedies; empty if there is none.
+fn describe_losing_merges(losing: &[(ProcessId, PricedGain)]) -> String {
+    let most = losing.iter().min_by(|left, right| left.1.net().total_cmp(&right.1.net()));
+    most.map_or_else(String::new, |(process, gain)| {
+        format!(
+            "; merged pages of {} on other nodes cost more remote reads than they save memory, most those of process {}, by \
+             {:.0} CPU s/h: unmerge it, or set merge_across_nodes=0",
+            count_text(losing.len(), "virtual machine"),
+            process.pid,
+            -gain.net()
+        )
+    })
 }
 
 /// The virtual machines that run now. Processes that end meanwhile are left out.
-fn running_machines(host: &dyn Host) -> Reading<Vec<RunningMachine>> {
+fn running_machines(host: &dyn Host, contents: Option<&KnownContents>) -> Reading<Vec<RunningMachine>> {
     let machine = |pid| {
         let handle = host.open(pid).ok()?;
         let process = observe::process(host, &*handle).ok()?;
         process.identity.vm.as_ref()?;
         let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
-        Some(RunningMachine { process: process.id, resident })
+        let has_known_contents = contents.is_none_or(|contents| contents.contains_key(&process.id));
+        Some(RunningMachine { process: process.id, resident, has_known_contents })
     };
     Ok(host.pids()?.into_iter().filter_map(machine).collect())
 }

@@ -66,7 +66,12 @@ impl PageKinds {
 
     /// The pages that are moved to other nodes. Pages of files and pages that KSM merged may belong to several processes.
     pub fn movable(self) -> Pages {
-        self.total().saturating_sub(self.merged + self.file)
+        self.total().saturating_sub(self.kept())
+    }
+
+    /// The pages that stay where they are.
+    pub fn kept(self) -> Pages {
+        self.merged + self.file
     }
 }
 
@@ -91,6 +96,12 @@ impl PageNodes {
     /// The pages in memory, without the kernel's zero page.
     pub fn resident(&self) -> Pages {
         self.by_node.values().map(|kinds| kinds.total()).sum()
+    }
+
+    /// The share of movable pages in transparent huge pages.
+    pub fn huge_share(&self) -> f64 {
+        let sum = |pages: fn(&PageKinds) -> Pages| self.by_node.values().map(pages).sum::<Pages>().0 as f64;
+        sum(|kinds| kinds.huge) / sum(|kinds| kinds.movable()).max(1.0)
     }
 
     /// Add the pages of other memory.

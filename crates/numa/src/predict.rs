@@ -2,6 +2,8 @@
 
 use crate::apply::{MachineTarget, PartNodes};
 use crate::decide::frame_sharing::{self, SharedFrames};
+use crate::decide::plan::{self, PlacementProblem};
+use crate::decide::pricing::PricedGain;
 use crate::decide::{AccessCost, FrameReader};
 use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
@@ -14,6 +16,8 @@ use std::collections::BTreeMap;
 /// The consequences of a placement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacementPrediction {
+    /// What it gains against leaving the machine.
+    pub gain: PricedGain,
     /// The expected accesses now.
     pub cost_before: Option<AccessCost>,
     /// The expected accesses afterwards.
@@ -63,14 +67,14 @@ impl NodeArrival {
     }
 }
 
-/// Predict a placement of a machine of the map. `readers` has the merged frames of all processes of the map, in their
+/// Predict a placement of a machine of the map and its problem. `readers` has the merged frames of all processes of the map, in their
 /// order.
 ///
 /// # Errors
 /// If the nodes of frames cannot be read.
 pub fn predict(
     host: &dyn Host,
-    map: &NumaMap,
+    (map, problem): (&NumaMap, &PlacementProblem),
     readers: Vec<FrameReader>,
     target: &MachineTarget,
     headroom_share: f64,
@@ -88,6 +92,7 @@ pub fn predict(
     let page = host.page_size();
     let nodes = arrivals.iter().map(|(&node, kinds)| node_arrival(map, (node, *kinds), page, headroom_share)).collect();
     Ok(PlacementPrediction {
+        gain: plan::gain_of_placement(problem, &problem.vms[target.position], &target.parts),
         cost_before: placement.cost,
         cost_after: predicted_cost(&map.topology, placement, &target.parts),
         moved: arrivals.into_values().fold(PageKinds::default(), |mut sum, kinds| {

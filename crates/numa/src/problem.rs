@@ -1,17 +1,26 @@
 //! The planning problem of a host: its map as the planner sees it.
 
+use crate::decide::content_overlap::{self, LocatedContents};
 use crate::decide::plan::{self, NodeCapacity, PlacementPlan, PlacementProblem, PlannedPart, PlannedVm};
+use crate::decide::pricing::{HostCapacity, OperatorPrices, Prices};
 use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{NumaNode, Topology};
-use pagefold_base::{Bytes, IdSet, PageSize, Pages, Reading};
-use pagefold_host::{Host, elapsed_since};
+use pagefold_base::domain::TrustDomain;
+use pagefold_base::{Bytes, IdSet, PageSize, Pages, ProcessId, Reading};
+use pagefold_census::decide::sketch::ContentSketches;
+use pagefold_host::{Host, elapsed_since, observe};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The hotness of a machine that does not run at all. It may run again.
 pub(crate) const MIN_HOTNESS: f64 = 0.01;
+
+/// The share of a CPU that each virtual CPU of the hottest machine counts as using at least. On a host that is idle now,
+/// machines may run again.
+const MIN_CPU_USE: f64 = 0.1;
 
 /// A process is not moved if devices pin at least one page in this many.
 const PINNED_PAGES_RATIO: u64 = 100;
@@ -23,20 +32,25 @@ pub struct PlanLimits {
     pub vcpus_per_cpu: f64,
     /// The share of a node's memory that stays free.
     pub headroom_share: f64,
+    /// What resources are worth.
+    pub prices: OperatorPrices,
 }
 
 impl Default for PlanLimits {
     fn default() -> Self {
-        Self { vcpus_per_cpu: 1.0, headroom_share: 0.05 }
+        Self { vcpus_per_cpu: 1.0, headroom_share: 0.05, prices: OperatorPrices::default() }
     }
 }
+
+/// The contents of processes, as a census has sketched them, with their trust domains.
+pub type KnownContents = BTreeMap<ProcessId, (TrustDomain, Arc<ContentSketches>)>;
 
 /// The problem of placing the processes of a map, all of which are moved as virtual machines are.
 ///
 /// Memory of other processes stays where it is: a node offers its free memory, its file cache, its free hugetlb pages and
 /// the memory of the placed processes. If it is not known which hugetlb pages are free, it offers those of the placed
-/// processes only. CPU time of other processes is not considered. Pages that are merged are not part of the problem,
-/// because several processes map them.
+/// processes only. CPU time of other processes is not considered. Pages that are merged and those of files stay where they
+/// are, and count as remote reads only.
 pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits) -> PlacementProblem {
     let used = |node: u32| {
         let mut used = PageKinds::default();
@@ -49,6 +63,18 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
     let cpu_shares: Vec<f64> =
         map.processes.iter().map(|placement| cpu_share_per_page(placement, &map.uptime_ticks)).collect();
     let hottest = cpu_shares.iter().copied().fold(0.0, f64::max);
+    let capacity = HostCapacity {
+        cpus: map.topology.nodes.values().map(|node| node.cpus.iter().count() as f64).sum(),
+        memory_bytes: map
+            .topology
+            .nodes
+            .values()
+            .flat_map(|node| &node.memory)
+            .map(|memory| memory.total.0 as f64)
+            .sum(),
+        page_bytes: page_size.bytes() as f64,
+        hottest_cpus_per_page: hottest.max(least_cpus_per_page(map, &cpu_shares)),
+    };
     let relative = |cpu_share: f64| if hottest > 0.0 { (cpu_share / hottest).max(MIN_HOTNESS) } else { 1.0 };
     let ids: Vec<u32> = map.topology.nodes.keys().copied().collect();
     PlacementProblem {
@@ -69,7 +95,42 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .zip(cpu_shares)
             .map(|(placement, cpu_share)| planned_vm(placement, &map.topology, page_size, relative(cpu_share)))
             .collect(),
+        prices: Prices::new(&limits.prices, capacity),
+        merges_within_nodes: false,
     }
+}
+
+/// Adds to a problem which pages of its machines will merge with equal ones, and whether across nodes.
+pub fn add_equal_pages(host: &dyn Host, map: &NumaMap, contents: &KnownContents, problem: &mut PlacementProblem) {
+    // An unreadable setting takes the kernel's default.
+    problem.merges_within_nodes = observe::ksm(host).is_ok_and(|ksm| ksm.merge_across_nodes == Ok(0));
+    let located = |(placement, vm): (&ProcessPlacement, &PlannedVm)| {
+        let (domain, sketches) = contents.get(&placement.process.id)?;
+        let mut pages: BTreeMap<u32, f64> = BTreeMap::new();
+        for part in &vm.parts {
+            part.pages.iter().chain(&part.kept_pages).for_each(|(&node, add)| *pages.entry(node).or_default() += add);
+        }
+        Some(LocatedContents { domain, sketches, pages })
+    };
+    let machines: Vec<Option<LocatedContents<'_>>> = map.processes.iter().zip(&problem.vms).map(located).collect();
+    let equal = content_overlap::equal_pages(&machines, problem.merges_within_nodes);
+    for (vm, equal) in problem.vms.iter_mut().zip(equal) {
+        let total: f64 = vm.parts.iter().map(PlannedPart::total_pages).sum();
+        for part in &mut vm.parts {
+            let share = if total > 0.0 { part.total_pages() / total } else { 0.0 };
+            part.equal_pages = equal.iter().map(|(&node, pages)| (node, share * pages.min(total))).collect();
+        }
+    }
+}
+
+/// What the hottest process uses at least for each page of its memory; of equally hot ones, the largest counts.
+fn least_cpus_per_page(map: &NumaMap, cpu_shares: &[f64]) -> f64 {
+    let by_heat = map.processes.iter().zip(cpu_shares).rev();
+    let hottest = by_heat.max_by(|left, right| left.1.total_cmp(right.1));
+    hottest.map_or(0.0, |(placement, _)| {
+        let threads = threads::working_threads(placement.threads.as_deref().unwrap_or_default()).count();
+        MIN_CPU_USE * threads as f64 / (placement.pages.resident().0 as f64).max(1.0)
+    })
 }
 
 /// What a node offers to the placed processes, which use these pages of it.
@@ -97,11 +158,18 @@ pub fn plan_within(host: &dyn Host, problem: &PlacementProblem, time_limit: Dura
 }
 
 /// The CPU time of a process since its start, in CPUs, for each page of its memory: an estimate of how often a page is
-/// read. If the time since boot is unknown, all processes count as equally old.
+/// read. If the time since boot is unknown, all its threads that have run count as always running.
 fn cpu_share_per_page(placement: &ProcessPlacement, uptime_ticks: &Reading<u64>) -> f64 {
-    let ticks: u64 = placement.threads.iter().flatten().map(|thread| thread.cpu_ticks).sum();
-    let age = uptime_ticks.as_ref().map_or(1, |uptime| uptime.saturating_sub(placement.process.id.start_time).max(1));
-    ticks as f64 / age as f64 / (placement.pages.resident().0 as f64).max(1.0)
+    let threads = || placement.threads.iter().flatten();
+    let cpus = match uptime_ticks {
+        Ok(uptime) => {
+            let ticks: u64 = threads().map(|thread| thread.cpu_ticks).sum();
+            ticks as f64 / uptime.saturating_sub(placement.process.id.start_time).max(1) as f64
+        }
+        Err(_) => threads().filter(|thread| thread.cpu_ticks > 0).count() as f64,
+    };
+    // A process cannot use more CPUs than it has threads.
+    cpus.min(threads().count() as f64) / (placement.pages.resident().0 as f64).max(1.0)
 }
 
 fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize, hotness: f64) -> PlannedVm {
@@ -125,8 +193,12 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             };
             let pages = kinds.movable().0 as f64 - in_parts(|part| &part.pages);
             let hugetlb_pages = kinds.hugetlb.0 as f64 - in_parts(|part| &part.hugetlb_pages);
+            let kept_pages = kinds.kept().0 as f64 - in_parts(|part| &part.kept_pages);
+            let merged_pages = kinds.merged.0 as f64 - in_parts(|part| &part.merged_pages);
             *parts[0].pages.entry(node).or_default() += pages.max(0.0);
             *parts[0].hugetlb_pages.entry(node).or_default() += hugetlb_pages.max(0.0);
+            *parts[0].kept_pages.entry(node).or_default() += kept_pages.max(0.0);
+            *parts[0].merged_pages.entry(node).or_default() += merged_pages.max(0.0);
         }
         parts
     } else {
@@ -177,6 +249,10 @@ fn planned_part(topology: &Topology, threads: &[&ThreadPlacement], pages: &PageN
         cpu_shares: threads::cpu_shares(topology, threads.iter().copied()),
         pages: by_node(|kinds| kinds.movable()),
         hugetlb_pages: by_node(|kinds| kinds.hugetlb),
+        kept_pages: by_node(|kinds| kinds.kept()),
+        merged_pages: by_node(|kinds| kinds.merged),
+        equal_pages: BTreeMap::new(),
+        huge_share: pages.huge_share(),
         hotness,
         bound_nodes: None,
     }
@@ -232,7 +308,7 @@ mod tests {
             distances: BTreeMap::new(),
         };
         let used = PageKinds { small: Pages(50), hugetlb: Pages(1024), merged: Pages(7), ..PageKinds::default() };
-        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1 };
+        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1, ..PlanLimits::default() };
         let expected = NodeCapacity { id: 1, vcpus: 8.0, pages: 350.0, hugetlb_pages: 1536.0 };
         assert_eq!(node_capacity((1, &node), used, page_size, limits), expected);
         node.free_hugetlb = Err(Absent::NotOnThisKernel);

@@ -5,6 +5,7 @@ use super::recover;
 use crate::command_line::{
     GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
 };
+use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
@@ -17,6 +18,7 @@ use pagefold_host::transaction::session;
 use pagefold_numa::apply::{self, MachineTarget};
 use pagefold_numa::decide::FrameReader;
 use pagefold_numa::decide::plan::PlacementProblem;
+use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
 use pagefold_numa::map::{self, MapError, NumaMap};
@@ -253,11 +255,22 @@ pub(super) fn read_placeable_map(
     Ok(map)
 }
 
+/// The prices of the configuration of the daemon.
+fn configured_prices(global: &GlobalOptions) -> anyhow::Result<OperatorPrices> {
+    Ok(Config::load(global)?.placement_prices)
+}
+
 impl PlanOptions {
     /// The planning problem of a map.
-    pub(super) fn problem(&self, map: &NumaMap, page_size: PageSize) -> PlacementProblem {
-        let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom };
-        placement_problem(map, page_size, limits)
+    pub(super) fn problem(
+        &self,
+        map: &NumaMap,
+        page_size: PageSize,
+        global: &GlobalOptions,
+    ) -> anyhow::Result<PlacementProblem> {
+        let prices = configured_prices(global)?;
+        let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom, prices };
+        Ok(placement_problem(map, page_size, limits))
     }
 
     /// Measure the working sets of the machines of a map, if requested, and weight their problem by them.
@@ -309,7 +322,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&map, host.page_size());
+    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
     let hotness = match options.plan.working_set {
         Some(_) => {
             let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
@@ -339,15 +352,16 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
     let everything = host_selection::process_selection(&ProcessOptions::default(), global)?;
     let (map, readers) = map::read_map_and_frames(&*host, &everything, Some(MonitorAccess::Socket))
         .map_err(|error| explain_map_error(error, global))?;
-    // The limits of a plan do not matter for requested nodes.
-    let problem = placement_problem(&map, host.page_size(), PlanLimits { vcpus_per_cpu: 1.0, headroom_share: 0.0 });
+    // The limits of a plan do not matter for requested nodes. The prices do.
+    let limits = PlanLimits { prices: configured_prices(global)?, ..PlanLimits::default() };
+    let problem = placement_problem(&map, host.page_size(), limits);
     let is_selected = |position: &usize| {
         let id = map.processes[*position].process.id;
         selected.processes.iter().any(|placement| placement.process.id == id)
     };
     let targets = numa_placement::requested_targets(&map, &problem, &options.to, is_selected)?;
     let predict = |target: MachineTarget| {
-        Ok((target.clone(), predict::predict(&*host, &map, readers.clone(), &target, options.headroom)?))
+        Ok((target.clone(), predict::predict(&*host, (&map, &problem), readers.clone(), &target, options.headroom)?))
     };
     let predictions: Reading<Vec<_>> = targets.into_iter().map(|(target, _)| predict(target)).collect();
     let predictions = predictions.map_err(|why| anyhow!("cannot read the NUMA nodes of {}: {why}", host.describe()))?;
@@ -379,6 +393,7 @@ mod tests {
     #[test]
     fn defaults_of_options_are_those_of_the_planner() {
         let PlanOptions { vcpus_per_cpu, headroom, .. } = PlanCommandLine::parse_from(["plan"]).plan;
-        assert_eq!(PlanLimits { vcpus_per_cpu, headroom_share: headroom }, PlanLimits::default());
+        let limits = PlanLimits { vcpus_per_cpu, headroom_share: headroom, ..PlanLimits::default() };
+        assert_eq!(limits, PlanLimits::default());
     }
 }

@@ -112,7 +112,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     // The locks are taken before the map is read, so that no other pagefold moves memory in between.
     let sessions = if options.dry_run { None } else { Some(begin_sessions(&*host, global)?) };
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&map, host.page_size());
+    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
     let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {

@@ -4,6 +4,7 @@ use super::{Config, ConfigText, GroupConditions, schema};
 use crate::command_line::{check_vcpus_per_cpu, parse_bytes, parse_cpu_share, parse_duration};
 use pagefold_daemon::decide::{DaemonMode, DaemonRules, DailyHours};
 use pagefold_daemon::run::DaemonSettings;
+use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::keeper::KeeperSettings;
 use pagefold_numa::problem::PlanLimits;
 use schemars::JsonSchema;
@@ -101,6 +102,21 @@ pub(super) struct DaemonConfigSection {
     /// vCPUs that placement lets a node run for each of its CPUs.
     #[schemars(with = "Option<f64>", extend("minimum" = 0.1, "maximum" = 100, "default" = 1.0))]
     placement_vcpus_per_cpu: Option<Spanned<f64>>,
+    /// CPUs that a GiB of memory is worth to placement. Without it, as many as the host has for each GiB.
+    #[schemars(with = "Option<f64>", extend("minimum" = 0))]
+    placement_cpus_per_gib: Option<Spanned<f64>>,
+    /// The share of its CPU time that a virtual machine loses if all its memory is at twice the local distance.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "20%"))]
+    placement_remote_read_cost: OptionalWord,
+    /// The share of its CPU time that a virtual machine loses if none of its memory is in huge pages.
+    #[schemars(with = "Option<schema::Percent>", extend("default" = "7.7%"))]
+    placement_huge_page_cost: OptionalWord,
+    /// The net gain, in CPU seconds an hour, that moving a virtual machine must have.
+    #[schemars(with = "Option<f64>", extend("minimum" = 0, "default" = 36.0))]
+    placement_min_gain: Option<Spanned<f64>>,
+    /// The time for which a placement is expected to last: the CPU time of moving memory is spread over it.
+    #[schemars(with = "Option<schema::Time>", extend("default" = "1h"))]
+    placement_period: OptionalWord,
 }
 
 /// The settings of the daemon's HTTP server.
@@ -175,13 +191,18 @@ pub enum PlacementModeArgument {
 
 impl DaemonConfigSection {
     /// Parse the settings of the placement on NUMA nodes; `None` if it is off. An error begins with its line number.
-    pub(super) fn parse_placement(&mut self, config_text: &ConfigText<'_>) -> Result<Option<KeeperSettings>, String> {
+    pub(super) fn parse_placement(
+        &mut self,
+        prices: OperatorPrices,
+        config_text: &ConfigText<'_>,
+    ) -> Result<Option<KeeperSettings>, String> {
         let time = |word: &mut OptionalWord, default: Duration| {
             let time = config_text.convert_optional(word.take(), |text| parse_duration(&text))?.unwrap_or(default);
             Ok::<_, String>(time.max(Duration::from_secs(1)))
         };
         let defaults = PlanLimits::default();
         let limits = PlanLimits {
+            prices,
             vcpus_per_cpu: config_text
                 .convert_optional(self.placement_vcpus_per_cpu.take(), check_vcpus_per_cpu)?
                 .unwrap_or(defaults.vcpus_per_cpu),
@@ -198,6 +219,30 @@ impl DaemonConfigSection {
         };
         let is_on = self.placement.take().is_some_and(|mode| mode != PlacementModeArgument::Off);
         Ok(is_on.then_some(settings))
+    }
+
+    /// Parse what resources are worth to the placement. An error begins with its line number.
+    pub(super) fn parse_prices(&mut self, config_text: &ConfigText<'_>) -> Result<OperatorPrices, String> {
+        let defaults = OperatorPrices::default();
+        let share = |word: &mut OptionalWord, default: f64| {
+            let share = config_text.convert_optional(word.take(), |text| parse_cpu_share(&text))?;
+            Ok::<_, String>(share.unwrap_or(default))
+        };
+        let check_price = |price: f64| match price >= 0.0 && price.is_finite() {
+            true => Ok(price),
+            false => Err("expected a number that is not negative".to_owned()),
+        };
+        Ok(OperatorPrices {
+            remote_read_share: share(&mut self.placement_remote_read_cost, defaults.remote_read_share)?,
+            huge_page_share: share(&mut self.placement_huge_page_cost, defaults.huge_page_share)?,
+            cpus_per_gib: config_text.convert_optional(self.placement_cpus_per_gib.take(), check_price)?,
+            min_gain: config_text
+                .convert_optional(self.placement_min_gain.take(), check_price)?
+                .unwrap_or(defaults.min_gain),
+            period: config_text
+                .convert_optional(self.placement_period.take(), |text| parse_duration(&text))?
+                .unwrap_or(defaults.period),
+        })
     }
 
     /// Parse the settings of the HTTP server. An error begins with its line number.
@@ -340,9 +385,26 @@ mod tests {
         let shown =
             crate::config::tests::default_config_uncommented().replace("placement = \"off\"", "placement = \"advise\"");
         let shown = Config::parse(&shown).unwrap().placement;
-        assert_eq!(shown, Some(KeeperSettings { bandwidth: Some(Bytes(500 << 20)), ..defaults }), "the default file");
+        // The file shows a price of memory as an example. Without it the price is that of the host.
+        let prices = OperatorPrices { cpus_per_gib: Some(0.25), ..OperatorPrices::default() };
+        let limits = PlanLimits { prices, ..PlanLimits::default() };
+        let expected = KeeperSettings { bandwidth: Some(Bytes(500 << 20)), limits, ..defaults };
+        assert_eq!(shown, Some(expected), "the default file");
+        let text = "placement = \"advise\"\nplacement_cpus_per_gib = 0\nplacement_remote_read_cost = \"30%\"\n\
+                    placement_huge_page_cost = \"5%\"\nplacement_min_gain = 1.5\nplacement_period = \"2h\"\n";
+        let prices = OperatorPrices {
+            cpus_per_gib: Some(0.0),
+            remote_read_share: 0.3,
+            huge_page_share: 0.05,
+            min_gain: 1.5,
+            period: Duration::from_secs(7200),
+        };
+        assert_eq!(placement(text).unwrap().map(|settings| settings.limits.prices), Some(prices));
+        for wrong in ["placement_cpus_per_gib = -1", "placement_min_gain = nan"] {
+            assert_eq!(placement(wrong).unwrap_err(), "2: expected a number that is not negative", "{wrong}");
+        }
         let text = "placement = \"act\"\nplacement_headroom = \"10%\"\nplacement_vcpus_per_cpu = 2\n";
-        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1 };
+        let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1, ..PlanLimits::default() };
         assert_eq!(placement(text).unwrap(), Some(KeeperSettings { acts: true, limits, ..defaults }));
         for wrong in ["0", "0.05", "101", "nan", "-1"] {
             let error = placement(&format!("placement_vcpus_per_cpu = {wrong}")).unwrap_err();

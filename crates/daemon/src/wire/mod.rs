@@ -161,6 +161,27 @@ pub struct PlacementReport {
     pub moved_bytes: u64,
     /// Changes that should have been undone since then, and were not.
     pub failed_undos: u64,
+    /// What the last plan gains against leaving everything.
+    #[serde(default)]
+    pub planned_gain: PlacementGainReport,
+    /// What the placements since the start gain, as planned.
+    #[serde(default)]
+    pub placed_gain: PlacementGainReport,
+}
+
+/// A gain in CPU seconds an hour; a loss is negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PlacementGainReport {
+    /// By memory that merging saves.
+    pub memory_saved: f64,
+    /// By remote reads.
+    pub remote_reads: f64,
+    /// By CPU time of moving memory and of ksmd.
+    pub cpu: f64,
+    /// By huge pages.
+    pub huge_pages: f64,
+    /// The sum.
+    pub net: f64,
 }
 
 /// The last plan of a placement.

@@ -1,9 +1,9 @@
 //! When machines of a running host are placed: new ones once they have settled, all of them from time to time.
 //!
 //! A machine that was moved stays for a while before it is moved again, twice as long each time (exponential backoff), so
-//! that no machine goes back and forth. While memory is short nothing is planned.
+//! that no machine goes back and forth. While memory is short nothing is planned. What a move gains is decided by the plan
+//! ([`super::pricing`]).
 
-use super::AccessCost;
 use pagefold_base::{Pages, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,9 +20,6 @@ const FIRST_MOVE_BACKOFF: Duration = Duration::from_secs(600);
 /// The longest of these times.
 const MAX_MOVE_BACKOFF: Duration = Duration::from_secs(24 * 3600);
 
-/// The cost of moving a page, in reads of a page at twice the local distance: that of the planner.
-const MOVE_COST: f64 = super::plan::MOVE_COST;
-
 /// A machine that runs now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RunningMachine {
@@ -30,6 +27,8 @@ pub struct RunningMachine {
     pub process: ProcessId,
     /// Its resident memory.
     pub resident: Pages,
+    /// Whether it is known which pages it shares with other machines, as far as it ever will be.
+    pub has_known_contents: bool,
 }
 
 /// What to do now.
@@ -51,7 +50,7 @@ pub enum WaitReason {
     NoMachine,
     /// Tasks of the host wait for memory.
     MemoryPressure,
-    /// A new machine still fills its memory.
+    /// A new machine still fills its memory, or its contents are not known yet.
     Settling,
     /// Nothing has changed since the last plan, which is recent.
     RecentPlan,
@@ -85,6 +84,8 @@ struct KnownMachine {
     resident: Pages,
     has_settled: bool,
     is_planned: bool,
+    has_known_contents: bool,
+    is_planned_with_contents: bool,
     rests_until: Duration,
     moves: u32,
 }
@@ -107,7 +108,10 @@ impl KeeperState {
             return KeeperStep::Wait(WaitReason::MemoryPressure);
         }
         let is_due = self.last_plan.is_none_or(|last| now.saturating_sub(last) >= replan_interval);
-        let has_new = self.machines.values().any(|machine| machine.has_settled && !machine.is_planned);
+        let is_new = |machine: &KnownMachine| {
+            !machine.is_planned || machine.has_known_contents && !machine.is_planned_with_contents
+        };
+        let has_new = self.machines.values().any(|machine| machine.has_settled && is_new(machine));
         if !has_new && (!is_due || self.machines.values().all(|machine| !machine.has_settled)) {
             return KeeperStep::Wait(self.wait_reason());
         }
@@ -118,6 +122,7 @@ impl KeeperState {
                 resting.insert(*process);
             }
             machine.is_planned |= machine.has_settled;
+            machine.is_planned_with_contents |= machine.has_settled && machine.has_known_contents;
         }
         KeeperStep::Plan { resting }
     }
@@ -134,7 +139,9 @@ impl KeeperState {
     /// Plans again at the next step, because the last plan could not be made or carried out.
     pub fn retry_plan(&mut self) {
         self.last_plan = None;
-        self.machines.values_mut().for_each(|machine| machine.is_planned = false);
+        self.machines.values_mut().for_each(|machine| {
+            (machine.is_planned, machine.is_planned_with_contents) = (false, false);
+        });
     }
 
     /// Notes that machines were moved at `now`, or could not be.
@@ -158,18 +165,13 @@ impl KeeperState {
             } else {
                 let change = known.resident.0.abs_diff(machine.resident.0) as f64;
                 let is_stable = change <= SETTLED_CHANGE * machine.resident.0 as f64;
-                known.has_settled |= is_stable || now.saturating_sub(known.first_seen) >= MAX_SETTLE_TIME;
+                let is_ready = is_stable && machine.has_known_contents;
+                known.has_settled |= is_ready || now.saturating_sub(known.first_seen) >= MAX_SETTLE_TIME;
             }
             known.resident = machine.resident;
+            known.has_known_contents = machine.has_known_contents;
         }
     }
-}
-
-/// Whether moving a machine is worth it. Both costs count all its memory, also merged pages: these keep saving memory
-/// where they are, and become remote if the machine leaves. Huge pages are moved as a whole, so none is lost.
-pub fn is_worth_moving(before: AccessCost, after: AccessCost, resident: Pages, moved: Pages) -> bool {
-    let saved_reads = (before.relative_distance - after.relative_distance) * resident.0 as f64;
-    saved_reads > MOVE_COST * moved.0 as f64
 }
 
 #[cfg(test)]
@@ -185,7 +187,7 @@ mod tests {
     }
 
     fn machine(pid: u32, pages: u64) -> RunningMachine {
-        RunningMachine { process: process(pid), resident: Pages(pages) }
+        RunningMachine { process: process(pid), resident: Pages(pages), has_known_contents: true }
     }
 
     fn at(seconds: u64) -> Duration {
@@ -211,6 +213,20 @@ mod tests {
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 170), plan(&[]));
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3700), KeeperStep::Wait(WaitReason::RecentPlan));
         assert_eq!(step(&[machine(1, 5100), machine(2, 9000)], 3770), plan(&[]), "from time to time");
+    }
+
+    #[test]
+    fn new_machine_waits_for_its_contents_and_is_planned_again_with_them() {
+        let mut state = KeeperState::default();
+        let mut step = |has_known_contents, seconds| {
+            state.step(&[RunningMachine { has_known_contents, ..machine(1, 100) }], false, REPLAN, at(seconds))
+        };
+        assert_eq!(step(false, 0), KeeperStep::Wait(WaitReason::Settling));
+        assert_eq!(step(false, 60), KeeperStep::Wait(WaitReason::Settling));
+        assert_eq!(step(false, 120), plan(&[]), "it waits no longer");
+        assert_eq!(step(false, 150), KeeperStep::Wait(WaitReason::RecentPlan));
+        assert_eq!(step(true, 180), plan(&[]));
+        assert_eq!(step(true, 210), KeeperStep::Wait(WaitReason::RecentPlan));
     }
 
     #[test]
@@ -246,18 +262,8 @@ mod tests {
         assert_eq!(state.step(&machines, false, at(0), at(1800)), plan(&[1]));
         assert_eq!(state.step(&machines, false, at(0), at(1801)), plan(&[]));
         // Another process with the same number is another machine.
-        let other = RunningMachine { process: ProcessId { pid: Pid(1), start_time: 9 }, resident: Pages(100) };
+        let other = RunningMachine { process: ProcessId { pid: Pid(1), start_time: 9 }, ..machine(1, 100) };
         assert_eq!(state.step(&[other], false, at(0), at(1802)), KeeperStep::Wait(WaitReason::Settling));
-    }
-
-    #[test]
-    fn merged_pages_count_against_a_move() {
-        let cost = |relative_distance| AccessCost { remote_share: 0.0, relative_distance };
-        let worth = |before, after, moved| is_worth_moving(cost(before), cost(after), Pages(1000), Pages(moved));
-        assert!(worth(2.0, 1.0, 1000), "all of it becomes local");
-        assert!(worth(1.5, 1.2, 1000), "a part of it is merged elsewhere and stays remote");
-        assert!(!worth(1.2, 1.4, 500), "most of it is merged where it is");
-        assert!(!worth(1.01, 1.0, 1000), "it does not pay");
     }
 
     proptest! {

@@ -1,10 +1,12 @@
 //! Pure figures of a placement: remote accesses, and the readers of merged frames.
 
 pub mod balancing;
+pub mod content_overlap;
 pub mod frame_sharing;
 pub mod keeper;
 pub mod machine;
 pub mod plan;
+pub mod pricing;
 pub mod requested;
 pub mod schedule;
 pub mod steps;

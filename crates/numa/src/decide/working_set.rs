@@ -95,6 +95,9 @@ pub fn weight_by_working_sets(problem: &mut PlacementProblem, working_sets: &[Ve
     if hottest == 0.0 {
         return;
     }
+    // Hotness is relative, and prices are not.
+    problem.prices.remote_page *= hottest;
+    problem.prices.split_page *= hottest;
     for (part, weight) in problem.vms.iter_mut().flat_map(|vm| &mut vm.parts).zip(weights) {
         part.hotness = (weight / hottest).max(MIN_HOTNESS);
     }

@@ -2,9 +2,13 @@
 //! virtual CPU. Its placements are also tested in an emulated machine (`labs/tests/numa_apply.rs`).
 
 use super::*;
-use pagefold_base::{Absent, AddressRange, Pid};
+use crate::decide::pricing::OperatorPrices;
+use pagefold_base::domain::TrustDomain;
+use pagefold_base::{Absent, AddressRange, Fingerprint, Pages, Pid};
+use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use pagefold_host::fake_host::{FakeHost, MERGED_PAGE_NAME};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 const START: u64 = 0x10_0000;
@@ -23,7 +27,8 @@ const RECENT_PLAN: &str = "no new virtual machine since the last plan";
 const RETRY: &str = "the last plan was not completed, and is made again";
 const PRESSURE: &str = "tasks of the host wait for memory";
 const ALL_WELL_PLACED: &str = "the virtual machine is well placed";
-const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved";
+const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved, for a gain of 720 CPU s/h (memory 0, remote reads \
+                      +720, CPU 0, huge pages 0)";
 
 fn host(nodes: u32) -> FakeHost {
     let host = FakeHost::booted();
@@ -173,16 +178,61 @@ fn keeper_that_only_advises_moves_nothing() {
     let host = host_with_remote_machine(MANY_PAGES);
     let advises = KeeperSettings { acts: false, ..settings() };
     let reports = run(&host, advises, &KeeperControl::default(), |checks| checks < 3);
-    assert_eq!(plan_results(&reports), ["would place 1 of 1 virtual machine"]);
+    assert_eq!(plan_results(&reports), [PLACED.replace("placed 1", "would place 1").replace(": 39.1 MiB moved", "")]);
     assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
 }
 
 #[test]
 fn imbalance_that_does_not_pay_is_left() {
-    // Its remote reads cost less than moving a machine.
-    let host = host_with_remote_machine(4000);
-    assert_eq!(plan_results(&run_checks(&host, 3)), [ALL_WELL_PLACED]);
-    assert_eq!(pages_by_node(&host, 4000), [4000, 0]);
+    // Its remote reads cost 720 CPU s/h, less than a move must gain.
+    let host = host_with_remote_machine(MANY_PAGES);
+    let prices = OperatorPrices { min_gain: 1000.0, ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &KeeperControl::default(), |checks| checks < 3);
+    assert_eq!(plan_results(&reports), [ALL_WELL_PLACED]);
+    assert_eq!(pages_by_node(&host, MANY_PAGES), [MANY_PAGES as usize, 0]);
+}
+
+/// Plans a machine on node 0 whose pages equal those of a larger machine on node 1. Twice as many other pages of it are
+/// merged on node 0. KSM merges within nodes. Returns the report after the plan, and its pages on each node.
+fn plan_beside_equal_pages(cpus_per_gib: f64) -> (KeeperReport, [usize; 2]) {
+    let host = host(2);
+    host.put_setting("merge_across_nodes", "0");
+    let (merged, larger) = (2 * MANY_PAGES, 8);
+    start_machine(&host, VM, MANY_PAGES + merged, "0-3");
+    host.map_pages(VM, (range(MANY_PAGES).end, range(MANY_PAGES + merged).end), MERGED_PAGE_NAME, true);
+    host.put_pages_on_node(VM, range(MANY_PAGES), 0);
+    start_machine(&host, larger, 4 * MANY_PAGES, "2-3");
+    host.put_pages_on_node(larger, range(4 * MANY_PAGES), 1);
+    let sketches = |pages: u64| {
+        let sketch = Sketch::from_contents(Pages(pages), (0..pages).map(Fingerprint));
+        let contents = ContentSketches { all: sketch.clone(), unmerged: sketch };
+        (TrustDomain::Host, Arc::new(contents))
+    };
+    let process = |pid: u32| observe::process(&host, &*host.open(Pid(pid)).unwrap()).unwrap().id;
+    let control = KeeperControl::default();
+    control.set_contents([(process(VM), sketches(MANY_PAGES)), (process(larger), sketches(4 * MANY_PAGES))].into());
+    let prices = OperatorPrices { cpus_per_gib: Some(cpus_per_gib), ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &control, |checks| checks < 3);
+    (reports.last().unwrap().clone(), pages_by_node(&host, MANY_PAGES))
+}
+
+#[test]
+fn machine_comes_to_equal_pages_if_memory_is_worth_the_remote_reads() {
+    let (report, pages) = plan_beside_equal_pages(100.0);
+    assert_eq!(pages, [0, MANY_PAGES as usize], "{report:?}");
+    let gain = report.planned_gain;
+    assert!(gain.memory > 10_000.0 && gain.remote_reads < -400.0 && gain.cpu < 0.0, "{gain:?}");
+    assert_eq!((report.placed_machines, report.placed_gain), (1, gain));
+}
+
+#[test]
+fn machine_stays_away_from_equal_pages_if_remote_reads_cost_more() {
+    let (report, pages) = plan_beside_equal_pages(1.0);
+    assert_eq!(pages, [MANY_PAGES as usize, 0], "{report:?}");
+    assert_eq!((report.placed_machines, report.planned_gain), (0, PricedGain::default()));
+    assert_eq!(report.last_plan.unwrap().result, "all 2 virtual machines are well placed");
 }
 
 #[test]
@@ -197,6 +247,28 @@ fn machine_stays_near_its_merged_memory() {
     assert_eq!(plan_results(&run_checks(&host, 3)), [ALL_WELL_PLACED]);
     assert_eq!(pages_by_node(&host, MANY_PAGES), [0, MANY_PAGES as usize]);
     assert_eq!(host.read(&format!("proc/{VM}/task/{VM}/cpus")).unwrap(), b"0-3");
+}
+
+/// Plans a machine that runs on node 1, and has no memory but merged pages of node 0. Returns the results of the plans.
+fn plan_with_remote_merges(cpus_per_gib: f64) -> Vec<String> {
+    let host = host(2);
+    start_machine(&host, VM, MANY_PAGES, "2-3");
+    host.map_pages(VM, (START, range(MANY_PAGES).end), MERGED_PAGE_NAME, true);
+    let prices = OperatorPrices { cpus_per_gib: Some(cpus_per_gib), ..OperatorPrices::default() };
+    let limits = PlanLimits { prices, ..PlanLimits::default() };
+    // Its threads may run on node 1 only, so it does not come to its merged pages.
+    let reports = run(&host, KeeperSettings { limits, ..settings() }, &KeeperControl::default(), |checks| checks < 3);
+    plan_results(&reports).into_iter().map(str::to_owned).collect()
+}
+
+#[test]
+fn merges_whose_remote_reads_cost_more_than_their_memory_are_reported() {
+    // All its reads are remote: 720 CPU s/h. 39.1 MiB are worth 137 CPU s/h at a CPU for each GiB.
+    let expected = "the virtual machine is well placed; merged pages of 1 virtual machine on other nodes cost more remote \
+                    reads than they save memory, most those of process 7, by 583 CPU s/h: unmerge it, or set \
+                    merge_across_nodes=0";
+    assert_eq!(plan_with_remote_merges(1.0), [expected]);
+    assert_eq!(plan_with_remote_merges(10.0), [ALL_WELL_PLACED]);
 }
 
 #[test]
@@ -243,7 +315,7 @@ fn memory_pressure_during_a_placement_stops_it() {
     });
     let reports = run_checks(&busy, 2);
     let expected =
-        "placed 1 of 1 virtual machine: 31.0 MiB moved, then stopped, because tasks of the host wait for memory";
+        format!("{}, then stopped, because tasks of the host wait for memory", PLACED.replace("39.1", "31.0"));
     assert_eq!(plan_results(&reports), [expected]);
     let last = reports.last().unwrap();
     assert_eq!((last.placed_machines, last.failed_machines), (1, 1));

@@ -3,7 +3,7 @@
 use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
 use crate::wire::plan::{
-    ComparedPlacementReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
+    ComparedPlacementReport, GainReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
 };
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
@@ -22,6 +22,7 @@ pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: Tex
     if hidden > 0 {
         let _ = writeln!(text, "… and {hidden} that stay (--all-machines shows them)");
     }
+    text.push_str(&render_gains(report, &shown, style));
     text.push_str(&style.format_heading("Compared with simple placements"));
     text.push_str(&render_comparison(report, style));
     let weights = match report.hotness_source.figures {
@@ -142,22 +143,63 @@ fn describe_reason(reason: &str) -> &'static str {
         "no_better_placement" => "stays: no placement is better",
         "not_worth_moving" => "stays: moving costs more than remote reads",
         "nodes_full" => "stays: others need the nodes more",
+        "near_equal_pages" => "near machines with equal pages",
         "one_node" => "fits on one node",
         "node_per_part" => "each virtual node on a node",
         _ => "no single node has room",
     }
 }
 
+/// What each machine gains by its move. Empty if none moves.
+fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: TextStyle) -> String {
+    let moved: Vec<&&MachinePlanReport> = shown.iter().filter(|machine| machine.moved).collect();
+    if moved.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("Gain by resource, CPU s/h");
+    let mut table = style.new_table(&[">pid", "name", ">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"]);
+    for machine in moved {
+        let name = cut_end(&escape_unprintable(&machine.process.label()), NAME_COLUMNS);
+        table.add_row([right(machine.process.pid), Cell::new(name)].into_iter().chain(gain_cells(&machine.gain)));
+    }
+    text.push_str(&style.render_table(&table));
+    let gib = |price: f64| price * (1_u64 << 30) as f64 / report.page_size as f64;
+    text.push_str(&style.format_paragraph(
+        &format!(
+            "CPU s/h: CPU seconds that the resource is worth in an hour. A GiB of memory is worth {:.0}, and a GiB of the \
+             hottest machine at twice the local distance costs {:.0}. A move must gain {:.0}.",
+            gib(report.prices.saved_page),
+            gib(report.prices.remote_page),
+            report.prices.min_gain
+        ),
+        0,
+    ));
+    text
+}
+
+/// The cells of a gain: each resource, and the sum.
+pub(super) fn gain_cells(gain: &GainReport) -> [Cell; 5] {
+    let GainReport { memory_saved, remote_reads, cpu, huge_pages, net } = *gain;
+    [memory_saved, remote_reads, cpu, huge_pages, net].map(|gain| right(format_gain(gain)))
+}
+
+/// `+12.5`; a dot for nothing.
+fn format_gain(gain: f64) -> String {
+    if gain.abs() < 0.05 { "·".to_owned() } else { format!("{gain:+.1}") }
+}
+
 fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
-    let mut table = style.new_table(&["placement", ">remote reads", ">to move", ">excess vCPUs", ">excess memory"]);
+    let mut table =
+        style.new_table(&["placement", ">remote reads", ">to move", ">net gain", ">excess vCPUs", ">excess memory"]);
     let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
-    for ComparedPlacementReport { placement, remote_reads, moved_pages, excess_vcpus, excess_pages } in
+    for ComparedPlacementReport { placement, remote_reads, moved_pages, gain, excess_vcpus, excess_pages } in
         &report.comparison
     {
         table.add_row([
             (*placement).to_owned(),
             bytes(*remote_reads),
             bytes(*moved_pages as f64),
+            format_gain(gain.net),
             if *excess_vcpus > 0.0 { format!("{excess_vcpus:.0}") } else { "·".to_owned() },
             bytes(*excess_pages as f64),
         ]);

@@ -2,6 +2,7 @@
 
 use super::apply::format_parts;
 use super::map::render_unscanned;
+use super::plan::gain_cells;
 use crate::wire::map::AccessReport;
 use crate::wire::predict::{MachinePredictionReport, NodeArrivalReport, NumaPredictReport};
 use comfy_table::Cell;
@@ -50,6 +51,10 @@ fn render_machine(report: &NumaPredictReport, machine: &MachinePredictionReport,
     ]);
     let mut text = style.format_heading(&title).trim_start_matches('\n').to_owned();
     text.push_str(&style.render_table(&table));
+    let mut gains =
+        style.new_table(&["gain in CPU s/h", ">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"]);
+    gains.add_row([Cell::new("")].into_iter().chain(gain_cells(&machine.gain)));
+    text.push_str(&style.render_table(&gains));
     for line in machine_lines(report, machine) {
         text.push_str(&style.format_paragraph(&line, 4));
     }

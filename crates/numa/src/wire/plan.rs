@@ -2,6 +2,7 @@
 
 use crate::decide::plan::baselines::{self, Baseline, BaselineResult};
 use crate::decide::plan::{Pattern, PlacementPlan, PlacementProblem, PlanReason, PlannedMove, PlannedVm};
+use crate::decide::pricing::{PricedGain, Prices};
 use crate::decide::working_set::{HotnessSource, WorkingSet};
 use crate::map::{NumaMap, ProcessPlacement};
 use pagefold_base::PageSize;
@@ -22,6 +23,8 @@ pub struct NumaPlanReport {
     pub seconds: f64,
     /// What the weights of pages are computed from.
     pub hotness_source: HotnessSourceReport,
+    /// The prices.
+    pub prices: PricesReport,
     /// What the nodes offer to these machines.
     pub nodes: Vec<NodeCapacityReport>,
     /// The planned placement of each machine.
@@ -33,6 +36,57 @@ pub struct NumaPlanReport {
     pub gap: f64,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
+}
+
+/// A gain in CPU seconds an hour; a loss is negative.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct GainReport {
+    /// By memory that merging saves.
+    pub memory_saved: f64,
+    /// By remote reads.
+    pub remote_reads: f64,
+    /// By CPU time of moving memory and of ksmd.
+    pub cpu: f64,
+    /// By huge pages.
+    pub huge_pages: f64,
+    /// The sum.
+    pub net: f64,
+}
+
+impl From<PricedGain> for GainReport {
+    fn from(gain: PricedGain) -> Self {
+        Self {
+            memory_saved: gain.memory,
+            remote_reads: gain.remote_reads,
+            cpu: gain.cpu,
+            huge_pages: gain.huge_pages,
+            net: gain.net(),
+        }
+    }
+}
+
+/// The prices of a plan, in CPU seconds an hour.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct PricesReport {
+    /// Of a page that is saved.
+    pub saved_page: f64,
+    /// Of the reads of a page of the hottest machine at twice the local distance.
+    pub remote_page: f64,
+    /// Of a page of the hottest machine that is no longer in a huge page.
+    pub split_page: f64,
+    /// Of a page that is moved.
+    pub moved_page: f64,
+    /// Of a page that ksmd merges.
+    pub merged_page: f64,
+    /// What moving a machine must gain.
+    pub min_gain: f64,
+}
+
+impl From<Prices> for PricesReport {
+    fn from(prices: Prices) -> Self {
+        let Prices { saved_page, remote_page, split_page, moved_page, merged_page, min_gain } = prices;
+        Self { saved_page, remote_page, split_page, moved_page, merged_page, min_gain }
+    }
 }
 
 /// What the hotness of pages is computed from.
@@ -84,9 +138,15 @@ pub struct MachinePlanReport {
     pub remote_reads_before: f64,
     /// The same as planned.
     pub remote_reads_after: f64,
+    /// Pages that it will save by merging with equal ones of other machines, as it is now.
+    pub saved_pages_before: u64,
+    /// The same as planned.
+    pub saved_pages_after: u64,
+    /// What the plan for it gains against leaving it.
+    pub gain: GainReport,
     /// How often a page of its hottest part is read, relative to the hottest machine.
     pub hotness: f64,
-    /// `fixed`, `no_permitted_node`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `one_node`, `node_per_part` or `no_single_node`.
+    /// `fixed`, `no_permitted_node`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `near_equal_pages`, `one_node`, `node_per_part` or `no_single_node`.
     pub reason: &'static str,
 }
 
@@ -122,6 +182,8 @@ pub struct ComparedPlacementReport {
     pub remote_reads: f64,
     /// Pages to move.
     pub moved_pages: u64,
+    /// What it gains against leaving everything.
+    pub gain: GainReport,
     /// Virtual CPUs above the capacity of nodes.
     pub excess_vcpus: f64,
     /// Pages above the capacity of nodes, also hugetlb pages.
@@ -141,6 +203,7 @@ impl NumaPlanReport {
         let planned = BaselineResult {
             remote_reads: plan.remote_reads.1,
             moved_pages: plan.moves.iter().map(|planned| planned.moved_pages).sum(),
+            gain: plan.gain,
             overload: plan.overload,
         };
         let baselines = Baseline::ALL.map(|baseline| (baseline.name(), baselines::place(problem, baseline)));
@@ -151,6 +214,7 @@ impl NumaPlanReport {
             page_size: page_size.bytes(),
             seconds,
             hotness_source: hotness.into(),
+            prices: problem.prices.into(),
             nodes: problem
                 .nodes
                 .iter()
@@ -188,6 +252,7 @@ fn placement_report(placement: &'static str, result: BaselineResult) -> Compared
         placement,
         remote_reads: result.remote_reads,
         moved_pages: result.moved_pages.round() as u64,
+        gain: result.gain.into(),
         excess_vcpus: result.overload.vcpus,
         excess_pages: (result.overload.pages + result.overload.hugetlb_pages).round() as u64,
     }
@@ -231,6 +296,9 @@ fn machine_report(
         moved_pages: planned.moved_pages.round() as u64,
         remote_reads_before: planned.remote_reads.0,
         remote_reads_after: planned.remote_reads.1,
+        saved_pages_before: planned.saved_pages.0.round() as u64,
+        saved_pages_after: planned.saved_pages.1.round() as u64,
+        gain: planned.gain.into(),
         hotness: vm.parts.iter().map(|part| part.hotness).fold(0.0, f64::max),
         reason: reason_word(planned.reason),
     }
@@ -244,6 +312,7 @@ fn reason_word(reason: PlanReason) -> &'static str {
         PlanReason::NoBetterPlacement => "no_better_placement",
         PlanReason::NotWorthMoving => "not_worth_moving",
         PlanReason::NodesFull => "nodes_full",
+        PlanReason::NearEqualPages => "near_equal_pages",
         PlanReason::OneNode => "one_node",
         PlanReason::NodePerPart => "node_per_part",
         PlanReason::NoSingleNode => "no_single_node",

@@ -2,6 +2,7 @@
 
 use super::apply::PartNodesReport;
 use super::map::AccessReport;
+use super::plan::GainReport;
 use crate::apply::MachineTarget;
 use crate::map::NumaMap;
 use crate::page_nodes::PageKinds;
@@ -40,6 +41,8 @@ pub struct MachinePredictionReport {
     pub name: String,
     /// The nodes of each virtual node, or of the whole machine.
     pub parts: Vec<PartNodesReport>,
+    /// What the placement gains against leaving the machine.
+    pub gain: GainReport,
     /// The expected accesses now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accesses_before: Option<AccessReport>,
@@ -166,6 +169,7 @@ fn machine_report(
         start_time: placement.process.id.start_time,
         name: machine_name(placement),
         parts: target.parts.iter().map(Into::into).collect(),
+        gain: prediction.gain.into(),
         accesses_before: prediction.cost_before.map(Into::into),
         accesses_after: prediction.cost_after.map(Into::into),
         moved_pages: MovedPagesReport { small: small.0, huge: huge.0, hugetlb: hugetlb.0, shared: shared.0 },

@@ -244,6 +244,16 @@ fn write_savings(status: &StatusReport, out: &mut Exposition) {
             "Memory moved between NUMA nodes since the daemon started.",
             Some(placement.moved_bytes),
         );
+        out.add_gauge(
+            "pagefold_numa_planned_gain",
+            "Net gain of the last plan for NUMA nodes, in CPU seconds an hour.",
+            Some(placement.planned_gain.net),
+        );
+        out.add_gauge(
+            "pagefold_numa_placed_gain",
+            "Net gain of the placements on NUMA nodes since the daemon started, as planned, in CPU seconds an hour.",
+            Some(placement.placed_gain.net),
+        );
     }
 }
 

@@ -377,6 +377,7 @@ function drawPlacement(placement) {
     row("Last plan", last ? `${clock(last.time, true)}: ${last.result}` : "none since the start"),
     row("Virtual machines placed", count(placement.placed_machines)),
     row("Memory moved", bytes(placement.moved_bytes)),
+    row("Net gain as planned", `${(placement.placed_gain?.net ?? 0).toFixed(0)} CPU s/h`),
     failures("Placements given up", placement.failed_machines),
     failures("Changes not undone", placement.failed_undos));
 }

@@ -201,6 +201,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         notify.notify_alive(&state.status().1);
         if let Some(placement) = &placement {
             placement.set_paused(state.is_paused());
+            placement.set_contents(state);
         }
         if let Some(recorder) = &recorder {
             recorder.observe_state(state);

@@ -4,8 +4,12 @@ use super::log_line;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
-use pagefold_daemon::wire::{LastPlanReport, PlacementModeName, PlacementReport, PlacementStateName};
+use pagefold_daemon::decide::{DaemonMode, DaemonState};
+use pagefold_daemon::wire::{
+    LastPlanReport, PlacementGainReport, PlacementModeName, PlacementReport, PlacementStateName,
+};
 use pagefold_host::Host;
+use pagefold_numa::decide::pricing::PricedGain;
 use pagefold_numa::keeper::{KeeperActivity, KeeperControl, KeeperReport, PlacementKeeper};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -48,6 +52,8 @@ impl SharedPlacement {
             failed_machines: report.failed_machines,
             moved_bytes: report.moved_bytes,
             failed_undos: report.failed_undos,
+            planned_gain: gain_report(report.planned_gain),
+            placed_gain: gain_report(report.placed_gain),
         }
     }
 }
@@ -56,6 +62,18 @@ impl PlacementThread {
     /// What the thread shares with the daemon.
     pub fn shared(&self) -> Arc<SharedPlacement> {
         Arc::clone(&self.shared)
+    }
+
+    /// Tells the placement the contents of the tracked processes, if censuses find them out. A daemon that only observes
+    /// takes none.
+    pub fn set_contents(&self, state: &DaemonState) {
+        if state.rules().mode == DaemonMode::Observe {
+            return;
+        }
+        let contents = state.tracked().iter().filter_map(|(&process, tracked)| {
+            Some((process, (tracked.domain.clone(), Arc::clone(tracked.sketches.as_ref()?))))
+        });
+        self.shared.control.set_contents(contents.collect());
     }
 
     /// Pauses the placement or lets it go on.
@@ -70,6 +88,16 @@ impl Drop for PlacementThread {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+fn gain_report(gain: PricedGain) -> PlacementGainReport {
+    PlacementGainReport {
+        memory_saved: gain.memory,
+        remote_reads: gain.remote_reads,
+        cpu: gain.cpu,
+        huge_pages: gain.huge_pages,
+        net: gain.net(),
     }
 }
 

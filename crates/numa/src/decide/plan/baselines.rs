@@ -2,6 +2,7 @@
 
 use super::columns::{columns, spread_column};
 use super::{Column, Load, Pattern, PlacementProblem, PlannedVm, numad, overload};
+use crate::decide::pricing::{self, PricedAmounts, PricedGain};
 
 /// A simple placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +39,8 @@ pub struct BaselineResult {
     pub remote_reads: f64,
     /// Pages to move.
     pub moved_pages: f64,
+    /// What it gains against leaving everything.
+    pub gain: PricedGain,
     /// The load above the capacity of nodes.
     pub overload: Load,
 }
@@ -52,10 +55,13 @@ pub fn place(problem: &PlacementProblem, baseline: Baseline) -> BaselineResult {
         }),
         Baseline::Numad => numad::place(problem),
     };
-    let sum = |figure: fn(&Column) -> f64| chosen.iter().map(figure).sum();
+    let sum =
+        |chosen: &[Column]| chosen.iter().fold(PricedAmounts::default(), |sum, column| sum.plus(column.amounts, 1.0));
+    let (amounts, left) = (sum(&chosen), sum(&place_each(problem, |_, mut options, _| options.swap_remove(0))));
     BaselineResult {
-        remote_reads: sum(|column| column.remote_reads),
-        moved_pages: sum(|column| column.moved_pages),
+        remote_reads: amounts.remote_reads,
+        moved_pages: amounts.moved_pages,
+        gain: pricing::price(&problem.prices, amounts.plus(left, -1.0)),
         overload: overload(problem, chosen.iter()),
     }
 }

@@ -13,9 +13,6 @@ use super::{Column, OverloadCosts, PlacementProblem, host_excess};
 /// The gaps at which a part of the tree is left out, relative to the avoidable cost of the best plan.
 const TOLERANCES: [f64; 2] = [0.02, 0.0];
 
-/// Costs that differ by less count as equal: a page with hotness 1 at twice the local distance.
-pub(super) const COST_TOLERANCE: f64 = 1.0;
-
 /// Steps of the multipliers at the root, and at each other node of the tree, where they start from their parent's.
 const MAX_ROOT_STEPS: usize = 400;
 const MAX_STEPS: usize = 10;
@@ -49,6 +46,8 @@ struct Tree<'t> {
     best: BoundedChoice,
     unavoidable: f64,
     tolerance: f64,
+    /// Costs that differ by less count as equal.
+    cost_tolerance: f64,
     is_due: &'t mut dyn FnMut() -> bool,
     is_stopped: bool,
 }
@@ -74,6 +73,7 @@ pub(super) fn improve(
             best: BoundedChoice { bound: best.cost, ..best },
             unavoidable,
             tolerance,
+            cost_tolerance: problem.cost_tolerance(),
             is_due,
             is_stopped: false,
         };
@@ -126,7 +126,8 @@ impl Tree<'_> {
     /// Whether a part of the tree with this bound is left out, because it holds no better plan, or for want of time.
     fn is_left_out(&mut self, bound: f64) -> bool {
         let avoidable = self.best.cost - self.unavoidable;
-        let is_left_out = self.is_stopped || bound >= self.best.cost - (self.tolerance * avoidable).max(COST_TOLERANCE);
+        let is_left_out =
+            self.is_stopped || bound >= self.best.cost - (self.tolerance * avoidable).max(self.cost_tolerance);
         if is_left_out {
             self.best.bound = self.best.bound.min(bound);
         }
@@ -153,8 +154,8 @@ impl Tree<'_> {
         self.note_completion(&ascent.last);
         for _ in 0..max_steps {
             self.is_stopped = self.is_stopped || (self.is_due)();
-            let is_done = self.is_stopped || ascent.best.bound >= self.best.cost - COST_TOLERANCE;
-            if is_done || !ascent.step(&self.plan, self.best.cost) {
+            let is_done = self.is_stopped || ascent.best.bound >= self.best.cost - self.cost_tolerance;
+            if is_done || !ascent.step(&self.plan, self.best.cost, self.cost_tolerance) {
                 break;
             }
             self.note_completion(&ascent.last);
@@ -164,7 +165,7 @@ impl Tree<'_> {
 
     fn note_completion(&mut self, relaxed: &Relaxation) {
         let (chosen, cost) = self.plan.complete(relaxed);
-        if cost < self.best.cost - 1e-6 {
+        if cost < self.best.cost - 1e-6 * self.cost_tolerance {
             self.best.chosen = chosen;
             self.best.cost = cost;
         }

@@ -1,8 +1,7 @@
 //! The patterns of a machine, with their cost and load.
 
-use super::{
-    Column, FIXED_MOVE_COST, Load, MOVE_COST, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm,
-};
+use super::{Column, Load, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm};
+use crate::decide::pricing::{self, PricedAmounts};
 use std::collections::BTreeMap;
 
 /// Patterns of a machine at most, those of the lowest cost. All patterns of two parts on 16 nodes, or of four parts on
@@ -28,9 +27,9 @@ pub(super) fn columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column>
 }
 
 /// The machine as it is.
-fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
+pub(super) fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
     let mut load = vec![Load::default(); problem.nodes.len()];
-    let mut remote_reads = 0.0;
+    let mut amounts = PricedAmounts::default();
     for part in &vm.parts {
         let cpu_shares = known_cpu_shares(problem, part);
         for (position, node) in problem.nodes.iter().enumerate() {
@@ -40,13 +39,78 @@ fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column {
             load[position].pages += part.pages.get(&node.id).copied().unwrap_or(0.0) - hugetlb_pages;
             load[position].hugetlb_pages += hugetlb_pages;
         }
-        remote_reads += part.hotness * remote_pages(problem, &cpu_shares, &part.pages);
+        amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &part.pages), 1.0);
     }
-    Column { pattern: Pattern::Leave, remote_reads, moved_pages: 0.0, cost: remote_reads, load }
+    column(problem, vm, Pattern::Leave, amounts, load)
+}
+
+/// What a machine uses and saves with the memory of each part on these nodes, in these shares.
+pub(super) fn placed_amounts(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Vec<(u32, f64)>]) -> PricedAmounts {
+    let vcpus = |id: u32| problem.nodes.iter().find(|node| node.id == id).map_or(0.0, |node| node.vcpus);
+    let mut amounts = PricedAmounts::default();
+    for (part, nodes) in vm.parts.iter().zip(parts) {
+        let all_vcpus: f64 = nodes.iter().map(|&(node, _)| vcpus(node)).sum();
+        let cpu_shares = nodes.iter().map(|&(node, _)| (node, vcpus(node) / all_vcpus.max(1e-9))).collect();
+        let pages: BTreeMap<u32, f64> = nodes.iter().map(|&(node, share)| (node, share * part.total_pages())).collect();
+        amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &pages), 1.0);
+        let arriving = |(node, pages): (&u32, &f64)| (pages - part.pages.get(node).copied().unwrap_or(0.0)).max(0.0);
+        amounts.moved_pages += pages.iter().map(arriving).sum::<f64>();
+    }
+    amounts
+}
+
+/// A column with its cost.
+pub(super) fn column(
+    problem: &PlacementProblem,
+    vm: &PlannedVm,
+    pattern: Pattern,
+    amounts: PricedAmounts,
+    load: Vec<Load>,
+) -> Column {
+    // Costs are not negative: what a pattern saves less than the best one counts as its cost.
+    let most_saved: f64 = vm.parts.iter().map(|part| most_saved_pages(problem, part)).sum();
+    Column { cost: cost(problem, &pattern, amounts, most_saved), pattern, amounts, load }
+}
+
+fn cost(problem: &PlacementProblem, pattern: &Pattern, amounts: PricedAmounts, most_saved: f64) -> f64 {
+    let lost = PricedAmounts { saved_pages: amounts.saved_pages - most_saved, ..amounts };
+    let min_gain = if *pattern == Pattern::Leave { 0.0 } else { problem.prices.min_gain };
+    min_gain - pricing::price(&problem.prices, lost).net()
+}
+
+/// The pages that a part saves at most by merging, wherever it is.
+fn most_saved_pages(problem: &PlacementProblem, part: &PlannedPart) -> f64 {
+    let pages = part.equal_pages.values().copied();
+    if problem.merges_within_nodes { pages.fold(0.0, f64::max) } else { pages.sum() }
+}
+
+/// What a part reads remotely and saves with its CPUs and memory in these places.
+///
+/// Pages that will merge across nodes are read from the node of the equal ones. Within nodes, only those of the part that
+/// has equal ones on its own node merge.
+pub(super) fn lasting_amounts(
+    problem: &PlacementProblem,
+    part: &PlannedPart,
+    cpu_shares: &BTreeMap<u32, f64>,
+    pages: &BTreeMap<u32, f64>,
+) -> PricedAmounts {
+    let total = part.total_pages();
+    let kept = remote_pages(problem, cpu_shares, &part.kept_pages);
+    let own = remote_pages(problem, cpu_shares, pages);
+    let (saved, remote) = if total <= 0.0 {
+        (0.0, own)
+    } else if problem.merges_within_nodes {
+        let equal = |node: &u32| part.equal_pages.get(node).copied().unwrap_or(0.0);
+        (pages.iter().map(|(node, pages)| pages / total * equal(node)).sum(), own)
+    } else {
+        let saved = most_saved_pages(problem, part).min(total);
+        (saved, own * (1.0 - saved / total) + remote_pages(problem, cpu_shares, &part.equal_pages))
+    };
+    PricedAmounts::for_merge(saved, part.hotness, part.huge_share, part.hotness * (remote + kept))
 }
 
 /// The shares of nodes in the run time of a part. If they are not known, its virtual CPUs run everywhere alike.
-fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -> BTreeMap<u32, f64> {
+pub(super) fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -> BTreeMap<u32, f64> {
     if !part.cpu_shares.is_empty() {
         return part.cpu_shares.clone();
     }
@@ -70,17 +134,18 @@ pub(super) fn remote_pages(
 fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
     let mut beginnings = vec![Column {
         pattern: Pattern::Nodes(Vec::new()),
-        remote_reads: 0.0,
-        moved_pages: 0.0,
+        amounts: PricedAmounts::default(),
         cost: 0.0,
         load: vec![Load::default(); problem.nodes.len()],
     }];
+    let mut most_saved = 0.0;
     for part in &vm.parts {
         let mut longer = Vec::new();
+        most_saved += most_saved_pages(problem, part);
         for column in &beginnings {
             let is_permitted = |&position: &usize| vm.permits(part, problem.nodes[position].id);
             for position in (0..problem.nodes.len()).filter(is_permitted) {
-                longer.extend(with_part(problem, column, part, position));
+                longer.extend(with_part(problem, column, (part, most_saved), position));
             }
         }
         longer.sort_by(|left, right| left.cost.total_cmp(&right.cost));
@@ -91,20 +156,27 @@ fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
     beginnings
 }
 
-/// A column with one more part on a node; `None` if the machine alone would exceed the node.
-fn with_part(problem: &PlacementProblem, column: &Column, part: &PlannedPart, position: usize) -> Option<Column> {
+/// A column with one more part on a node; `None` if the machine alone would exceed the node. `most_saved` is what its parts
+/// would save at most.
+fn with_part(
+    problem: &PlacementProblem,
+    column: &Column,
+    (part, most_saved): (&PlannedPart, f64),
+    position: usize,
+) -> Option<Column> {
     let node = &problem.nodes[position];
     let mut longer = column.clone();
     longer.load[position] = longer.load[position].plus(part.load(), 1.0);
     if !longer.load[position].fits(node) {
         return None;
     }
-    let moved = part.total_pages() - part.pages.get(&node.id).copied().unwrap_or(0.0);
-    longer.moved_pages += moved;
+    let (cpu_shares, pages) = ([(node.id, 1.0)].into(), [(node.id, part.total_pages())].into());
+    longer.amounts = longer.amounts.plus(lasting_amounts(problem, part, &cpu_shares, &pages), 1.0);
+    longer.amounts.moved_pages += part.total_pages() - part.pages.get(&node.id).copied().unwrap_or(0.0);
     if let Pattern::Nodes(nodes) = &mut longer.pattern {
         nodes.push(node.id);
     }
-    longer.cost = longer.remote_reads + MOVE_COST * longer.moved_pages + FIXED_MOVE_COST;
+    longer.cost = cost(problem, &longer.pattern, longer.amounts, most_saved);
     Some(longer)
 }
 
@@ -139,23 +211,22 @@ pub(super) fn spread_column(problem: &PlacementProblem, vm: &PlannedVm, chosen: 
     let total = |axis: fn(&super::NodeCapacity) -> f64| chosen.iter().map(|&at| axis(&problem.nodes[at])).sum::<f64>();
     let (vcpus, pages) = (total(|node| node.vcpus).max(1e-9), total(|node| node.pages).max(1e-9));
     let mut load = vec![Load::default(); problem.nodes.len()];
-    let (mut remote_reads, mut moved_pages) = (0.0, 0.0);
+    let mut amounts = PricedAmounts::default();
     for part in &vm.parts {
         let cpu_shares = chosen.iter().map(|&at| (problem.nodes[at].id, problem.nodes[at].vcpus / vcpus)).collect();
         let part_pages: BTreeMap<u32, f64> = chosen
             .iter()
             .map(|&at| (problem.nodes[at].id, part.total_pages() * problem.nodes[at].pages / pages))
             .collect();
-        remote_reads += part.hotness * remote_pages(problem, &cpu_shares, &part_pages);
+        amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &part_pages), 1.0);
         for &at in chosen {
             let node = problem.nodes[at].id;
             let memory = Load { vcpus: 0.0, ..part.load() };
             load[at] = load[at].plus(memory, problem.nodes[at].pages / pages);
             load[at].vcpus += part.vcpus * cpu_shares[&node];
-            moved_pages += (part_pages[&node] - part.pages.get(&node).copied().unwrap_or(0.0)).max(0.0);
+            amounts.moved_pages += (part_pages[&node] - part.pages.get(&node).copied().unwrap_or(0.0)).max(0.0);
         }
     }
-    let cost = remote_reads + MOVE_COST * moved_pages + FIXED_MOVE_COST;
     let nodes = chosen.iter().map(|&at| problem.nodes[at].id).collect();
-    Column { pattern: Pattern::Spread(nodes), remote_reads, moved_pages, cost, load }
+    column(problem, vm, Pattern::Spread(nodes), amounts, load)
 }

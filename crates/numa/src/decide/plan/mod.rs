@@ -2,12 +2,17 @@
 //!
 //! Each virtual machine consists of parts: one for each virtual node, or a single one. For each machine the planner lists
 //! patterns (`columns`): leave it as it is, put each part on one node, or spread it. One pattern is chosen for each
-//! machine, so that CPUs and memory of each node suffice and the cost is minimal. The cost of a pattern is constant:
+//! machine, so that CPUs and memory of each node suffice and the cost is minimal. The cost of a pattern is constant, in CPU
+//! seconds an hour ([`pricing`]):
 //!
 //! ```text
-//! remote reads  = sum over parts of hotness x pages x (distance / 10 - 1)
-//! cost          = remote reads + MOVE_COST x moved pages + fixed cost of moving a machine
+//! remote reads = sum over parts of hotness x pages x (distance / 10 - 1)
+//! cost         = price of the remote reads, of pages that another pattern would save, of moving and merging pages, and of
+//!                split huge pages, and the least gain if the machine moves
 //! ```
+//!
+//! Pages that are merged stay on their node, and are read from there. Pages that will merge are known by their content
+//! ([`super::content_overlap`]).
 //!
 //! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. A greedy
 //! search with exchanges (`search`) finds a first plan, which branch and bound (`branch_and_bound`) improves or proves.
@@ -22,19 +27,12 @@ mod search;
 #[cfg(test)]
 mod tests;
 
-use branch_and_bound::{BoundedChoice, COST_TOLERANCE};
+use super::pricing::{self, PricedAmounts, PricedGain, Prices};
+use branch_and_bound::BoundedChoice;
 use pagefold_base::IdSet;
 use std::collections::BTreeMap;
 
-/// The cost of moving a page, in remote reads of a page with hotness 1 at twice the local distance. A moved page is
-/// copied once; a remote page costs on each of its reads until the next plan.
-pub(super) const MOVE_COST: f64 = 0.02;
-
-/// The cost of moving any part of a machine, in the same unit: 16 MiB of remote pages. It keeps machines from being
-/// moved for next to nothing.
-const FIXED_MOVE_COST: f64 = 4096.0;
-
-/// The cost of a page above the capacity of a node: more than any remote read.
+/// The cost of a page above the capacity of a node, in the unit of the prices: more than any remote read.
 const MEMORY_OVERLOAD_COST: f64 = 1000.0;
 
 /// The cost of a virtual CPU above the capacity of a node, relative to the mean pages of a virtual CPU.
@@ -67,6 +65,14 @@ pub struct PlannedPart {
     pub pages: BTreeMap<u32, f64>,
     /// Base pages of hugetlb pages by node; `pages` includes them.
     pub hugetlb_pages: BTreeMap<u32, f64>,
+    /// Pages by node that stay there wherever the part is: merged pages, and those of files. `pages` does not include them.
+    pub kept_pages: BTreeMap<u32, f64>,
+    /// The part of them that is merged.
+    pub merged_pages: BTreeMap<u32, f64>,
+    /// Pages that will merge with equal ones on a node, by node; `pages` includes them.
+    pub equal_pages: BTreeMap<u32, f64>,
+    /// The share of its pages in transparent huge pages.
+    pub huge_share: f64,
     /// How often its pages are read, relative to other parts: 1 for the hottest.
     pub hotness: f64,
     /// The nodes to which a policy strictly binds its memory (`MPOL_BIND`); `None` if there is no such policy.
@@ -156,6 +162,17 @@ pub struct PlacementProblem {
     pub distances: BTreeMap<(u32, u32), u32>,
     /// The machines.
     pub vms: Vec<PlannedVm>,
+    /// The prices.
+    pub prices: Prices,
+    /// Whether KSM merges equal pages of one node only (`merge_across_nodes=0`).
+    pub merges_within_nodes: bool,
+}
+
+impl Column {
+    /// The cost of what lasts: without moving.
+    fn lasting_cost(&self, prices: &Prices) -> f64 {
+        -pricing::price(prices, PricedAmounts { moved_pages: 0.0, ..self.amounts }).net()
+    }
 }
 
 impl PlacementProblem {
@@ -163,6 +180,11 @@ impl PlacementProblem {
     fn extra_distance(&self, from: u32, to: u32) -> f64 {
         let default = if from == to { 10 } else { 20 };
         f64::from(self.distances.get(&(from, to)).copied().unwrap_or(default).max(10)) / 10.0 - 1.0
+    }
+
+    /// Costs that differ by less count as equal: a page at the highest price.
+    fn cost_tolerance(&self) -> f64 {
+        self.prices.unit()
     }
 }
 
@@ -181,8 +203,7 @@ pub enum Pattern {
 #[derive(Clone, Debug, PartialEq)]
 struct Column {
     pattern: Pattern,
-    remote_reads: f64,
-    moved_pages: f64,
+    amounts: PricedAmounts,
     cost: f64,
     /// The load of each node, in the order of the problem's nodes.
     load: Vec<Load>,
@@ -197,6 +218,10 @@ pub struct PlannedMove {
     pub remote_reads: (f64, f64),
     /// Pages to move.
     pub moved_pages: f64,
+    /// Pages that it will save by merging with equal ones, as it is and as planned.
+    pub saved_pages: (f64, f64),
+    /// What the pattern gains against leaving the machine.
+    pub gain: PricedGain,
     /// Why.
     pub reason: PlanReason,
 }
@@ -210,12 +235,14 @@ pub enum PlanReason {
     NoPermittedNode,
     /// It has no remote reads.
     AlreadyLocal,
-    /// No pattern has fewer remote reads.
+    /// No pattern gains anything.
     NoBetterPlacement,
-    /// Fewer remote reads would not repay moving it.
+    /// The gain of another pattern would not repay moving it.
     NotWorthMoving,
     /// A better pattern is taken by other machines.
     NodesFull,
+    /// It will save more memory beside equal pages of other machines.
+    NearEqualPages,
     /// All of it fits on one node.
     OneNode,
     /// Each part gets a node.
@@ -231,6 +258,8 @@ pub struct PlacementPlan {
     pub moves: Vec<PlannedMove>,
     /// Remote reads of all machines as they are and as planned.
     pub remote_reads: (f64, f64),
+    /// What the plan gains against leaving everything.
+    pub gain: PricedGain,
     /// The part of the cost that can be avoided at all which a better choice of the listed patterns could save at most; 0
     /// if there is none.
     pub gap: f64,
@@ -256,7 +285,7 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     let first = BoundedChoice { cost: cost(&first), chosen: first, bound: 0.0 };
     let unavoidable = unavoidable_cost(problem, &columns, costs);
     let best = branch_and_bound::improve(problem, &columns, costs, first, unavoidable, is_due);
-    let gap = relative_gap(best.cost - unavoidable, best.bound - unavoidable);
+    let gap = relative_gap(best.cost - unavoidable, best.bound - unavoidable, problem.cost_tolerance());
     let chosen = best.chosen;
     let moves: Vec<PlannedMove> = problem
         .vms
@@ -268,31 +297,64 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
     PlacementPlan {
         remote_reads: (sum(|planned| planned.remote_reads.0), sum(|planned| planned.remote_reads.1)),
+        gain: moves.iter().fold(PricedGain::default(), |sum, planned| sum.plus(planned.gain)),
         overload: overload(problem, chosen_columns(&columns, &chosen)),
         moves,
         gap,
     }
 }
 
+/// What a placement of a machine gains against leaving it: each part on these nodes, with the shares of its memory. Its
+/// virtual CPUs run on the CPUs of the nodes.
+pub fn gain_of_placement(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Vec<(u32, f64)>]) -> PricedGain {
+    let placed = columns::placed_amounts(problem, vm, parts);
+    let leave = columns::leave_column(problem, vm).amounts;
+    pricing::price(&problem.prices, placed.plus(leave, -1.0))
+}
+
+/// What the merged pages of a machine that are on other nodes than all its CPUs gain at most, as it is: the memory that
+/// they save, if all but one of the pages of each frame are the machine's, less their remote reads. `None` if there are
+/// none. The CPU time of merging is spent, and huge pages are split already.
+pub fn gain_of_remote_merges(problem: &PlacementProblem, vm: &PlannedVm) -> Option<PricedGain> {
+    let mut amounts = PricedAmounts::default();
+    for part in &vm.parts {
+        let cpu_shares = columns::known_cpu_shares(problem, part);
+        let is_remote = |node: &u32| cpu_shares.get(node).is_none_or(|share| *share <= 0.0);
+        let merged = part.merged_pages.iter().filter(|(node, _)| is_remote(node));
+        let merged: BTreeMap<u32, f64> = merged.map(|(&node, &pages)| (node, pages)).collect();
+        amounts.saved_pages += merged.values().sum::<f64>();
+        amounts.remote_reads += part.hotness * columns::remote_pages(problem, &cpu_shares, &merged);
+    }
+    (amounts.saved_pages > 0.0).then(|| pricing::price(&problem.prices, amounts))
+}
+
 fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
     let (leave, column) = (&columns[0], &columns[chosen]);
-    let best = columns.iter().map(|column| column.remote_reads).fold(f64::INFINITY, f64::min);
+    let lasting_cost = |column: &Column| column.lasting_cost(&problem.prices);
+    let best = columns.iter().map(lasting_cost).fold(f64::INFINITY, f64::min);
+    let tolerance = 1e-6 * problem.cost_tolerance();
+    let saves_more = column.amounts.saved_pages > leave.amounts.saved_pages + 1e-6;
     let cheapest = columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
     let reason = match &column.pattern {
         _ if !vm.is_placeable(problem.nodes.iter().map(|node| node.id)) => PlanReason::NoPermittedNode,
         _ if vm.fixed => PlanReason::Fixed,
-        Pattern::Leave if leave.remote_reads <= 1e-6 => PlanReason::AlreadyLocal,
-        Pattern::Leave if leave.remote_reads <= best => PlanReason::NoBetterPlacement,
+        Pattern::Leave if lasting_cost(leave) <= best + tolerance => match leave.amounts.remote_reads <= 1e-6 {
+            true => PlanReason::AlreadyLocal,
+            false => PlanReason::NoBetterPlacement,
+        },
         Pattern::Leave if leave.cost <= cheapest => PlanReason::NotWorthMoving,
         Pattern::Leave => PlanReason::NodesFull,
         Pattern::Spread(_) => PlanReason::NoSingleNode,
+        Pattern::Nodes(_) if saves_more => PlanReason::NearEqualPages,
         Pattern::Nodes(nodes) if nodes.iter().all(|node| *node == nodes[0]) => PlanReason::OneNode,
         Pattern::Nodes(_) => PlanReason::NodePerPart,
     };
     PlannedMove {
         pattern: column.pattern.clone(),
-        remote_reads: (leave.remote_reads, column.remote_reads),
-        moved_pages: column.moved_pages,
+        remote_reads: (leave.amounts.remote_reads, column.amounts.remote_reads),
+        moved_pages: column.amounts.moved_pages,
+        saved_pages: (leave.amounts.saved_pages, column.amounts.saved_pages),
+        gain: pricing::price(&problem.prices, column.amounts.plus(leave.amounts, -1.0)),
         reason,
     }
 }
@@ -312,9 +374,10 @@ impl OverloadCosts {
         let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
         let vcpus: f64 = parts().map(|part| part.vcpus).sum();
         let pages: f64 = parts().map(PlannedPart::total_pages).sum();
-        let vcpu = CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0);
-        let hugetlb_page = MEMORY_OVERLOAD_COST.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE);
-        Self { vcpu, page: MEMORY_OVERLOAD_COST, hugetlb_page }
+        let unit = problem.prices.unit();
+        let vcpu = unit * CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0);
+        let page = unit * MEMORY_OVERLOAD_COST;
+        Self { vcpu, page, hugetlb_page: page.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE) }
     }
 
     fn cost(self, overload: Load) -> f64 {
@@ -364,8 +427,8 @@ fn host_excess(problem: &PlacementProblem) -> Load {
 }
 
 /// The gap between a cost and its lower bound; no cost is negative.
-fn relative_gap(cost: f64, bound: f64) -> f64 {
+fn relative_gap(cost: f64, bound: f64, tolerance: f64) -> f64 {
     let bound = bound.max(0.0);
     // A bit more than the tolerance, because of rounding.
-    if cost <= bound + 1.01 * COST_TOLERANCE { 0.0 } else { (cost - bound) / cost }
+    if cost <= bound + 1.01 * tolerance { 0.0 } else { (cost - bound) / cost }
 }

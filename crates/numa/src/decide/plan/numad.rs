@@ -7,6 +7,7 @@
 //! A virtual CPU counts as a whole CPU. Hugetlb pages count like other memory.
 
 use super::{Column, Load, Pattern, PlacementProblem, PlannedPart, PlannedVm, columns};
+use crate::decide::pricing::PricedAmounts;
 use std::collections::BTreeMap;
 
 /// The default of `-u`: a process gets room so that it uses this share of it.
@@ -129,7 +130,7 @@ fn bind(problem: &PlacementProblem, vm: &PlannedVm, chosen: &[usize]) -> Column 
     let cpu_shares: BTreeMap<u32, f64> =
         chosen.iter().map(|&position| (problem.nodes[position].id, share(&problem.nodes[position]))).collect();
     let mut load = vec![Load::default(); problem.nodes.len()];
-    let (mut remote_reads, mut moved_pages) = (0.0, 0.0);
+    let mut amounts = PricedAmounts::default();
     for part in &vm.parts {
         let elsewhere = |pages: &BTreeMap<u32, f64>| -> f64 {
             pages.iter().filter(|(node, _)| !nodes.contains(node)).map(|(_, pages)| pages).sum()
@@ -139,8 +140,8 @@ fn bind(problem: &PlacementProblem, vm: &PlannedVm, chosen: &[usize]) -> Column 
             nodes.iter().map(|node| (*node, pages.get(node).copied().unwrap_or(0.0) + share)).collect()
         };
         let (pages, hugetlb_pages) = (bound(&part.pages), bound(&part.hugetlb_pages));
-        remote_reads += part.hotness * columns::remote_pages(problem, &cpu_shares, &pages);
-        moved_pages += elsewhere(&part.pages);
+        amounts = amounts.plus(columns::lasting_amounts(problem, part, &cpu_shares, &pages), 1.0);
+        amounts.moved_pages += elsewhere(&part.pages);
         for &position in chosen {
             let node = problem.nodes[position].id;
             load[position].vcpus += part.vcpus * cpu_shares[&node];
@@ -148,5 +149,5 @@ fn bind(problem: &PlacementProblem, vm: &PlannedVm, chosen: &[usize]) -> Column 
             load[position].hugetlb_pages += hugetlb_pages[&node];
         }
     }
-    Column { pattern: Pattern::Spread(nodes), remote_reads, moved_pages, cost: remote_reads, load }
+    columns::column(problem, vm, Pattern::Spread(nodes), amounts, load)
 }

@@ -239,15 +239,16 @@ impl Ascent {
         Self { multipliers, best, current, last, length: 1.0, steps_without_progress: 0 }
     }
 
-    /// Make a step towards a bound of `target`. Returns whether further steps may improve the bound.
-    pub(super) fn step(&mut self, plan: &PartialPlan, target: f64) -> bool {
+    /// Make a step towards a bound of `target`, at least by `min_progress`. Returns whether further steps may improve the
+    /// bound.
+    pub(super) fn step(&mut self, plan: &PartialPlan, target: f64, min_progress: f64) -> bool {
         // A multiplier that is 0 and would fall stays.
         let slopes = self.last.slope.iter().zip(&self.current).filter(|(slope, at)| **slope > 0.0 || **at > 0.0);
         let norm: f64 = slopes.map(|(slope, _)| slope * slope).sum();
         if norm < 1e-12 || self.length < MIN_STEP_LENGTH {
             return false;
         }
-        let step = self.length * (target - self.last.bound).max(1.0) / norm;
+        let step = self.length * (target - self.last.bound).max(min_progress) / norm;
         for ((multiplier, slope), resource) in self.current.iter_mut().zip(&self.last.slope).zip(&plan.resources) {
             *multiplier = (*multiplier + step * slope).clamp(0.0, resource.overload_cost);
         }

@@ -79,7 +79,7 @@ fn improve_single(loads: &mut Loads<'_>, columns: &[Vec<Column>], chosen: &mut [
         loads.add(&columns[*chosen], -1.0);
         let cost = |position: usize| columns[position].cost + loads.overload_cost_with(&[&columns[position]]);
         let cheapest = loads.cheapest(columns);
-        if cost(cheapest) < cost(*chosen) - 1e-6 {
+        if cost(cheapest) < cost(*chosen) - 1e-6 * loads.problem.cost_tolerance() {
             *chosen = cheapest;
             improved = true;
         }
@@ -107,7 +107,7 @@ fn improve_pairs(
                 left.cost + right.cost + loads.overload_cost_with(&[left, right])
             };
             let mut best = (chosen[first], chosen[second]);
-            let mut best_cost = cost(best.0, best.1) - 1e-6;
+            let mut best_cost = cost(best.0, best.1) - 1e-6 * loads.problem.cost_tolerance();
             for left in 0..columns[first].len().min(MAX_EXCHANGED_COLUMNS) {
                 for right in 0..columns[second].len().min(MAX_EXCHANGED_COLUMNS) {
                     if columns[first][left].cost + columns[second][right].cost < best_cost

@@ -1,12 +1,26 @@
 use super::baselines::Baseline;
 use super::*;
+use crate::decide::pricing::{HostCapacity, OperatorPrices};
 use proptest::prelude::*;
+
+/// The least gain of a move, and the price of a moved page, if a page with hotness 1 at twice the local distance costs 1.
+const FIXED_MOVE_COST: f64 = 4096.0;
+const MOVE_COST: f64 = 0.02;
+
+const PRICES: Prices = Prices {
+    remote_page: 1.0,
+    moved_page: MOVE_COST,
+    min_gain: FIXED_MOVE_COST,
+    saved_page: 0.5,
+    split_page: 0.25,
+    merged_page: 0.001,
+};
 
 fn host(nodes: u32, vcpus: f64, pages: f64) -> PlacementProblem {
     PlacementProblem {
         nodes: (0..nodes).map(|id| NodeCapacity { id, vcpus, pages, hugetlb_pages: 0.0 }).collect(),
-        distances: BTreeMap::new(),
-        vms: Vec::new(),
+        prices: PRICES,
+        ..PlacementProblem::default()
     }
 }
 
@@ -165,6 +179,58 @@ fn little_remote_memory_is_not_worth_moving() {
     assert!(plan.is_empty() && plan.moves[0].reason == PlanReason::NotWorthMoving);
 }
 
+/// A machine on a node with pages that equal some on other nodes.
+fn vm_with_equal_pages(pages: f64, node: u32, equal_pages: &[(u32, f64)]) -> PlannedVm {
+    let equal_pages = equal_pages.iter().copied().collect();
+    vm("equal", vec![PlannedPart { equal_pages, huge_share: 1.0, ..part(2.0, pages, &[node], &[node]) }])
+}
+
+#[test]
+fn equal_pages_draw_a_machine_within_nodes_if_they_are_worth_it() {
+    let mut problem = PlacementProblem { merges_within_nodes: true, ..host(2, 8.0, 1e6) };
+    problem.vms = vec![vm_with_equal_pages(2e5, 0, &[(1, 1e5)])];
+    let plan = plan_quickly(&problem);
+    assert_eq!((&plan.moves[0].pattern, plan.moves[0].reason), (&Pattern::Nodes(vec![1]), PlanReason::NearEqualPages));
+    assert_eq!(plan.moves[0].saved_pages, (0.0, 1e5));
+    // 1e5 pages at 0.5; 2e5 moved at 0.02; 1e5 merged at 0.001; 188 of 331 MiB in huge pages of 512 pages at 0.25.
+    let gain = plan.gain;
+    assert_eq!((gain.memory, gain.remote_reads), (5e4, 0.0));
+    assert!((gain.cpu + 4100.0).abs() < 1e-6, "{gain:?}");
+    assert!((gain.huge_pages + 0.25 * 1e5 * 188.0 * 512.0 / (331.0 * 256.0)).abs() < 1e-6, "{gain:?}");
+    assert!((gain.net() - (gain.memory + gain.cpu + gain.huge_pages)).abs() < 1e-6);
+    assert!(plan_quickly(&carry_out(&problem, &plan)).is_empty());
+
+    // Merged pages that stay on node 0 would be read remotely.
+    problem.vms[0].parts[0].kept_pages = [(0, 5e4)].into();
+    let plan = plan_quickly(&problem);
+    assert_eq!((plan.is_empty(), plan.moves[0].reason), (true, PlanReason::AlreadyLocal));
+    problem.vms[0].parts[0].kept_pages.clear();
+    problem.prices.saved_page = 0.3;
+    assert!(plan_quickly(&problem).is_empty(), "memory is cheap");
+}
+
+#[test]
+fn pages_that_merge_across_nodes_are_read_where_the_equal_ones_are() {
+    let mut problem = host(2, 8.0, 1e6);
+    problem.vms = vec![vm_with_equal_pages(1e5, 0, &[(1, 8e4)])];
+    let plan = plan_quickly(&problem);
+    assert_eq!(plan.moves[0].pattern, Pattern::Nodes(vec![1]));
+    // They save the same memory on any node.
+    assert_eq!((plan.remote_reads, plan.moves[0].saved_pages), ((8e4, 0.0), (8e4, 8e4)));
+    assert_eq!((plan.gain.memory, plan.gain.remote_reads, plan.gain.huge_pages), (0.0, 8e4, 0.0));
+    problem.vms[0].parts[0].hotness = 0.05;
+    assert_eq!(plan_quickly(&problem).moves[0].reason, PlanReason::NotWorthMoving, "a cold machine");
+}
+
+#[test]
+fn gain_of_a_requested_placement_is_that_of_the_plan() {
+    let mut problem = PlacementProblem { merges_within_nodes: true, ..host(2, 8.0, 1e6) };
+    problem.vms = vec![vm_with_equal_pages(2e5, 0, &[(1, 1e5)])];
+    let plan = plan_quickly(&problem);
+    assert_eq!(gain_of_placement(&problem, &problem.vms[0], &[vec![(1, 1.0)]]), plan.gain);
+    assert_eq!(gain_of_placement(&problem, &problem.vms[0], &[vec![(0, 1.0)]]).net(), 0.0);
+}
+
 /// A machine whose memory is hugetlb pages on a node, with its CPU time on another one.
 fn hugetlb_vm(name: &str, pages: f64, memory_node: u32, cpu_node: u32) -> PlannedVm {
     let memory = part(2.0, pages, &[memory_node], &[cpu_node]);
@@ -256,12 +322,12 @@ fn numad_binds_large_processes_first_and_ignores_virtual_nodes() {
     let placed = numad::place(&problem);
     assert!(matches!(&placed[0].pattern, Pattern::Spread(nodes) if nodes.len() == 1), "it fits on a node: {placed:?}");
     assert_eq!(placed[2].pattern, Pattern::Leave);
-    assert_eq!((placed[0].remote_reads, placed[0].moved_pages), (0.0, 3e5));
+    assert_eq!((placed[0].amounts.remote_reads, placed[0].amounts.moved_pages), (0.0, 3e5));
     // A machine that no node holds is spread, and each virtual node reads half of its memory remotely.
     problem.vms = vec![vm("wide", vec![part(8.0, 6e5, &[0], &[0]), part(8.0, 6e5, &[1], &[1])])];
     let placed = numad::place(&problem);
     assert_eq!(placed[0].pattern, Pattern::Spread(vec![0, 1]), "{placed:?}");
-    assert_eq!((placed[0].remote_reads, placed[0].moved_pages), (6e5, 0.0));
+    assert_eq!((placed[0].amounts.remote_reads, placed[0].amounts.moved_pages), (6e5, 0.0));
     assert!(plan_quickly(&problem).is_empty(), "it was placed well");
 }
 
@@ -391,6 +457,29 @@ proptest! {
                 prop_assert!(plan.remote_reads.1 <= result.remote_reads + moving + 1.0, "{baseline:?}: {plan:?}");
             }
         }
+    }
+
+    /// Of two optimal plans, the one for the higher price of memory saves no less.
+    #[test]
+    fn higher_price_of_memory_saves_no_less(
+        problem in small_hosts(),
+        equal_pages in prop::collection::vec(prop::collection::btree_map(0u32..3, 0.0f64..1.0, 0..3), 8),
+        prices in (0.0f64..0.5, 0.1f64..0.5),
+    ) {
+        let mut problem = PlacementProblem { merges_within_nodes: true, ..problem };
+        for (part, shares) in problem.vms.iter_mut().flat_map(|vm| &mut vm.parts).zip(equal_pages) {
+            let pages = part.total_pages();
+            part.equal_pages = shares.into_iter().map(|(node, share)| (node, share * pages)).collect();
+        }
+        let saved = |price: f64| {
+            let prices = Prices { saved_page: price, ..PRICES };
+            let plan = plan_quickly(&PlacementProblem { prices, ..problem.clone() });
+            plan.moves.iter().map(|planned| planned.saved_pages.1).sum::<f64>()
+        };
+        let (low, step) = prices;
+        // Each plan may cost a page more than the optimum.
+        let tolerance = 2.02 * PRICES.remote_page / step;
+        prop_assert!(saved(low + step) >= saved(low) - tolerance);
     }
 
     #[test]
@@ -524,4 +613,33 @@ fn plans_read_less_remotely_than_numad() {
         assert_eq!(plan.overload, Load::default());
     }
     assert!(planned <= 0.7 * by_numad, "{planned} {by_numad}");
+}
+
+/// The prices of an operator who changes none, if the hottest machine keeps a CPU busy with 780 MiB.
+fn at_default_prices(problem: PlacementProblem) -> PlacementProblem {
+    let capacity = HostCapacity {
+        cpus: problem.nodes.iter().map(|node| node.vcpus).sum(),
+        memory_bytes: problem.nodes.iter().map(|node| node.pages).sum::<f64>() * 4096.0,
+        page_bytes: 4096.0,
+        hottest_cpus_per_page: 1.0 / 2e5,
+    };
+    PlacementProblem { prices: Prices::new(&OperatorPrices::default(), capacity), ..problem }
+}
+
+/// Steps of the search within which plans at these prices are within two percent.
+const MAX_STEPS_AT_DEFAULT_PRICES: u64 = 20_000;
+
+#[test]
+fn plans_at_default_prices_read_less_remotely_than_numad() {
+    let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
+    for problem in generated_hosts().step_by(10).chain(published).map(at_default_prices) {
+        let (plan, steps) = plan_in_steps(&problem, MAX_STEPS_AT_DEFAULT_PRICES);
+        let numad = baselines::place(&problem, Baseline::Numad);
+        assert!(plan.gap <= 0.02, "{} after {steps} steps of {} machines", plan.gap, problem.vms.len());
+        let Prices { remote_page, min_gain, moved_page, .. } = problem.prices;
+        let not_worth_moving = (min_gain * problem.vms.len() as f64 + moved_page * numad.moved_pages) / remote_page;
+        assert!(plan.remote_reads.1 <= numad.remote_reads + not_worth_moving, "{numad:?} {plan:?}");
+        assert_eq!(plan.overload, Load::default());
+        assert!(plan.gain.net() >= 0.0, "{plan:?}");
+    }
 }
