@@ -179,6 +179,13 @@ pub(super) fn requested_targets(
         let known: Vec<String> = map.topology.nodes.keys().map(u32::to_string).collect();
         bail!("--to: there is no node {unknown}; the nodes are {}", known.join(", "));
     }
+    for (id, node) in map.topology.nodes.iter().filter(|(id, _)| nodes.nodes().contains(*id)) {
+        let has_memory = !node.memory.as_ref().is_ok_and(|memory| memory.total == Bytes::ZERO);
+        if node.cpus.is_empty() || !has_memory {
+            let lacking = if has_memory { "online CPUs" } else { "memory" };
+            bail!("--to: node {id} has no {lacking}: name a node that has CPUs and memory (see `pagefold numa map`)");
+        }
+    }
     let target = |(position, vm): (usize, &plan::PlannedVm)| {
         let placement = &map.processes[position];
         let virtual_nodes: Vec<u32> = match vm.parts.len() {
@@ -276,7 +283,7 @@ fn carry_out(
 
 /// Compare the machines that were placed with the plan.
 pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    let host = open_live_host(global)?;
+    let host = host_selection::open_host(global)?;
     let boot = session::read_boot_id(&*host).map_err(cannot_read)?;
     let record = match StateDirectory::open(&global.state) {
         Ok(directory) => PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?,
