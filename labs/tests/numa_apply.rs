@@ -46,7 +46,7 @@ const MAX_TOUCHED_PAGES: u64 = 8;
 /// What the kernel says of a process.
 #[derive(Clone, Debug, PartialEq)]
 struct State {
-    /// Resident pages of each node.
+    /// Resident pages of all nodes but 1, and of node 1.
     node_pages: [u64; 2],
     /// The part of them that is of files only.
     file_pages: [u64; 2],
