@@ -88,7 +88,7 @@ impl EmulatedMachine<'_> {
         copy_into_root(self.init, &root.join("init"))?;
         copy_into_root(find_busybox()?, &root.join("bin/busybox"))?;
         for (program, path) in self.programs {
-            copy_into_root(program, &path_inside(&root, path))?;
+            copy_program(program, &path_inside(&root, path))?;
             for library in needed_libraries(program)? {
                 copy_into_root(&library, &path_inside(&root, &library.display().to_string()))?;
             }
@@ -126,6 +126,20 @@ fn copy_into_root(from: &Path, to: &Path) -> io::Result<()> {
     }
     let copied = fs::copy(from, to);
     copied.map(drop).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", from.display())))
+}
+
+/// Copies a program without its debug information, of which an unoptimized build has more than code: the guest unpacks all
+/// of it at its start. Without strip(1), or for a script, the file is copied as it is, and so are kernel modules: strip(1)
+/// removes their signature.
+fn copy_program(from: &Path, to: &Path) -> io::Result<()> {
+    if let Some(folder) = to.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    if from.extension().is_some_and(|extension| extension == "ko") {
+        return copy_into_root(from, to);
+    }
+    let strip = Command::new("strip").arg("--strip-debug").arg("-o").args([to, from]).stderr(Stdio::null()).status();
+    if strip.is_ok_and(|status| status.success()) { Ok(()) } else { copy_into_root(from, to) }
 }
 
 /// The libraries of a program according to ldd(1): none if it is linked statically.

@@ -1,5 +1,6 @@
-//! `pagefold numa apply`, `verify` and `undo` in a guest with two NUMA nodes, where the kernel's own account of each
-//! process (numa_maps, smaps_rollup, status) is compared with what Pagefold did and reported.
+//! `pagefold numa apply`, `verify` and `undo` in a guest with six NUMA nodes, of which one has no memory and one no CPUs.
+//! The kernel's own account of each process (numa_maps, smaps_rollup, status) is compared with what Pagefold did and
+//! reported.
 
 #![forbid(unsafe_code)]
 
@@ -7,7 +8,36 @@ use pagefold_labs::assets::QEMU_PROGRAM;
 use pagefold_labs::scenes::{SceneMachine, Scenes};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
+
+#[path = "numa_apply/nodes_and_traps.rs"]
+mod nodes_and_traps;
+
+/// MiB of the memory of nodes 0 to 3 and 5.
+const NODE_MIB: [(u32, u32); 5] = [(0, 2048), (1, 512), (2, 160), (3, 160), (5, 96)];
+
+/// The CPUs of nodes 0 to 4.
+const NODE_CPUS: [&str; 5] = ["cpus=0-1,", "cpus=2-3,", "cpus=4,", "cpus=5,", "cpus=6,"];
+
+/// Distances between different nodes, the same in both directions.
+const DISTANCES: [(u32, u32, u32); 15] = [
+    (0, 1, 21),
+    (0, 2, 31),
+    (0, 3, 31),
+    (0, 4, 17),
+    (0, 5, 21),
+    (1, 2, 21),
+    (1, 3, 31),
+    (1, 4, 31),
+    (1, 5, 28),
+    (2, 3, 21),
+    (2, 4, 31),
+    (2, 5, 28),
+    (3, 4, 28),
+    (3, 5, 28),
+    (4, 5, 28),
+];
 
 /// Own pages of a process that change at most between two looks at it, beside those that Pagefold moves: pages of a stack
 /// or heap that it touches, and pages that it has shared with the shell of the guest since fork(2).
@@ -16,7 +46,7 @@ const MAX_TOUCHED_PAGES: u64 = 8;
 /// What the kernel says of a process.
 #[derive(Clone, Debug, PartialEq)]
 struct State {
-    /// Resident pages of each node.
+    /// Resident pages of all nodes but 1, and of node 1.
     node_pages: [u64; 2],
     /// The part of them that is of files only.
     file_pages: [u64; 2],
@@ -77,26 +107,62 @@ fn check_daemon(scenes: &Scenes) {
     assert!(undone.own_pages(0) + 64 >= before.own_pages(0), "{before:?} {undone:?}");
 }
 
+/// Options of QEMU for the nodes.
+fn node_options() -> Vec<String> {
+    let mut options = Vec::new();
+    for node in 0..6_u32 {
+        let mib = NODE_MIB.iter().find(|(id, _)| *id == node).map(|(_, mib)| mib);
+        let memory = mib.map_or_else(String::new, |mib| {
+            options.extend(["-object".to_owned(), format!("memory-backend-ram,id=m{node},size={mib}M")]);
+            format!("memdev=m{node},")
+        });
+        let cpus = NODE_CPUS.get(node as usize).copied().unwrap_or_default();
+        options.extend(["-numa".to_owned(), format!("node,{memory}{cpus}nodeid={node}")]);
+    }
+    let distance = |(from, to, distance)| ["-numa".to_owned(), format!("dist,src={from},dst={to},val={distance}")];
+    options.extend(DISTANCES.into_iter().flat_map(distance));
+    options
+}
+
+/// Compile the program with hugetlb, pinned and bound memory.
+fn compile_memory_program(folder: &Path) -> Result<PathBuf, String> {
+    let program = folder.join("numa-memory");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/numa-memory.c");
+    let mut compiler = Command::new("gcc");
+    compiler.args(["-O1", "-static", "-o"]).arg(&program).arg(&source);
+    let output = compiler.output().map_err(|error| format!("gcc: {error}: run labs/setup.sh"))?;
+    assert!(output.status.success(), "{output:?}");
+    Ok(program)
+}
+
 fn run_guest() -> Option<Scenes> {
+    let folder = tempfile::tempdir().unwrap();
+    let memory_program = match compile_memory_program(folder.path()) {
+        Ok(program) => program,
+        Err(why) => {
+            println!("skipped: {why}");
+            return None;
+        }
+    };
     let qemu = find_program(QEMU_PROGRAM);
+    let more_scenes = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/numa-scenes");
     let file = |path: &'static str| (Path::new(path), path);
+    let nodes = node_options();
+    let mut options = vec!["-smp", "7", "-m", "2976M", "-cpu", "max"];
+    options.extend(nodes.iter().map(String::as_str));
     let machine = SceneMachine {
         init: "init-numa",
         programs: &[
+            (&memory_program, "numa-memory"),
+            (&more_scenes, "numa-scenes"),
             (&qemu, "usr/bin/qemu-system-x86_64"),
             file("/usr/share/seabios/bios-256k.bin"),
             file("/usr/share/qemu/kvmvapic.bin"),
             file("/usr/lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so"),
         ],
-        options: &[
-            &["-smp", "4", "-m", "2560M", "-cpu", "max"][..],
-            &["-object", "memory-backend-ram,id=m0,size=2G", "-object", "memory-backend-ram,id=m1,size=512M"],
-            &["-numa", "node,nodeid=0,cpus=0-1,memdev=m0", "-numa", "node,nodeid=1,cpus=2-3,memdev=m1"],
-            &["-numa", "dist,src=0,dst=1,val=21", "-numa", "dist,src=1,dst=0,val=21"],
-        ]
-        .concat(),
+        options: &options,
         kernel_arguments: "numa_balancing=disable",
-        timeout: Duration::from_secs(600),
+        timeout: Duration::from_secs(900),
     };
     machine.run()
 }
@@ -116,6 +182,14 @@ fn machines_are_placed_verified_and_restored() {
     check_virtual_nodes(&scenes);
     check_daemon(&scenes);
     check_full_node(&scenes);
+    nodes_and_traps::check_four_nodes(&scenes);
+    nodes_and_traps::check_hugetlb(&scenes);
+    nodes_and_traps::check_pinned_memory(&scenes);
+    nodes_and_traps::check_full_bound_node(&scenes);
+    nodes_and_traps::check_forbidden_node(&scenes);
+    nodes_and_traps::check_offline_cpus(&scenes);
+    nodes_and_traps::check_incomplete_nodes(&scenes);
+    nodes_and_traps::check_killed_undo(&scenes);
 }
 
 fn check_apply_and_undo(scenes: &Scenes) {
@@ -167,7 +241,7 @@ fn check_apply_and_undo(scenes: &Scenes) {
 }
 
 fn check_kills(scenes: &Scenes) {
-    let before = state(scenes, "free-before");
+    let before = state(scenes, "kills-before");
     let kills = scenes.output.lines().filter(|line| line.starts_with("EXIT killed-")).count();
     assert_eq!(kills, 10);
     let mut partial = 0;

@@ -1,4 +1,5 @@
-//! Placement of processes on CPUs and NUMA nodes: on this machine, and in a guest with two nodes.
+//! Placement of processes on CPUs and NUMA nodes: on this machine, and in a guest with two nodes. In the guest, the
+//! user-space engine merges memory, too.
 
 use pagefold_base::{AddressRange, IdSet, Pid};
 use pagefold_host::Host;
@@ -104,11 +105,19 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
     let lab = lab_binary().unwrap();
     let pagefold = lab.with_file_name("pagefold");
     assert!(pagefold.exists(), "{}: cargo build -p pagefold", pagefold.display());
+    let member = std::env::current_exe().unwrap().parent().unwrap().with_file_name("examples").join("member");
+    assert!(member.exists(), "{}: cargo build -p pagefold-engine --examples", member.display());
+    let guest = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest");
     let folder = tempfile::tempdir().unwrap();
     let machine = EmulatedMachine {
         kernel: &assets.kernel,
-        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-placement"),
-        programs: &[(&lab, "pagefold-lab"), (&pagefold, "pagefold")],
+        init: &guest.join("init-placement"),
+        programs: &[
+            (&lab, "pagefold-lab"),
+            (&pagefold, "pagefold"),
+            (&member, "member"),
+            (&guest.join("engine-nodes"), "engine-nodes"),
+        ],
         files: &[],
         options: &[
             // A system call within a process needs XSAVE, which the default CPU does not have.
@@ -120,7 +129,7 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
         .concat(),
         kernel_arguments: "",
     };
-    let output = machine.run(folder.path(), Duration::from_secs(180), &mut || Ok(())).expect("a machine");
+    let output = machine.run(folder.path(), Duration::from_secs(300), &mut || Ok(())).expect("a machine");
     assert!(output.lines().any(|line| line == "ENDED"), "{output}");
     let step = |name: &str| -> (u64, u64, String) {
         let prefix = format!("STEP {name} ");
@@ -156,5 +165,29 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
     }
     for name in ["undone", "recovered"] {
         assert_eq!(step(name), before, "{name}: {output}");
+    }
+    check_engine_members(&output);
+}
+
+/// The user-space engine on two nodes: merged memory stays on the node of the processes that share it.
+fn check_engine_members(output: &str) {
+    let stores = output.lines().find_map(|line| line.strip_prefix("STORES ")).expect("stores");
+    let mut stores: Vec<&str> = stores.split_whitespace().collect();
+    stores.sort_unstable();
+    assert_eq!(stores, ["nodes.node0", "nodes.node1"], "{output}");
+
+    let members: Vec<Vec<&str>> = output
+        .lines()
+        .filter_map(|line| line.strip_prefix("MEMBER "))
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    assert_eq!(members.len(), 6, "{output}");
+    for words in members {
+        let node = words[0];
+        assert_eq!(words[1], "same", "{output}");
+        let is = |name: &str| words.iter().any(|word| word.starts_with(name));
+        let (here, there) = (format!("N{node}="), if node == "0" { "N1=" } else { "N0=" });
+        assert!(is(&here) && !is(there), "a member on node {node}: {words:?}");
+        assert!(words.iter().any(|word| *word == format!("prefer:{node}")), "{words:?}");
     }
 }

@@ -298,6 +298,67 @@ fn check_monitor(libvirt: &mut LibvirtSession) {
     assert!(fs::read_to_string(log).unwrap().contains("tainted: custom-monitor"));
 }
 
+/// Places a domain by `numa apply` and undoes it: libvirt's pins of vCPU, emulator and iothread agree with the kernel, and
+/// its XML is as before afterwards. Its owner has pinned them to both CPUs, because libvirt keeps a pin to all CPUs where
+/// there was none. The host may have one node, so libvirt's namespaces see two, by files over those of
+/// sysfs: node 0 has the memory and CPU 0, node 1 has CPU 1. So CPUs change, and no memory moves.
+fn check_numa_placement(libvirt: &mut LibvirtSession) {
+    let name = libvirt.domain_names[0].clone();
+    let pagefold = env!("CARGO_BIN_EXE_pagefold");
+    libvirt.run_shell(&format!(
+        "state=$directory/placement; pid=$(cat /run/libvirt/qemu/{name}.pid); nodes=$directory/nodes; \
+         for node in 0 1; do mkdir -p $nodes/node$node; echo $node > $nodes/node$node/cpulist; done; \
+         cp /sys/devices/system/node/node0/meminfo $nodes/node0; echo 'Node 1 MemTotal: 0 kB' > $nodes/node1/meminfo; \
+         echo '10 20' > $nodes/node0/distance; echo '20 10' > $nodes/node1/distance; \
+         mount --bind $nodes /sys/devices/system/node; virsh emulatorpin {name} 0-1; \
+         virsh vcpupin {name} 0 0-1; virsh iothreadpin {name} 1 0-1"
+    ));
+    let pins = |libvirt: &mut LibvirtSession| {
+        let listed = libvirt.run_shell(&format!(
+            "{{ virsh vcpupin {name}; virsh emulatorpin {name}; virsh iothreadinfo {name}; }} | \
+             awk 'NF {{ print \"PIN\", $NF }}'"
+        ));
+        let threads = libvirt.run_shell("sed -n 's/^Cpus_allowed_list:[^0-9]*/THREAD /p' /proc/$pid/task/*/status");
+        let lines = |text: String, prefix: &str| -> Vec<String> {
+            text.lines().filter_map(|line| line.strip_prefix(prefix).map(str::to_owned)).collect()
+        };
+        (lines(listed, "PIN "), lines(threads, "THREAD "))
+    };
+    let definition = |libvirt: &mut LibvirtSession| libvirt.run_shell(&format!("virsh dumpxml {name}"));
+    let (before, xml) = (pins(libvirt), definition(libvirt));
+    assert_eq!(before.0, ["0-1", "0-1", "0-1"]);
+    let apply = format!("{pagefold} numa apply --vm {name} --to 0 --state $state --json");
+    for is_killed in [false, true] {
+        let (prefix, status) = if is_killed {
+            ("PAGEFOLD_FAULT_POINT='2 after setting an affinity' ", "[ $? -eq 137 ]")
+        } else {
+            ("", "[ $? -eq 0 ]")
+        };
+        libvirt.run_shell(&format!(
+            "{prefix}{apply} > $directory/applied 2>&1; {status} || {{ cat $directory/applied; false; }}"
+        ));
+        let placed = pins(libvirt);
+        if is_killed {
+            assert_ne!(placed.0, before.0, "nothing was pinned before the kill");
+            libvirt.run_shell(&format!("{pagefold} recover --state $state"));
+        } else {
+            assert_eq!(placed.0, ["0", "0", "0"], "libvirt's pins");
+            assert!(
+                placed.1.len() >= 4 && placed.1.iter().all(|cpus| cpus == "0"),
+                "the kernel's CPUs: {:?}",
+                placed.1
+            );
+            let pinned = definition(libvirt);
+            assert!(pinned.contains("<emulatorpin cpuset='0'/>"), "{pinned}");
+            libvirt.run_shell(&format!("{pagefold} numa verify --state $state"));
+            libvirt.run_shell(&format!("{pagefold} numa undo --state $state"));
+        }
+        assert_eq!(pins(libvirt), before, "killed: {is_killed}");
+        assert_eq!(definition(libvirt), xml, "killed: {is_killed}");
+    }
+    libvirt.run_shell("umount /sys/devices/system/node");
+}
+
 /// Defines a domain anew, for its next start. libvirt stores the definition in its own form, and the undo brings back the
 /// file as it was, also after the defining process was killed. An invalid definition is refused.
 fn check_definitions(libvirt: &mut LibvirtSession) {
@@ -371,6 +432,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     if fs::read_to_string("/sys/devices/system/cpu/online").is_ok_and(|cpus| cpus.trim() == "0-1") {
         PINNED_THREADS.iter().for_each(|thread| check_pins(&mut libvirt, thread));
+        check_numa_placement(&mut libvirt);
     }
     check_definitions(&mut libvirt);
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.

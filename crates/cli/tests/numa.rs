@@ -143,6 +143,56 @@ fn virtual_nodes_of_qemu_are_told_apart() {
 }
 
 #[test]
+fn placement_is_verified_on_a_recording() {
+    if !is_root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (state, recording) = (folder.path().join("state"), folder.path().join("recording"));
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(PAGEFOLD_BINARY);
+        command.arg("--state").arg(&state).args(arguments);
+        command.output().unwrap()
+    };
+    let lab = client::lab_binary().unwrap();
+    let mut child = KilledChild(
+        Command::new(&lab)
+            .args(["layout", "unique=2000"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.starts_with(READY_PREFIX)));
+    let pid = child.0.id().to_string();
+    let placed = run(&["numa", "apply", "--pid", &pid, "--to", "0"]);
+    assert!(matches!(placed.status.code(), Some(0 | 3)), "{placed:?}");
+    let recorded = run(&["record", "--pass-interval", "0", "--pid", &pid, recording.to_str().unwrap()]);
+    assert!(recorded.status.success(), "{recorded:?}");
+    let verify = |host: &str| {
+        let verified = run(&["--host", host, "numa", "verify", "--json"]);
+        let report: Value =
+            serde_json::from_slice(&verified.stdout).unwrap_or_else(|why| panic!("{why}: {verified:?}"));
+        (verified.status.code(), report["host"].clone(), report["machines"][0]["state"].clone())
+    };
+    let live = verify("live");
+    assert_eq!((live.0, &live.2), (Some(0), &"as_planned".into()));
+    drop(child);
+    // The process has ended on this host, and not in the recording.
+    assert_eq!(verify("live").2, "ended");
+    let host = format!("recording:{}", recording.display());
+    let (code, name, machine) = verify(&host);
+    assert_eq!((code, &machine), (Some(0), &"as_planned".into()), "{name}");
+    assert!(name.as_str().unwrap().contains("recording"), "{name}");
+    // A recording that lacks the boot of its host.
+    std::fs::remove_file(recording.join("files/proc/sys/kernel/random/boot_id")).unwrap();
+    let refused = run(&["--host", &host, "numa", "verify"]);
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("record it again"), "{refused:?}");
+}
+
+#[test]
 fn unknown_process_is_named() {
     let output = Command::new(PAGEFOLD_BINARY).args(["numa", "map", "--pid", "4194304"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -44,6 +44,7 @@ other than memory that several processes map, something could not be read, or th
 const VERIFY_EXAMPLES: &str = "\
 Examples:
   sudo pagefold numa verify
+  pagefold --host recording:DIR --state DIR2 numa verify   a recording of the same boot, and the record of placements
   sudo pagefold numa verify --json | jq '.machines[] | select(.state == \"changed\")'
 
 It changes nothing. A change that another program has made is reported and stays.
@@ -58,6 +59,9 @@ Memory moves back to the nodes from which it was moved, and threads get back the
 changed since stay.
 
 Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
+
+/// Whether NUMA balancing is on (kernel/sched/core.c, `sysctl_numa_balancing`).
+pub(super) const NUMA_BALANCING_FILE: &str = "proc/sys/kernel/numa_balancing";
 
 /// Arguments of `numa apply`.
 #[derive(Args, Debug)]
@@ -180,6 +184,13 @@ pub(super) fn requested_targets(
         let known: Vec<String> = map.topology.nodes.keys().map(u32::to_string).collect();
         bail!("--to: there is no node {unknown}; the nodes are {}", known.join(", "));
     }
+    for (id, node) in map.topology.nodes.iter().filter(|(id, _)| nodes.nodes().contains(*id)) {
+        let has_memory = !node.memory.as_ref().is_ok_and(|memory| memory.total == Bytes::ZERO);
+        if node.cpus.is_empty() || !has_memory {
+            let lacking = if has_memory { "online CPUs" } else { "memory" };
+            bail!("--to: node {id} has no {lacking}: name a node that has CPUs and memory (see `pagefold numa map`)");
+        }
+    }
     let target = |(position, vm): (usize, &plan::PlannedVm)| {
         let placement = &map.processes[position];
         let virtual_nodes: Vec<u32> = match vm.parts.len() {
@@ -277,8 +288,13 @@ fn carry_out(
 
 /// Compare the machines that were placed with the plan.
 pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    let host = open_live_host(global)?;
-    let boot = session::read_boot_id(&*host).map_err(cannot_read)?;
+    let host = host_selection::open_host(global)?;
+    let boot = session::read_boot_id(&*host).map_err(|why| match why {
+        Absent::NotOnThisKernel if global.host != "live" => {
+            anyhow::anyhow!("the recording lacks the boot of its host: record it again with this version of pagefold")
+        }
+        why => cannot_read(why),
+    })?;
     let record = match StateDirectory::open(&global.state) {
         Ok(directory) => PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => PlacementRecord::default(),
@@ -299,7 +315,7 @@ pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::
 
 fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> anyhow::Result<NumaVerifyReport> {
     let report = |machines: &[(VerifiedMachine, bool)], counters, all_machines: &[(Option<f64>, bool)]| {
-        let balancing = host.read("proc/sys/kernel/numa_balancing").ok();
+        let balancing = host.read(NUMA_BALANCING_FILE).ok();
         let balancing = balancing.map(|text| String::from_utf8_lossy(&text).trim() != "0");
         let page_size: PageSize = host.page_size();
         NumaVerifyReport::new(host.describe(), page_size, machines, counters, balancing, all_machines)

@@ -2,6 +2,7 @@
 
 mod page_lines;
 
+use crate::command::numa_placement::NUMA_BALANCING_FILE;
 use crate::command::record::page_lines::PageLineBuilder;
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_duration};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
@@ -22,10 +23,12 @@ use pagefold_doctor::{doctor_facts, guest_facts};
 use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::qemu_monitor::MonitorAccess;
+use pagefold_host::transaction::session::read_boot_id;
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
 use pagefold_numa::machine::ask_monitors;
 use pagefold_numa::map::{read_device_node, read_uptime_ticks};
+use pagefold_numa::placement_record::read_counters;
 use pagefold_numa::threads::read_threads;
 use pagefold_numa::topology::Topology;
 use pagefold_recording::HostRecorder;
@@ -283,6 +286,7 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     let _ = tune_facts::check_vcpus(recorder);
     // For `numa`.
     let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));
+    let _ = (read_boot_id(recorder), read_counters(recorder), recorder.read(NUMA_BALANCING_FILE));
     for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
         for address in passed_through_devices(arguments) {
             let _ = read_device_node(recorder, &address);

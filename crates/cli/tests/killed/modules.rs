@@ -1,7 +1,7 @@
 //! Reloads kvm_amd in an emulated machine with SVM, and kills the change at every point. The changes need a module that
 //! can be unloaded, so they run in one boot of a guest. Guests of the guest prove that each vCPU starts afterwards.
 
-use crate::{PAGEFOLD_BINARY, kill_at_selected_points, parse_points};
+use crate::{FILE_REMOVAL_POINTS, MODULE_POINTS, PAGEFOLD_BINARY, kill_at_selected_points, parse_points};
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::machine::{self, EmulatedMachine};
 use std::collections::BTreeMap;
@@ -85,6 +85,19 @@ fn assert_steps(output: &str) {
     assert_eq!(output.lines().filter(|line| *line == "HOLDER ALIVE").count(), 2, "a machine was lost: {output}");
 }
 
+/// Asserts that `tune undo` was killed at each of its points, and that the parameter and the file were restored afterwards.
+fn assert_undo_survives_kill(output: &str) {
+    let undos: BTreeMap<&str, &str> =
+        output.lines().filter_map(|line| line.strip_prefix("UNDO ")?.split_once('|')).collect();
+    let expected = FILE_REMOVAL_POINTS.iter().chain(MODULE_POINTS).chain(&["before removing a journal"]);
+    for point in expected {
+        assert!(undos.contains_key(point), "{point} was not reached: {output}");
+    }
+    for (point, result) in undos {
+        assert_eq!(result, "killed=137 recovered=0 undone=0 npt=Y left=0", "{point}: {output}");
+    }
+}
+
 #[test]
 fn module_reload_survives_kill() {
     let output = match run_machine() {
@@ -97,6 +110,7 @@ fn module_reload_survives_kill() {
         output.lines().filter_map(|line| line.strip_prefix("POINT ")).flat_map(|line| [line, "\n"]).collect();
     let kills: BTreeMap<&str, &str> =
         output.lines().filter_map(|line| line.strip_prefix("KILL ")?.split_once('|')).collect();
+    assert_undo_survives_kill(&output);
     kill_at_selected_points("module", &parse_points(&points), |point| {
         let result = kills[point];
         // 137: killed by SIGKILL, as a shell reports it.
