@@ -7,7 +7,7 @@
 use super::text::malformed;
 use pagefold_base::identity::virtual_nodes::VirtualNode;
 use pagefold_base::identity::vm_definition::{VmDefinition, VmDisk, VmNetwork};
-use pagefold_base::libvirt::LibvirtDefinition;
+use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, LibvirtDefinition, libvirt_unit_bytes};
 use pagefold_base::{IdSet, Reading};
 use roxmltree::{Document, Node, ParsingOptions};
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,42 +17,6 @@ const MAX_DEFINITION_BYTES: usize = 4 << 20;
 
 /// The most XML nodes that are read.
 const MAX_XML_NODES: u32 = 200_000;
-
-/// Features that libvirt has outside `<cpu>`, by QEMU's name: the path, and the attribute that is `on` or `off`
-/// (`src/qemu/qemu_command.c`, `qemuBuildCpuCommandLine`).
-pub const LIBVIRT_FEATURES: &[(&str, &[&str], &str)] = &[
-    ("kvm-pv-eoi", &["features", "apic"], "eoi"),
-    ("kvm-pv-unhalt", &["features", "pvspinlock"], "state"),
-    ("kvm-pv-ipi", &["features", "kvm", "pv-ipi"], "state"),
-    ("kvm-hint-dedicated", &["features", "kvm", "hint-dedicated"], "state"),
-    ("kvm-poll-control", &["features", "kvm", "poll-control"], "state"),
-    ("hv-relaxed", &["features", "hyperv", "relaxed"], "state"),
-    ("hv-vapic", &["features", "hyperv", "vapic"], "state"),
-    ("hv-vpindex", &["features", "hyperv", "vpindex"], "state"),
-    ("hv-runtime", &["features", "hyperv", "runtime"], "state"),
-    ("hv-synic", &["features", "hyperv", "synic"], "state"),
-    ("hv-stimer", &["features", "hyperv", "stimer"], "state"),
-    ("hv-reset", &["features", "hyperv", "reset"], "state"),
-    ("hv-frequencies", &["features", "hyperv", "frequencies"], "state"),
-    ("hv-tlbflush", &["features", "hyperv", "tlbflush"], "state"),
-    ("hv-ipi", &["features", "hyperv", "ipi"], "state"),
-];
-
-/// Features that libvirt has as timers of `<clock>`, by QEMU's name (`src/qemu/qemu_command.c`,
-/// `qemuBuildCpuCommandLine`).
-pub const LIBVIRT_TIMERS: &[(&str, &str)] = &[("kvmclock", "kvmclock"), ("hv-time", "hypervclock")];
-
-/// The bytes of a unit of libvirt's sizes; KiB is the default. Decimal units are not known.
-pub fn libvirt_unit_bytes(unit: Option<&str>) -> Option<u64> {
-    Some(match unit.unwrap_or("KiB") {
-        "b" | "bytes" => 1,
-        "KiB" | "k" => 1 << 10,
-        "MiB" | "M" => 1 << 20,
-        "GiB" | "G" => 1 << 30,
-        "TiB" | "T" => 1 << 40,
-        _ => return None,
-    })
-}
 
 /// Parses the persistent definition of a domain.
 ///

@@ -33,7 +33,7 @@ pub use guest::{base64, guest_system, guest_vcpus, steal_percent};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};
 pub use libvirt::{libvirt_domain_state, strip_libvirt_secrets};
-pub use libvirt_definition::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_definition, libvirt_unit_bytes};
+pub use libvirt_definition::libvirt_definition;
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
     PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, context_switches, innermost_pid,

@@ -3,8 +3,8 @@
 //! The document is parsed only to find the places of a change. Each change replaces a few bytes, so that comments,
 //! indentation and the elements of other programs stay.
 
+use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use pagefold_doctor::decide::change::VmOption;
-use pagefold_host::parse::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
