@@ -14,8 +14,9 @@ use std::time::Duration;
 #[path = "numa_apply/nodes_and_traps.rs"]
 mod nodes_and_traps;
 
-/// MiB of the memory of nodes 0 to 3 and 5.
-const NODE_MIB: [(u32, u32); 5] = [(0, 2048), (1, 512), (2, 160), (3, 160), (5, 96)];
+/// MiB of the memory of nodes 0 to 3 and 5: multiples of 128, the size of a memory block, because the map counts a block
+/// that two nodes share for one of them.
+const NODE_MIB: [(u32, u32); 5] = [(0, 1792), (1, 512), (2, 128), (3, 128), (5, 128)];
 
 /// The CPUs of nodes 0 to 4.
 const NODE_CPUS: [&str; 5] = ["cpus=0-1,", "cpus=2-3,", "cpus=4,", "cpus=5,", "cpus=6,"];
@@ -148,7 +149,7 @@ fn run_guest() -> Option<Scenes> {
     let more_scenes = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/numa-scenes");
     let file = |path: &'static str| (Path::new(path), path);
     let nodes = node_options();
-    let mut options = vec!["-smp", "7", "-m", "2976M", "-cpu", "max"];
+    let mut options = vec!["-smp", "7", "-m", "2688M", "-cpu", "max"];
     options.extend(nodes.iter().map(String::as_str));
     let machine = SceneMachine {
         init: "init-numa",
