@@ -75,7 +75,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         for policy in std::iter::once(&KERNEL).chain(scene.policies) {
             let samples = samples(&output, scene.load, policy, rounds);
             for (round, sample) in samples.iter().enumerate() {
-                let LoadFigures { rate, fairness, corun } = sample;
+                let LoadFigures { rate, fairness, corun, .. } = sample;
                 findings.samples.push(format!("{},{policy},{round},{rate:.0},{fairness:.4},{corun:.4}", scene.load));
             }
             let rates = || samples.iter().map(|sample| sample.rate);
