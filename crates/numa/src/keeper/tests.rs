@@ -1,5 +1,5 @@
 //! The keeper on a host in memory and in virtual time: two nodes with two CPUs each, and virtual machines with one
-//! virtual CPU. Its placements are also tested in an emulated machine (`labs/tests/numa_apply.rs`).
+//! virtual CPU. Its placements are also tested in an emulated machine (`labs/tests/guests/numa_apply.rs`).
 
 use super::*;
 use crate::decide::pricing::OperatorPrices;

@@ -1,9 +1,6 @@
 //! `pagefold vcpu gang`: schedules guests of KVM in an emulated machine, and leaves the kernel's own scheduler behind
 //! however it ends; refuses a kernel without sched_ext.
 
-#![forbid(unsafe_code)]
-#![cfg(all(feature = "gang", target_arch = "x86_64"))]
-
 use pagefold_labs::gang_machine::{load_figures, run_gang_scenes};
 use std::path::Path;
 use std::process::Command;

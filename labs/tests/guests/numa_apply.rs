@@ -2,8 +2,6 @@
 //! The kernel's own account of each process (numa_maps, smaps_rollup, status) is compared with what Pagefold did and
 //! reported.
 
-#![forbid(unsafe_code)]
-
 use pagefold_labs::assets::QEMU_PROGRAM;
 use pagefold_labs::scenes::{SceneMachine, Scenes};
 use serde_json::Value;
@@ -11,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-#[path = "numa_apply/nodes_and_traps.rs"]
 mod nodes_and_traps;
 
 /// MiB of the memory of nodes 0 to 3 and 5: multiples of 128, the size of a memory block, because the map counts a block
@@ -147,6 +144,8 @@ fn run_guest() -> Option<Scenes> {
     };
     let qemu = find_program(QEMU_PROGRAM);
     let more_scenes = Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/numa-scenes");
+    let undo_points = folder.path().join("undo-points");
+    std::fs::write(&undo_points, nodes_and_traps::undo_steps().join("\n") + "\n").unwrap();
     let file = |path: &'static str| (Path::new(path), path);
     let nodes = node_options();
     let mut options = vec!["-smp", "7", "-m", "2688M", "-cpu", "max"];
@@ -156,6 +155,7 @@ fn run_guest() -> Option<Scenes> {
         programs: &[
             (&memory_program, "numa-memory"),
             (&more_scenes, "numa-scenes"),
+            (&undo_points, "undo-points"),
             (&qemu, "usr/bin/qemu-system-x86_64"),
             file("/usr/share/seabios/bios-256k.bin"),
             file("/usr/share/qemu/kvmvapic.bin"),

@@ -1,7 +1,5 @@
 //! `pagefold numa plan --working-set` in a guest whose kernel has DAMON for virtual addresses.
 
-#![forbid(unsafe_code)]
-
 use pagefold_labs::scenes::{SceneMachine, Scenes};
 use std::time::Duration;
 

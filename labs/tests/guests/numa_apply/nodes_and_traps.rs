@@ -4,6 +4,7 @@ use super::{MAX_TOUCHED_PAGES, State, state};
 use pagefold_labs::scenes::Scenes;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::time::UNIX_EPOCH;
 
 /// Pages of each virtual node of the machine over four nodes.
 const VIRTUAL_NODE_PAGES: u64 = 1024;
@@ -12,7 +13,59 @@ const VIRTUAL_NODE_PAGES: u64 = 1024;
 const RESTORED_PROCESSES: usize = 16;
 
 /// The steps of `numa undo` at which it is killed.
-const UNDO_STEPS: usize = 31;
+const UNDO_STEPS: [&str; 11] = [
+    "before writing a journal",
+    "between writing a journal and renaming it",
+    "after renaming a journal",
+    "before moving pages",
+    "after moving pages",
+    "before appending to a journal",
+    "after appending to a journal",
+    "before removing a journal",
+    "after removing a journal",
+    "before setting an affinity",
+    "after setting an affinity",
+];
+
+/// The steps of its visits to processes that restore memory policies. Other changes visit processes in the same way, so a
+/// part of the steps is chosen each day, and all with `PAGEFOLD_SOAK=1`.
+const VISIT_STEPS: [&str; 20] = [
+    "tracer started",
+    "thread chosen",
+    "seized",
+    "interrupted",
+    "stopped",
+    "seccomp suspended",
+    "frame written",
+    "parked",
+    "signals blocked",
+    "system call replaced",
+    "at the exit of the call",
+    "at the entry of sigreturn",
+    "parked again",
+    "interrupted to leave",
+    "resumed to leave",
+    "stopped to leave",
+    "signal mask restored",
+    "registers restored",
+    "stack restored",
+    "detached",
+];
+
+/// The days after which each step of a visit was chosen.
+const DAYS_FOR_ALL_VISIT_STEPS: u64 = 4;
+
+const SECONDS_PER_DAY: u64 = 86_400;
+
+/// The steps of `numa undo` at which it is killed today. `PAGEFOLD_DAY`, in days since 1970, chooses those of another day.
+pub fn undo_steps() -> Vec<&'static str> {
+    let is_complete = std::env::var_os("PAGEFOLD_SOAK").is_some();
+    let today = || UNIX_EPOCH.elapsed().unwrap().as_secs() / SECONDS_PER_DAY;
+    let day = std::env::var("PAGEFOLD_DAY").map_or_else(|_| today(), |day| day.parse().expect("a number of days"));
+    let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_STEPS);
+    let visits = VISIT_STEPS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
+    UNDO_STEPS.into_iter().chain(visits).collect()
+}
 
 /// The pages by node of each mapping in a scene, as the kernel says (numa_maps), in the order of the addresses.
 fn layouts(scenes: &Scenes, name: &str) -> Vec<BTreeMap<u64, u64>> {
@@ -197,7 +250,7 @@ pub fn check_incomplete_nodes(scenes: &Scenes) {
 pub fn check_killed_undo(scenes: &Scenes) {
     assert_eq!(outcome(scenes, "placed"), (0, "done".into()), "{}", scenes.json("placed"));
     let undos: Vec<&str> = scenes.output.lines().filter_map(|line| line.strip_prefix("UNDO ")).collect();
-    assert_eq!(undos.len(), UNDO_STEPS, "{undos:?}");
+    assert_eq!(undos.len(), undo_steps().len(), "{undos:?}");
     for undo in undos {
         assert!(undo.starts_with("137 "), "a step was not reached: {undo}");
     }

@@ -1,7 +1,5 @@
 //! `pagefold doctor --guest-agent` and `pagefold tune verify --guest-agent` with QEMU's agent in an emulated guest.
 
-#![forbid(unsafe_code)]
-
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::machine::{self, EmulatedMachine};
 use serde_json::Value;
