@@ -16,7 +16,7 @@ pub const PAGE_HTML: &str = concat!(
 /// The Content Security Policy of the page: a browser may only run this script, apply this style, and request this
 /// server. The hashes are SHA-256 of the text between the tags.
 pub const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
-     script-src 'sha256-/bz6c8vR2qpBI3Bm1qDlKa5Zi79MhTdtXVPtlsd2Iw0='; \
+     script-src 'sha256-75tw9PBFN/tQUdhDXwCTZ0XVQHD1WGv8U+xUPsXmjl4='; \
      style-src 'sha256-av//bwj6FaaDR/UeI3xzSSqDFQZT844PXeouZuEKcGM='; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

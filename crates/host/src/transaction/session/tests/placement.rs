@@ -71,8 +71,8 @@ fn changes() -> [Action; 10] {
     ]
 }
 
-/// The CPUs, the setting, the property of QEMU, the parameter, the files, and the nodes of the pages. A file
-/// that does not exist is empty here.
+/// The CPUs, the setting, the property of QEMU, the parameter, the files, and the nodes of the pages. A file that does not
+/// exist is empty here.
 fn state(host: &FakeHost) -> (Vec<String>, Vec<Option<u32>>) {
     let read = |path: &&str| String::from_utf8(host.read(path).unwrap_or_default()).unwrap();
     let files = [CPUS_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE, NPT_FILE, NEW_FILE, MODPROBE_FILE];
@@ -155,8 +155,8 @@ fn only_configuration_is_undone_after_a_reboot() {
             let (_, failed) = session.undo_kept_changes().unwrap();
             assert_eq!(failed, []);
         }
-        assert_eq!(state(&host).0[2..5], changed.0[2..5], "a new boot has settings of its own");
-        assert_eq!(state(&host).0[5..], before.0[5..], "kept: {keep}");
+        assert_eq!(state(&host).0[1..4], changed.0[1..4], "a new boot has settings of its own");
+        assert_eq!(state(&host).0[4..], before.0[4..], "kept: {keep}");
         host.put_file("proc/sys/kernel/numa_balancing", "1");
         host.put_file(QOM_FILE, "32768");
         host.put_file(NPT_FILE, "1");
@@ -251,7 +251,7 @@ fn kept_changes_outlive_their_sessions_and_are_undone_newest_first() {
     keep_all(&changes());
     let first = state(&host);
     assert_ne!(first, before);
-    keep_all(&[set_affinity("1", "2-3")]);
+    keep_all(&[set_affinity("2", "2-3")]);
     assert_ne!(state(&host), first);
     for class in ResourceClass::ALL {
         let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
