@@ -8,5 +8,7 @@ pub mod decide;
 pub mod doctor_facts;
 pub mod guest_facts;
 pub mod setting_facts;
+#[cfg(test)]
+mod test_support;
 pub mod text;
 pub mod wire;

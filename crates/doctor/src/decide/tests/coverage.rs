@@ -3,18 +3,8 @@
 
 use super::*;
 use crate::decide::audit;
-use std::cell::RefCell;
+use crate::test_support::take_tested;
 use std::collections::BTreeSet;
-
-thread_local! {
-    /// The verdicts that the tables of this thread have expected and found.
-    static TESTED: RefCell<BTreeSet<(String, Verdict)>> = const { RefCell::new(BTreeSet::new()) };
-}
-
-/// Notes that a rule gave the verdict that a test expects.
-pub(in crate::decide) fn note_tested(rule: &str, verdict: Verdict) {
-    TESTED.with_borrow_mut(|tested| tested.insert((rule.to_owned(), verdict)));
-}
 
 const TABLES: &[fn()] = &[
     settings_rules_give_expected_verdicts,
@@ -43,7 +33,7 @@ fn each_rule_has_a_case_for_each_verdict_it_can_give() {
     let rules: Vec<&RuleInfo> = host.chain(process::rules()).chain(audit::rules()).collect();
     let declared: BTreeSet<(String, Verdict)> =
         rules.iter().flat_map(|rule| rule.verdicts.iter().map(|verdict| (rule.id.to_owned(), *verdict))).collect();
-    let tested = TESTED.take();
+    let tested = take_tested();
     let missing: Vec<_> = declared.difference(&tested).collect();
     assert!(missing.is_empty(), "verdicts without a case: {missing:#?}");
     let unknown: Vec<_> = tested.difference(&declared).collect();

@@ -1,9 +1,10 @@
 //! Table tests: healthy facts, one change, and the verdict of one rule.
 
-pub(super) mod coverage;
+mod coverage;
 mod properties;
 
 use super::*;
+use crate::test_support::note_tested;
 use Verdict::{Fail, NotApplicable, Ok as Fine, Unknown, Warn};
 use pagefold_base::exclusion::Exclusions;
 use pagefold_base::identity::{Identity, Monitor, Vm, VmMemoryBackend};
@@ -195,7 +196,7 @@ fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).collect();
     assert_eq!(found.len(), 1, "{rule}");
     assert_eq!(found[0].verdict, expected, "{:#?}", found[0]);
-    coverage::note_tested(rule, expected);
+    note_tested(rule, expected);
     assert_complete(&findings);
 }
 
@@ -209,7 +210,7 @@ fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFac
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).cloned().collect();
     assert!(!found.is_empty(), "{rule} is not in {findings:#?}");
     assert_eq!(worst(&found), expected, "{found:#?}");
-    coverage::note_tested(rule, expected);
+    note_tested(rule, expected);
     assert_complete(&findings);
 }
 
@@ -680,7 +681,7 @@ fn ineligible_regions_are_listed_with_reason() {
     let titles: Vec<_> = findings.iter().filter(|f| f.rule == "process-region").map(|f| f.title.as_str()).collect();
     assert_eq!(titles, ["2.00 GiB of hugetlb", "1.00 GiB of shared memory", "4.00 MiB of secret memory"]);
     assert!(findings.iter().all(|f| f.rule != "process-region" || f.verdict == Warn), "{findings:?}");
-    coverage::note_tested("process-region", Warn);
+    note_tested("process-region", Warn);
     assert!(findings.iter().all(|f| f.scope == Scope::Process(process.process.id)));
 }
 

@@ -8,9 +8,9 @@ mod vm;
 
 use super::facts::{SettingFacts, SettingFile, VmFacts, VmThread};
 use super::*;
-use crate::decide::tests::coverage::note_tested;
 use crate::decide::tests::healthy;
 use crate::decide::{Verdict, examine_host};
+use crate::test_support::note_tested;
 use Verdict::{Fail, NotApplicable, Ok as Fine, Unknown, Warn};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;

@@ -3,6 +3,7 @@
 use super::*;
 use crate::decide::audit::facts::CpuThrottling;
 use crate::decide::change::VmOption;
+use crate::test_support::parse_domain;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
 
@@ -287,8 +288,7 @@ fn machines_with_more_memory_than_a_node_span_nodes() {
 }
 
 fn definition_of(xml: &str) -> Reading<LibvirtDefinition> {
-    let text = format!("<domain type='kvm'><name>web</name><vcpu>2</vcpu>{xml}</domain>");
-    pagefold_host::parse::libvirt_definition(text.as_bytes())
+    parse_domain(&format!("<vcpu>2</vcpu>{xml}"))
 }
 
 const HOST_CPU: &str = "<cpu mode='host-passthrough'/>";
@@ -375,9 +375,7 @@ fn domains_that_do_not_run_are_judged_by_their_definition() {
                <devices><disk type='file'><target dev='vda' bus='virtio'/></disk><interface type='bridge'>\
                <model type='virtio'/><driver name='qemu'/></interface></devices>";
     let mut facts = host_with(&[], vec![]);
-    let parsed = pagefold_host::parse::libvirt_definition(
-        format!("<domain type='kvm'><name>web</name>{xml}</domain>").as_bytes(),
-    );
+    let parsed = parse_domain(xml);
     facts.settings.idle_domains = vec![domain(Err(Absent::Denied)), domain(parsed.map(|definition| definition.vm))];
     let of_domain = |position| {
         let findings = examine(&facts).into_iter().filter(move |finding| finding.scope == Scope::IdleDomain(position));
