@@ -120,7 +120,7 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 21] = [
     ("policy", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
-    ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS, VISIT_POINTS]),
+    ("placement", &[SHORT_JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS, VISIT_POINTS]),
     ("spread", &[JOURNAL_POINTS, AFFINITY_POINTS]),
     ("unspread", &[JOURNAL_POINTS, AFFINITY_POINTS]),
     ("measurement", &[SHORT_JOURNAL_POINTS, SETTING_POINTS]),

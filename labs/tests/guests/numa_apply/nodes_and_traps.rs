@@ -12,11 +12,12 @@ const VIRTUAL_NODE_PAGES: u64 = 1024;
 /// Processes of which `numa undo` restores memory, policies and CPUs.
 const RESTORED_PROCESSES: usize = 16;
 
-/// The steps of `numa undo` at which it is killed.
-const UNDO_STEPS: [&str; 11] = [
-    "before writing a journal",
-    "between writing a journal and renaming it",
-    "after renaming a journal",
+/// The first steps of `numa undo` at which it is killed.
+const FIRST_UNDO_STEPS: [&str; 3] =
+    ["before writing a journal", "between writing a journal and renaming it", "after renaming a journal"];
+
+/// The steps after its visits to processes. The last ones come when all memory is back, so that nothing is left to visit.
+const LAST_UNDO_STEPS: [&str; 8] = [
     "before moving pages",
     "after moving pages",
     "before appending to a journal",
@@ -57,14 +58,15 @@ const DAYS_FOR_ALL_VISIT_STEPS: u64 = 4;
 
 const SECONDS_PER_DAY: u64 = 86_400;
 
-/// The steps of `numa undo` at which it is killed today. `PAGEFOLD_DAY`, in days since 1970, chooses those of another day.
+/// The steps of `numa undo` at which it is killed today, in their order. `PAGEFOLD_DAY`, in days since 1970, chooses those
+/// of another day.
 pub fn undo_steps() -> Vec<&'static str> {
     let is_complete = std::env::var_os("PAGEFOLD_SOAK").is_some();
     let today = || UNIX_EPOCH.elapsed().unwrap().as_secs() / SECONDS_PER_DAY;
     let day = std::env::var("PAGEFOLD_DAY").map_or_else(|_| today(), |day| day.parse().expect("a number of days"));
     let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_STEPS);
     let visits = VISIT_STEPS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
-    UNDO_STEPS.into_iter().chain(visits).collect()
+    FIRST_UNDO_STEPS.into_iter().chain(visits).chain(LAST_UNDO_STEPS).collect()
 }
 
 /// The pages by node of each mapping in a scene, as the kernel says (numa_maps), in the order of the addresses.
