@@ -295,43 +295,8 @@ impl Experiment {
         if self.metric.is_empty() {
             self.metric.push(MetricDefinition::wall_time());
         }
-        for metric in &self.metric {
-            let is_read = matches!(metric.source, MetricSource::File { .. } | MetricSource::Prometheus { .. });
-            if observes && !is_read {
-                return Err(ExperimentError::MetricNeedsCommand(metric.name.clone()));
-            }
-            if self.duet && is_read {
-                return Err(ExperimentError::DuetReadsHost(format!("metric {}", metric.name)));
-            }
-            if metric.every_seconds.is_some_and(|seconds| seconds.is_nan() || seconds < 0.001) {
-                return Err(ExperimentError::OutOfRange("every_seconds", "at least 0.001"));
-            }
-            if let MetricSource::Pattern { pattern } = &metric.source {
-                regex::Regex::new(pattern)
-                    .map_err(|source| ExperimentError::Pattern { name: metric.name.clone(), source: source.into() })?;
-            }
-        }
-        if self.study && self.duet {
-            return Err(ExperimentError::DuetInStudy);
-        }
-        if self.a == self.b && !self.study {
-            return Err(ExperimentError::ArmsEqual);
-        }
-        for (name, arm) in [('A', &self.a), ('B', &self.b)] {
-            let of_process = ArmDefinition {
-                prefix: arm.prefix.clone(),
-                environment: arm.environment.clone(),
-                ..ArmDefinition::default()
-            };
-            if self.duet && *arm != of_process {
-                return Err(ExperimentError::DuetOnHost(name));
-            }
-        }
-        if self.duet
-            && let Some(proof) = &self.proof
-        {
-            return Err(ExperimentError::DuetReadsHost(format!("the proof counter {}", proof.counter)));
-        }
+        self.check_metrics()?;
+        self.check_arms()?;
         match self.level {
             RepetitionLevel::VmRestart | RepetitionLevel::GuestReboot if self.restart.is_none() => {
                 return Err(ExperimentError::NoRestartCommand);
@@ -364,6 +329,51 @@ impl Experiment {
                 let (blocks, level) = (look.blocks, look.nominal_alpha);
                 return Err(ExperimentError::LookWithoutEffect { blocks, level, smallest });
             }
+        }
+        Ok(())
+    }
+
+    fn check_metrics(&self) -> Result<(), ExperimentError> {
+        for metric in &self.metric {
+            let is_read = matches!(metric.source, MetricSource::File { .. } | MetricSource::Prometheus { .. });
+            if self.workload.is_empty() && !is_read {
+                return Err(ExperimentError::MetricNeedsCommand(metric.name.clone()));
+            }
+            if self.duet && is_read {
+                return Err(ExperimentError::DuetReadsHost(format!("metric {}", metric.name)));
+            }
+            if metric.every_seconds.is_some_and(|seconds| seconds.is_nan() || seconds < 0.001) {
+                return Err(ExperimentError::OutOfRange("every_seconds", "at least 0.001"));
+            }
+            if let MetricSource::Pattern { pattern } = &metric.source {
+                regex::Regex::new(pattern)
+                    .map_err(|source| ExperimentError::Pattern { name: metric.name.clone(), source: source.into() })?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_arms(&self) -> Result<(), ExperimentError> {
+        if self.study && self.duet {
+            return Err(ExperimentError::DuetInStudy);
+        }
+        if self.a == self.b && !self.study {
+            return Err(ExperimentError::ArmsEqual);
+        }
+        for (name, arm) in [('A', &self.a), ('B', &self.b)] {
+            let of_process = ArmDefinition {
+                prefix: arm.prefix.clone(),
+                environment: arm.environment.clone(),
+                ..ArmDefinition::default()
+            };
+            if self.duet && *arm != of_process {
+                return Err(ExperimentError::DuetOnHost(name));
+            }
+        }
+        if self.duet
+            && let Some(proof) = &self.proof
+        {
+            return Err(ExperimentError::DuetReadsHost(format!("the proof counter {}", proof.counter)));
         }
         Ok(())
     }

@@ -6,6 +6,7 @@
 //! one until [`FakeHost::enable_virtual_time`].
 
 mod setting_text;
+mod virtual_clock;
 
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
@@ -22,8 +23,9 @@ use setting_text::text_after_write;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
-use std::thread::{self, ThreadId};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
+use virtual_clock::{ANSWER_REAL_TIME, VirtualClock};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -51,41 +53,8 @@ pub struct FakeHost {
     virtual_clock: Mutex<Option<VirtualClock>>,
 }
 
-/// The virtual time of a host.
-struct VirtualClock {
-    start: Instant,
-    /// Time since `start`: sleeps and waits.
-    elapsed: Duration,
-    /// CPU time that Pagefold has used.
-    cpu_time: Duration,
-    /// The deadlines of waiting threads. Time advances to the earliest.
-    waits: Vec<Duration>,
-    /// The thread that read the host or its clock last, and when, in real time. While it works, no time passes for others.
-    last_user: (ThreadId, Instant),
-}
-
-impl VirtualClock {
-    fn note_user(&mut self) {
-        self.last_user = (thread::current().id(), Instant::now());
-    }
-
-    /// Whether another thread works: it has used the host a moment ago.
-    fn is_other_thread_working(&self) -> bool {
-        let (user, at) = self.last_user;
-        user != thread::current().id() && at.elapsed() < ANSWER_REAL_TIME
-    }
-
-    fn remove_wait(&mut self, deadline: Duration) {
-        let position = self.waits.iter().position(|other| *other == deadline).unwrap();
-        self.waits.swap_remove(position);
-    }
-}
-
 /// The date at which virtual time starts, as time since 1970: 2026-01-01 00:00 UTC.
 const VIRTUAL_TIME_START: Duration = Duration::from_secs(1_767_225_600);
-
-/// Real time in which the thread that is waited for may answer before virtual time passes.
-const ANSWER_REAL_TIME: Duration = Duration::from_millis(1);
 
 /// By process and address: the name of the mapping and whether it is enrolled.
 type FakeMemory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;

@@ -47,11 +47,13 @@ fn render_metric(metric: &MetricStudyReport, has_restarts: bool, style: TextStyl
         table.add_row(vec!["samples".to_owned(), format!("{:.2} %", metric.between_samples_percent)]);
     }
     let _ = writeln!(text, "{table}\n");
+    let effect_seen = metric.plans.first().map_or(0, |plan| plan.reference_blocks);
+    let effect_seen = format!("effect seen in {effect_seen} blocks");
     let mut table = style.new_table(&[
         "a change that",
         "pairs in a block",
         "ratio of a block varies by",
-        "effect seen in 20 blocks",
+        &effect_seen,
         "5 %",
         "2 %",
         "1 %",

@@ -615,7 +615,7 @@ fn plans_read_less_remotely_than_numad() {
     assert!(planned <= 0.7 * by_numad, "{planned} {by_numad}");
 }
 
-/// The prices of an operator who changes none, if the hottest machine keeps a CPU busy with 780 MiB.
+/// The problem at default prices, if the hottest machine keeps a CPU busy with 780 MiB.
 fn at_default_prices(problem: PlacementProblem) -> PlacementProblem {
     let capacity = HostCapacity {
         cpus: problem.nodes.iter().map(|node| node.vcpus).sum(),
