@@ -58,6 +58,23 @@ fn wait_until_visited(pid: u32) {
     }
 }
 
+/// Wait until no thread of a target is traced for [`UNVISITED_TIME`]. A tracer that was started before its injector was
+/// stopped may begin its visit after that.
+fn wait_until_unvisited(pid: u32) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let mut last_visit = Instant::now();
+    while last_visit.elapsed() < UNVISITED_TIME {
+        if is_stopped_or_traced(pid) {
+            last_visit = Instant::now();
+        }
+        assert!(Instant::now() < deadline, "the target is traced again and again");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// An injector that is not stopped visits its target many times in this time.
+const UNVISITED_TIME: Duration = Duration::from_millis(20);
+
 #[test]
 fn target_runs_while_pagefold_is_stopped() {
     if !can_run() {
@@ -72,9 +89,8 @@ fn target_runs_while_pagefold_is_stopped() {
             thread::sleep(Duration::from_micros(u64::from(round % 12) * 40));
             injector.signal(signal);
             wait_until(&format!("{signal} stops it"), || injector.state() == 'T');
-            wait_until(&format!("the target runs on after {signal}"), || !is_stopped_or_traced(victim.pid()));
-            thread::sleep(Duration::from_millis(5));
-            assert!(!is_stopped_or_traced(victim.pid()) && injector.state() == 'T', "round {round}: {signal}");
+            wait_until_unvisited(victim.pid());
+            assert_eq!(injector.state(), 'T', "round {round}: {signal}");
             injector.signal(Signal::SIGCONT);
             wait_until("it continues", || injector.state() != 'T');
         }
@@ -205,9 +221,8 @@ fn target_runs_while_pagefold_cgroup_is_frozen() {
         wait_until_visited(victim.pid());
         thread::sleep(Duration::from_micros(round * 100));
         cgroup.write("cgroup.freeze", "1");
-        wait_until("the target runs on", || !is_stopped_or_traced(victim.pid()));
         wait_until("the cgroup is frozen, or Pagefold has ended", || cgroup.is_frozen());
-        assert!(!is_stopped_or_traced(victim.pid()), "round {round}");
+        wait_until_unvisited(victim.pid());
         cgroup.write("cgroup.freeze", "0");
         drop(injector);
         wait_until("the target is released", || !is_stopped_or_traced(victim.pid()));

@@ -249,9 +249,10 @@ fn check_pins(libvirt: &mut LibvirtSession, thread: &PinnedThread) {
         (word(pinned, "PIN "), word(allowed, "CPUS "))
     };
     let place = format!(
-        "{lab} place $pid --state $state --libvirt $uuid {place_arguments} --cpus 1 < $directory/fifo > $directory/placed 2>&1 & \
+        "rm -f $directory/placed; \
+         {lab} place $pid --state $state --libvirt $uuid {place_arguments} --cpus 1 < $directory/fifo > $directory/placed 2>&1 & \
          placing=$!; exec 9> $directory/fifo; tries=0; \
-         until grep -q PLACED $directory/placed || [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; \
+         until grep -qs PLACED $directory/placed || [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; \
          grep PLACED $directory/placed || {{ cat $directory/placed; false; }}"
     );
     let both = |cpus: &str| (cpus.to_owned(), cpus.to_owned());
@@ -372,8 +373,9 @@ fn check_definitions(libvirt: &mut LibvirtSession) {
     ));
     let define = |change: &str, is_done: &str| {
         format!(
-            "{lab} place $pid --state $state --definition '{change}' < $directory/fifo > $directory/defined 2>&1 & \
-             defining=$!; exec 9> $directory/fifo; tries=0; until grep -q '{is_done}' $directory/defined || \
+            "rm -f $directory/defined; \
+             {lab} place $pid --state $state --definition '{change}' < $directory/fifo > $directory/defined 2>&1 & \
+             defining=$!; exec 9> $directory/fifo; tries=0; until grep -qs '{is_done}' $directory/defined || \
              [ $tries -gt 600 ]; do sleep 0.1; tries=$((tries + 1)); done; cat $directory/defined; \
              grep -q '{is_done}' $directory/defined"
         )
