@@ -1,7 +1,7 @@
 //! A reading of the host: a value, or the reason why it is absent.
 //!
-//! Absent is not zero. There are three different reasons: this kernel does not have the counter, reading is not
-//! permitted, or the process has ended. None of them means 0.
+//! Absent is not zero. The reason may be that this kernel does not have the counter, that reading is not
+//! permitted, or that the process has ended. None of them means 0.
 
 /// Why there is no value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
@@ -21,6 +21,9 @@ pub enum Absent {
     /// A program holds the value and does not give it; the text says which and why.
     #[error("no answer: {0}")]
     NoAnswer(String),
+    /// A program holds the value and was not asked for it; the text says why.
+    #[error("not asked: {0}")]
+    NotAsked(String),
 }
 
 /// A value read from the host, or why it is absent.

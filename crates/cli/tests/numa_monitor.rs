@@ -1,4 +1,4 @@
-//! `pagefold numa map` with the monitors of a real QEMU, and with programs that only claim to be QEMU.
+//! `pagefold numa map` and `doctor` with the monitors of a real QEMU, and with programs that only claim to be QEMU.
 
 #![forbid(unsafe_code)]
 
@@ -102,6 +102,15 @@ fn wait_for_vcpus(pid: u32) -> Value {
     })
 }
 
+/// The finding of a rule about a machine.
+fn doctor_finding(pid: u32, rule: &str, options: &[&str]) -> Value {
+    let output = Command::new(PAGEFOLD_BINARY).args(options).args(["doctor", "--topic", "vm", "--json"]).output();
+    let report: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
+    let findings = report["findings"].as_array().unwrap();
+    let is_asked = |finding: &&Value| finding["rule"] == rule && finding["process"]["pid"] == pid;
+    findings.iter().find(is_asked).unwrap_or_else(|| panic!("{rule}: {report}")).clone()
+}
+
 fn check_answers(pid: u32, process: &Value) {
     let machine = &process["machine"];
     assert_eq!(machine["vcpu_source"], "monitor", "{process}");
@@ -151,6 +160,12 @@ fn monitor_of_qemu_is_asked_and_left_alone_while_another_client_uses_it() {
     let pid = child.0.id();
     let process = wait_for_vcpus(pid);
     check_answers(pid, &process);
+    let monitor = doctor_finding(pid, "vm-monitor", &[]);
+    assert_eq!(monitor["verdict"], "ok", "{monitor}");
+    assert_eq!(monitor["value"], "4 virtual CPUs, 0 more can be plugged; 64.0 MiB");
+    // The threads have no names.
+    let stacked = doctor_finding(pid, "vm-stacked-vcpus", &[]);
+    assert!(stacked["value"].as_str().unwrap().starts_with("4 virtual CPUs on "), "{stacked}");
     let (_, text) = read_map(pid, &[]);
     assert!(text.contains("vCPUs 0-3") && text.contains("low 32.0 MiB (preallocated)"), "{text}");
 
@@ -161,7 +176,7 @@ fn monitor_of_qemu_is_asked_and_left_alone_while_another_client_uses_it() {
     assert!(line.contains("QMP"), "{line}");
     let (held, text) = read_map(pid, &[]);
     assert_eq!(held["machine"]["vcpu_source"], "thread-names");
-    let why = "no answer: another client uses the monitor, which is left alone";
+    let why = "not asked: another client uses the monitor";
     assert_eq!(held["machine"]["monitor_failures"], json!([why]));
     assert!(text.contains("asked (pid "), "{text}");
     client.get_mut().write_all(b"{\"execute\": \"qmp_capabilities\"}\n").unwrap();
@@ -178,6 +193,10 @@ fn monitor_of_qemu_is_asked_and_left_alone_while_another_client_uses_it() {
     assert!(recorded.status.success(), "{recorded:?}");
     let (replayed, _) = read_map(pid, &["--host", &format!("recording:{}", recording.display())]);
     assert_eq!(replayed["machine"], process["machine"]);
+    let options = ["--host", &format!("recording:{}", recording.display())];
+    for (rule, live) in [("vm-monitor", monitor), ("vm-stacked-vcpus", stacked)] {
+        assert_eq!(doctor_finding(pid, rule, &options), live);
+    }
 }
 
 #[test]
@@ -211,7 +230,7 @@ fn machine_that_waits_for_its_first_client_is_not_started() {
     };
     wait_for("the socket", || socket.exists().then_some(()));
     let (process, _) = read_map(child.0.id(), &[]);
-    let why = "no answer: the monitor has wait=on: a client might start the machine, so it is left alone";
+    let why = "not asked: the monitor has wait=on: a client might start the machine";
     assert_eq!(process["machine"]["monitor_failures"], json!([why]), "{process}");
     // It waits for its first client, and gets one now.
     let mut client = BufReader::new(UnixStream::connect(&socket).unwrap());
@@ -259,6 +278,8 @@ fn map_false_monitor(mode: &str) -> Option<(Value, Vec<String>)> {
     };
     wait_for("the socket", || socket.exists().then_some(()));
     let (process, text) = read_map(child.0.id(), &[]);
+    let finding = doctor_finding(child.0.id(), "vm-monitor", &[]);
+    assert!(matches!(finding["verdict"].as_str(), Some("warn" | "unknown")), "{mode}: {finding}");
     let machine = &process["machine"];
     assert_eq!(machine["vcpu_source"], "thread-names", "{mode}: {machine}");
     let texts = |key: &str| -> Vec<String> {

@@ -10,6 +10,7 @@
 use crate::decide::ProcessFacts;
 use crate::decide::audit::facts::{CpuThrottling, SettingFacts, SettingFile, VmFacts, VmThread};
 use pagefold_base::identity::Monitor;
+use pagefold_base::identity::qemu_monitor::MonitorVcpu;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_base::process::Process;
@@ -135,6 +136,7 @@ fn read_libvirt_definitions(host: &dyn Host, facts: &mut SettingFacts) {
             threads: Ok(Vec::new()),
             throttling: Ok(None),
             next_definition: None,
+            monitor: None,
             guest: None,
         });
     }
@@ -260,9 +262,10 @@ fn read_vm(
             .as_deref()
             .map(pagefold_base::identity::virtual_nodes::passed_through_devices)
             .unwrap_or_default(),
-        threads: read_threads(host, process),
+        threads: read_threads(host, process.id, &[]),
         throttling: find_throttling(host, process, limits),
         next_definition: None,
+        monitor: None,
         guest: None,
     })
 }
@@ -287,9 +290,15 @@ fn find_throttling(
     Ok(worst)
 }
 
-fn read_threads(host: &dyn Host, process: &Process) -> Reading<Vec<VmThread>> {
-    let handle = pagefold_host::hold(host, process.id)?;
-    let names = host.list(&format!("proc/{}/task", process.id.pid))?;
+/// The threads that run virtual CPUs or serve vhost devices, ascending. Virtual CPUs are those of the list, or without
+/// one the threads with their names.
+pub(crate) fn read_threads(
+    host: &dyn Host,
+    process: ProcessId,
+    listed_vcpus: &[MonitorVcpu],
+) -> Reading<Vec<VmThread>> {
+    let handle = pagefold_host::hold(host, process)?;
+    let names = host.list(&format!("proc/{}/task", process.pid))?;
     let mut tids: Vec<Pid> = names.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
     tids.sort_unstable();
     let mut threads = Vec::new();
@@ -299,15 +308,25 @@ fn read_threads(host: &dyn Host, process: &Process) -> Reading<Vec<VmThread>> {
             Err(Absent::Vanished | Absent::NotOnThisKernel) => continue,
             bytes => parse::stat(&bytes?)?,
         };
-        let role = ThreadRole::from_thread_name(&stat.comm);
+        let named = ThreadRole::from_thread_name(&stat.comm);
         // Only where these threads run matters to a rule.
-        if !matches!(role, ThreadRole::Vcpu(_) | ThreadRole::Vhost) {
+        if listed_vcpus.is_empty() && !matches!(named, ThreadRole::Vcpu(_) | ThreadRole::Vhost) {
             continue;
         }
         let status = match handle.read(&format!("task/{tid}/status")) {
             Err(Absent::Vanished | Absent::NotOnThisKernel) => continue,
-            bytes => parse::status(&bytes?),
+            bytes => bytes?,
         };
+        // QEMU numbers threads as its own PID namespace does.
+        let inner_tid = parse::innermost_pid(&status).unwrap_or(tid);
+        let listed = listed_vcpus.iter().find(|vcpu| vcpu.thread == inner_tid.0);
+        let role = match (listed, named) {
+            (Some(vcpu), _) => ThreadRole::Vcpu(vcpu.number),
+            (None, named @ ThreadRole::Vhost) => named,
+            (None, named @ ThreadRole::Vcpu(_)) if listed_vcpus.is_empty() => named,
+            _ => continue,
+        };
+        let status = parse::status(&status);
         threads.push(VmThread { tid, role, last_cpu: stat.last_cpu?, allowed_cpus: status.allowed_cpus? });
     }
     Ok(threads)

@@ -411,7 +411,7 @@ impl From<Absent> for ActionError {
             Absent::Vanished => Self::Vanished,
             Absent::Denied => Self::Denied("the file cannot be read".to_owned()),
             Absent::NotOnThisKernel => Self::Unsupported("this kernel has no such file".to_owned()),
-            Absent::Malformed(what) | Absent::NoAnswer(what) => Self::Failed(what),
+            Absent::Malformed(what) | Absent::NoAnswer(what) | Absent::NotAsked(what) => Self::Failed(what),
         }
     }
 }

@@ -1,4 +1,14 @@
 //! Questions to QEMU's control monitor (QMP, qapi/machine.json). None of them changes the machine.
+//!
+//! Each monitor is asked within a second, and several at once.
+
+use crate::{Host, ProcessHandle, hold, parse};
+use pagefold_base::identity::qemu_monitor::MonitorAnswers;
+use pagefold_base::{Absent, ProcessId, Reading};
+use std::thread;
+
+/// The maximum number of monitors that are asked at once. Each may take until its time limit without using a CPU.
+const MAX_CONCURRENT_MONITORS: usize = 32;
 
 /// Where recordings keep the answers, below the directory of the process.
 pub const RECORD_FOLDER: &str = "qemu_monitor";
@@ -42,4 +52,34 @@ pub enum MonitorAccess {
     /// Also libvirt, for its own domains. libvirt marks a domain as tainted when its monitor is asked (`custom-monitor`
     /// in its log and state), until the domain ends.
     SocketOrLibvirt,
+}
+
+/// Asks the monitor of a machine.
+///
+/// # Errors
+/// `NotOnThisKernel` if it has none; `NotAsked` if it is left alone; `NoAnswer` if there is no session with it.
+pub fn ask_monitor(process: &dyn ProcessHandle, access: MonitorAccess) -> Reading<MonitorAnswers> {
+    let mut answers = process.ask_monitor(&MonitorQuestion::ALL, access)?.into_iter();
+    let mut next = || answers.next().unwrap_or(Err(Absent::NotOnThisKernel));
+    Ok(MonitorAnswers {
+        vcpus: next().and_then(|bytes| parse::monitor_vcpus(&bytes)),
+        backends: next().and_then(|bytes| parse::monitor_backends(&bytes)),
+        slots: next().and_then(|bytes| parse::vcpu_slots(&bytes)),
+    })
+}
+
+/// Asks the monitors of these processes of QEMU, in their order.
+///
+/// # Panics
+/// If the host panics.
+pub fn ask_monitors(host: &dyn Host, processes: &[ProcessId], access: MonitorAccess) -> Vec<Reading<MonitorAnswers>> {
+    let ask = |process: ProcessId| ask_monitor(&*hold(host, process)?, access);
+    let mut answers = Vec::new();
+    for concurrent in processes.chunks(MAX_CONCURRENT_MONITORS) {
+        thread::scope(|scope| {
+            let asked: Vec<_> = concurrent.iter().map(|&process| scope.spawn(move || ask(process))).collect();
+            answers.extend(asked.into_iter().map(|thread| thread.join().expect("asking does not panic")));
+        });
+    }
+    answers
 }

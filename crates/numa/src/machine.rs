@@ -1,22 +1,17 @@
 //! What QEMU's monitors and libvirt say about virtual machines, in the map.
 //!
-//! Each monitor is asked within a second, and several at once. A machine whose monitor does not answer keeps what the
-//! command line, libvirt's state and the names of its threads say.
+//! A machine whose monitor does not answer keeps what the command line, libvirt's state and the names of its threads say.
 
 use crate::decide::machine::{self, MachineThread, SourceConflict, VcpuSource};
 use crate::map::ProcessPlacement;
 use crate::threads;
 use pagefold_base::identity::Monitor;
-use pagefold_base::identity::qemu_monitor::{MonitorBackend, MonitorVcpu, VcpuSlots};
+use pagefold_base::identity::qemu_monitor::MonitorAnswers;
 use pagefold_base::identity::virtual_nodes::VirtualNode;
-use pagefold_base::{Absent, Pid, ProcessId, Reading};
-use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
+use pagefold_base::{Pid, ProcessId, Reading};
+use pagefold_host::qemu_monitor::{MonitorAccess, ask_monitors};
 use pagefold_host::{Host, ProcessHandle, hold, parse};
 use std::collections::BTreeMap;
-use std::thread;
-
-/// The maximum number of monitors that are asked at once. Each may take until its time limit without using a CPU.
-const MAX_CONCURRENT_MONITORS: usize = 32;
 
 /// What is known about a virtual machine beyond its command line and the names of its threads.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,47 +24,6 @@ pub struct MachineFacts {
     pub monitor: Option<Reading<MonitorAnswers>>,
     /// Disagreements between sources.
     pub conflicts: Vec<SourceConflict>,
-}
-
-/// The answers of a monitor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MonitorAnswers {
-    /// Its vCPUs, ascending by number.
-    pub vcpus: Reading<Vec<MonitorVcpu>>,
-    /// Its memory backends.
-    pub backends: Reading<Vec<MonitorBackend>>,
-    /// How many vCPUs are plugged, and how many can be.
-    pub slots: Reading<VcpuSlots>,
-}
-
-/// Asks the monitor of a machine.
-///
-/// # Errors
-/// `NotOnThisKernel` if it has none; `NoAnswer` if there is no session with it.
-pub fn ask_monitor(process: &dyn ProcessHandle, access: MonitorAccess) -> Reading<MonitorAnswers> {
-    let mut answers = process.ask_monitor(&MonitorQuestion::ALL, access)?.into_iter();
-    let mut next = || answers.next().unwrap_or(Err(Absent::NotOnThisKernel));
-    Ok(MonitorAnswers {
-        vcpus: next().and_then(|bytes| parse::monitor_vcpus(&bytes)),
-        backends: next().and_then(|bytes| parse::monitor_backends(&bytes)),
-        slots: next().and_then(|bytes| parse::vcpu_slots(&bytes)),
-    })
-}
-
-/// Asks the monitors of these processes of QEMU, in their order.
-///
-/// # Panics
-/// If the host panics.
-pub fn ask_monitors(host: &dyn Host, processes: &[ProcessId], access: MonitorAccess) -> Vec<Reading<MonitorAnswers>> {
-    let ask = |process: ProcessId| ask_monitor(&*hold(host, process)?, access);
-    let mut answers = Vec::new();
-    for concurrent in processes.chunks(MAX_CONCURRENT_MONITORS) {
-        thread::scope(|scope| {
-            let asked: Vec<_> = concurrent.iter().map(|&process| scope.spawn(move || ask(process))).collect();
-            answers.extend(asked.into_iter().map(|thread| thread.join().expect("asking does not panic")));
-        });
-    }
-    answers
 }
 
 /// Add what monitors and libvirt say to the machines of a map. Without `access`, no monitor is asked.

@@ -151,7 +151,7 @@ pub struct UnscannedProcessReport {
     /// Its name, if it could be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub comm: Option<String>,
-    /// `denied`, `vanished`, `not_on_this_kernel`, `malformed` or `no_answer`.
+    /// `denied`, `vanished`, `not_on_this_kernel`, `malformed`, `no_answer` or `not_asked`.
     pub reason: &'static str,
     /// The reason as text.
     pub detail: String,
@@ -166,9 +166,25 @@ impl UnscannedProcessReport {
             Absent::NotOnThisKernel => "not_on_this_kernel",
             Absent::Malformed(_) => "malformed",
             Absent::NoAnswer(_) => "no_answer",
+            Absent::NotAsked(_) => "not_asked",
         };
         Self { pid, comm, reason, detail: why.to_string() }
     }
+}
+
+/// A gain in CPU seconds an hour; a loss is negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct GainReport {
+    /// By memory that merging saves.
+    pub memory_saved: f64,
+    /// By remote reads.
+    pub remote_reads: f64,
+    /// By CPU time of moving memory and of ksmd.
+    pub cpu: f64,
+    /// By huge pages.
+    pub huge_pages: f64,
+    /// The sum.
+    pub net: f64,
 }
 
 /// A report as one JSON document that ends with a newline.

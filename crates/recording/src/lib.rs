@@ -421,6 +421,7 @@ fn reason_to_text(why: &Absent) -> String {
         Absent::Vanished => "vanished".to_owned(),
         Absent::Malformed(what) => format!("malformed {}", what.replace('\n', " ")),
         Absent::NoAnswer(what) => format!("no_answer {}", what.replace('\n', " ")),
+        Absent::NotAsked(what) => format!("not_asked {}", what.replace('\n', " ")),
     }
 }
 
@@ -429,9 +430,11 @@ fn reason_from_text(text: &str) -> Absent {
         "not_on_this_kernel" => Absent::NotOnThisKernel,
         "denied" => Absent::Denied,
         "vanished" => Absent::Vanished,
-        other => match other.strip_prefix("no_answer ") {
-            Some(what) => Absent::NoAnswer(what.to_owned()),
-            None => Absent::Malformed(other.strip_prefix("malformed ").unwrap_or(other).to_owned()),
+        other => match other.split_once(' ') {
+            Some(("no_answer", what)) => Absent::NoAnswer(what.to_owned()),
+            Some(("not_asked", what)) => Absent::NotAsked(what.to_owned()),
+            Some(("malformed", what)) => Absent::Malformed(what.to_owned()),
+            _ => Absent::Malformed(other.to_owned()),
         },
     }
 }

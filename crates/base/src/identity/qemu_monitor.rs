@@ -4,7 +4,7 @@
 //! A monitor is `-qmp unix:PATH,server=on,wait=off`, or `-mon mode=control` with a `-chardev` (qemu-options.hx).
 
 use super::vm::{Parameters, is_on, options, parse_pairs, parse_parameters, split_at_commas};
-use crate::IdSet;
+use crate::{IdSet, Reading};
 use std::collections::BTreeMap;
 
 /// libvirt keeps the sockets of monitors in such directories: `/var/lib/libvirt/qemu/domain-1-db/monitor.sock`.
@@ -122,6 +122,17 @@ pub struct VcpuSlots {
     pub plugged: u64,
     /// vCPUs that can be plugged.
     pub free: u64,
+}
+
+/// The answers of a monitor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MonitorAnswers {
+    /// Its vCPUs, ascending by number.
+    pub vcpus: Reading<Vec<MonitorVcpu>>,
+    /// Its memory backends.
+    pub backends: Reading<Vec<MonitorBackend>>,
+    /// How many vCPUs are plugged, and how many can be.
+    pub slots: Reading<VcpuSlots>,
 }
 
 #[cfg(test)]

@@ -12,9 +12,9 @@ use pagefold_doctor::decide::audit::Topic;
 use pagefold_doctor::decide::audit::facts::VmFacts;
 use pagefold_doctor::doctor_facts;
 use pagefold_doctor::doctor_facts::TrustPolicy;
-use pagefold_doctor::guest_facts;
 use pagefold_doctor::text;
 use pagefold_doctor::wire::{DoctorReport, VerdictName};
+use pagefold_doctor::{guest_facts, monitor_facts};
 use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
@@ -26,7 +26,8 @@ Examples:
   pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
 
-Nothing is changed: remedies are printed, not applied. With --guest-agent only commands that read are sent to QEMU's \
+Nothing is changed: remedies are printed, not applied. The QMP monitor of each QEMU is asked for at most a second, \
+unless another client uses it, as libvirt does. With --guest-agent only commands that read are sent to QEMU's \
 guest agents, and an agent has one second. Agents of libvirt's machines are not asked: libvirt is connected to them.
 
 Exit status: 0 no finding fails, 1 a finding fails, 2 no such process or another error, 3 no finding \
@@ -63,6 +64,7 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     pids.dedup();
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
+    monitor_facts::gather_monitor_facts(&*host, &mut facts.settings);
     if options.guest_agent {
         let is_selected = |vm: &VmFacts| pids.is_empty() || pids.contains(&vm.process.pid);
         guest_facts::gather_guest_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));

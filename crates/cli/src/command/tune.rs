@@ -12,6 +12,7 @@ use pagefold_doctor::decide::change::SettingChange;
 use pagefold_doctor::decide::{Finding, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_doctor::guest_facts::gather_guest_facts;
+use pagefold_doctor::monitor_facts::gather_monitor_facts;
 use pagefold_doctor::wire::{DoctorReport, FindingReport, VerdictName};
 use pagefold_host::Host;
 use pagefold_output::wire;
@@ -335,7 +336,8 @@ fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
 /// All findings on the host and its machines.
 fn examine(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<Vec<Finding>> {
     let Config { domains, exclusions, .. } = Config::load(global)?;
-    let facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
+    let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
+    gather_monitor_facts(host, &mut facts.settings);
     Ok(examine_host(&facts))
 }
 

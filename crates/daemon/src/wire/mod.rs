@@ -7,7 +7,7 @@
 pub mod group_footprints;
 
 use pagefold_doctor::wire::{FindingReport, VerdictName};
-use pagefold_output::wire::PageClasses;
+use pagefold_output::wire::{GainReport, PageClasses};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -163,25 +163,10 @@ pub struct PlacementReport {
     pub failed_undos: u64,
     /// What the last plan gains against leaving everything.
     #[serde(default)]
-    pub planned_gain: PlacementGainReport,
+    pub planned_gain: GainReport,
     /// What the placements since the start gain, as planned.
     #[serde(default)]
-    pub placed_gain: PlacementGainReport,
-}
-
-/// A gain in CPU seconds an hour; a loss is negative.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct PlacementGainReport {
-    /// By memory that merging saves.
-    pub memory_saved: f64,
-    /// By remote reads.
-    pub remote_reads: f64,
-    /// By CPU time of moving memory and of ksmd.
-    pub cpu: f64,
-    /// By huge pages.
-    pub huge_pages: f64,
-    /// The sum.
-    pub net: f64,
+    pub placed_gain: GainReport,
 }
 
 /// The last plan of a placement.

@@ -31,7 +31,8 @@ static NEVER_STOPPED: AtomicBool = AtomicBool::new(false);
 /// Asks the monitor of the machine that a process runs. Each question has an answer of its own, in the same order.
 ///
 /// # Errors
-/// `NotOnThisKernel` if the machine has no monitor; `NoAnswer` if there is no session with one.
+/// `NotOnThisKernel` if the machine has no monitor; `NotAsked` if it is left alone; `NoAnswer` if there is no session with
+/// it.
 pub(crate) fn ask(
     host: &LiveHost,
     process: &dyn ProcessHandle,
@@ -54,25 +55,21 @@ pub(crate) fn ask(
             .map_err(|error| Absent::NoAnswer(error.to_string()));
     }
     if is_in_use {
-        return Err(no_answer("another client uses the monitor, which is left alone".to_owned()));
+        return Err(Absent::NotAsked("another client uses the monitor".to_owned()));
     }
     match channels.into_iter().next() {
         None | Some(MonitorChannel::Socket(_)) => Err(Absent::NotOnThisKernel),
         Some(MonitorChannel::WaitsForClient(_)) => {
-            Err(no_answer("the monitor has wait=on: a client might start the machine, so it is left alone".to_owned()))
+            Err(Absent::NotAsked("the monitor has wait=on: a client might start the machine".to_owned()))
         }
         Some(MonitorChannel::Managed) => {
-            Err(no_answer("the program that started QEMU, such as libvirt, has the monitor".to_owned()))
+            Err(Absent::NotAsked("the program that started QEMU, such as libvirt, has the monitor".to_owned()))
         }
         Some(MonitorChannel::OtherDevice(kind)) => {
             let kind: String = kind.chars().take(40).collect();
-            Err(no_answer(format!("the monitor is no Unix socket but: {}", kind.escape_debug())))
+            Err(Absent::NotAsked(format!("the monitor is no Unix socket but: {}", kind.escape_debug())))
         }
     }
-}
-
-fn no_answer(why: String) -> Absent {
-    Absent::NoAnswer(why)
 }
 
 /// Whether a client is connected to the socket that is bound to this path, or waits for that, by `/proc/PID/net/unix`.

@@ -3,10 +3,11 @@
 use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
 use crate::wire::plan::{
-    ComparedPlacementReport, GainReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
+    ComparedPlacementReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
 };
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
+use pagefold_output::wire::GainReport;
 use std::fmt::Write;
 
 /// Renders the plan. Machines that stay are summed up, unless `shows_all`. `remedy` says what to do about processes that

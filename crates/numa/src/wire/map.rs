@@ -3,12 +3,12 @@
 use crate::decide::frame_sharing::{FrameOwners, OwnedFrames};
 use crate::decide::machine::{VcpuSource, describe_policy};
 use crate::decide::{AccessCost, MergedFrames};
-use crate::machine::{MachineFacts, MonitorAnswers};
+use crate::machine::MachineFacts;
 use crate::map::{NumaMap, ProcessPlacement, VirtualNodePlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
 use crate::threads::{ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
-use pagefold_base::identity::qemu_monitor::{MonitorBackend, MonitorVcpu};
+use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend, MonitorVcpu};
 use pagefold_base::{Absent, IdSet, PageSize, Pages, Pid, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};

@@ -6,7 +6,7 @@ use crate::decide::pricing::{PricedGain, Prices};
 use crate::decide::working_set::{HotnessSource, WorkingSet};
 use crate::map::{NumaMap, ProcessPlacement};
 use pagefold_base::PageSize;
-use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
+use pagefold_output::wire::{GainReport, ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -36,21 +36,6 @@ pub struct NumaPlanReport {
     pub gap: f64,
     /// Processes that were selected and could not be read.
     pub unscanned_processes: Vec<UnscannedProcessReport>,
-}
-
-/// A gain in CPU seconds an hour; a loss is negative.
-#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct GainReport {
-    /// By memory that merging saves.
-    pub memory_saved: f64,
-    /// By remote reads.
-    pub remote_reads: f64,
-    /// By CPU time of moving memory and of ksmd.
-    pub cpu: f64,
-    /// By huge pages.
-    pub huge_pages: f64,
-    /// The sum.
-    pub net: f64,
 }
 
 impl From<PricedGain> for GainReport {

@@ -2,14 +2,13 @@
 
 use super::apply::PartNodesReport;
 use super::map::AccessReport;
-use super::plan::GainReport;
 use crate::apply::MachineTarget;
 use crate::map::NumaMap;
 use crate::page_nodes::PageKinds;
 use crate::placement_record::machine_name;
 use crate::predict::{NodeArrival, PlacementPrediction};
 use pagefold_base::{Bytes, PageSize};
-use pagefold_output::wire::UnscannedProcessReport;
+use pagefold_output::wire::{GainReport, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 

@@ -5,11 +5,8 @@ use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
 use pagefold_daemon::decide::{DaemonMode, DaemonState};
-use pagefold_daemon::wire::{
-    LastPlanReport, PlacementGainReport, PlacementModeName, PlacementReport, PlacementStateName,
-};
+use pagefold_daemon::wire::{LastPlanReport, PlacementModeName, PlacementReport, PlacementStateName};
 use pagefold_host::Host;
-use pagefold_numa::decide::pricing::PricedGain;
 use pagefold_numa::keeper::{KeeperActivity, KeeperControl, KeeperReport, PlacementKeeper};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -52,8 +49,8 @@ impl SharedPlacement {
             failed_machines: report.failed_machines,
             moved_bytes: report.moved_bytes,
             failed_undos: report.failed_undos,
-            planned_gain: gain_report(report.planned_gain),
-            placed_gain: gain_report(report.placed_gain),
+            planned_gain: report.planned_gain.into(),
+            placed_gain: report.placed_gain.into(),
         }
     }
 }
@@ -88,16 +85,6 @@ impl Drop for PlacementThread {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-fn gain_report(gain: PricedGain) -> PlacementGainReport {
-    PlacementGainReport {
-        memory_saved: gain.memory,
-        remote_reads: gain.remote_reads,
-        cpu: gain.cpu,
-        huge_pages: gain.huge_pages,
-        net: gain.net(),
     }
 }
 

@@ -4,6 +4,7 @@
 use crate::decide::{MissingReading, require};
 use pagefold_base::IdSet;
 use pagefold_base::guest::{GuestSystem, GuestVcpus};
+use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
@@ -50,6 +51,8 @@ pub struct VmFacts {
     pub throttling: Reading<Option<CpuThrottling>>,
     /// libvirt's persistent definition, with which it starts the next time; `None` if libvirt has none.
     pub next_definition: Option<Reading<LibvirtDefinition>>,
+    /// What QEMU's monitor answered; `None` if it was not asked.
+    pub monitor: Option<Reading<MonitorAnswers>>,
     /// What the agent in the guest answered; `None` if it was not asked.
     pub guest: Option<Reading<GuestFacts>>,
 }
@@ -136,7 +139,8 @@ pub struct CpuThrottling {
 }
 
 impl VmFacts {
-    /// The threads that run virtual CPUs, as far as their names show. QEMU names them with `debug-threads=on` only.
+    /// The threads that run virtual CPUs, as far as the monitor or their names show. QEMU names them with
+    /// `debug-threads=on` only.
     pub(super) fn vcpu_threads(&self) -> Result<Vec<&VmThread>, MissingReading> {
         let threads = require("the threads of the machine", &self.threads)?;
         Ok(threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect())
@@ -156,6 +160,32 @@ impl VmFacts {
             reading_name: "the number of virtual CPUs".to_owned(),
             absent: Absent::NotOnThisKernel,
         })
+    }
+}
+
+impl VmFacts {
+    /// The memory backends that the monitor lists.
+    fn backends(&self) -> &[MonitorBackend] {
+        let answers = self.monitor.as_ref().and_then(|monitor| monitor.as_ref().ok());
+        answers.and_then(|answers| answers.backends.as_deref().ok()).unwrap_or_default()
+    }
+
+    /// The size of its memory: that of its definition, and memory that was plugged later.
+    pub(super) fn memory_bytes(&self, definition: &VmDefinition) -> Option<u64> {
+        let listed = self.backends().iter().fold(0, |sum: u64, backend| sum.saturating_add(backend.bytes));
+        definition.memory_bytes.map(|bytes| bytes.max(listed)).or((listed > 0).then_some(listed))
+    }
+
+    /// Why KSM cannot merge memory: that of its definition, and memory that was plugged later.
+    pub(super) fn unmergeable(&self, definition: &VmDefinition) -> Vec<String> {
+        let mut reasons = definition.unmergeable.clone();
+        for backend in self.backends().iter().filter(|backend| backend.is_shared == Some(true)) {
+            let name = backend.id.as_deref().unwrap_or("memory");
+            if !reasons.iter().any(|reason| reason.starts_with(&format!("{name} is "))) {
+                reasons.push(format!("{name} is shared"));
+            }
+        }
+        reasons
     }
 }
 

@@ -12,6 +12,7 @@ use pagefold_base::{Bytes, count_text};
 use std::collections::BTreeMap;
 
 mod devices;
+mod monitor;
 mod next_start;
 mod threads;
 
@@ -43,7 +44,7 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vm-virtual-nodes",
-            source: "/proc/PID/cmdline, /sys/devices/system/node/node*/cpulist",
+            source: "/proc/PID/cmdline, monitor:query-memdev, /sys/devices/system/node/node*/cpulist",
             why: "A machine that is wider than a node of the host uses memory of several nodes. Without virtual nodes \
                   its kernel does not know which memory is near.",
             needs_ksm: false,
@@ -64,7 +65,7 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vm-mergeable-memory",
-            source: COMMAND_LINE,
+            source: "/proc/PID/cmdline, monitor:query-memdev",
             why: "KSM merges private anonymous memory only: no shared memory (share=on, memfd), no huge pages of the \
                   pool and no memory of confidential guests.",
             needs_ksm: true,
@@ -187,6 +188,7 @@ pub(super) const RULES: &[SettingRule] = &[
         },
         judge: Judge::Definition(judge_clock),
     },
+    monitor::MONITOR,
     threads::THROTTLED,
     threads::STACKED,
     next_start::NEXT_START,
@@ -242,12 +244,13 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
     let largest = node_memory(&facts.settings)?.into_iter().max();
     let vcpus = vm.vcpu_count()?;
+    let memory_bytes = vm.memory_bytes(definition);
     let virtual_nodes = &definition.virtual_nodes;
     let shown_bytes = |bytes: Option<u64>| bytes.map_or_else(|| "?".to_owned(), |bytes| Bytes(bytes).to_string());
     let value = format!(
         "{}, {}, {}; nodes of {} and {}",
         count_text(vcpus, "virtual CPU"),
-        shown_bytes(definition.memory_bytes),
+        shown_bytes(memory_bytes),
         count_text(virtual_nodes.len(), "virtual node"),
         count_text(widest, "CPU"),
         shown_bytes(largest)
@@ -255,7 +258,7 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     if nodes.len() < 2 {
         return Ok(rule.not_applicable("the host has one node", value));
     }
-    let parts_by_memory = match (definition.memory_bytes, largest) {
+    let parts_by_memory = match (memory_bytes, largest) {
         (Some(bytes), Some(largest)) if largest > 0 => bytes.div_ceil(largest),
         _ => 1,
     };
@@ -287,12 +290,13 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
     };
+    let unmergeable = vm.unmergeable(definition);
     let value = if definition.guest_memfd {
         "guest_memfd".to_owned()
-    } else if definition.unmergeable.is_empty() {
+    } else if unmergeable.is_empty() {
         "private memory".to_owned()
     } else {
-        definition.unmergeable.join(", ")
+        unmergeable.join(", ")
     };
     match &facts.ksm {
         Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
@@ -303,7 +307,7 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
             }
         }
     }
-    if definition.unmergeable.is_empty() && !definition.guest_memfd {
+    if unmergeable.is_empty() && !definition.guest_memfd {
         return Ok(rule.ok("KSM can merge the memory of the machine", value));
     }
     if definition.guest_memfd {
@@ -313,6 +317,11 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
     }
     if definition.needs_shared_memory {
         return Ok(rule.not_applicable("a device needs the memory to be shared", value));
+    }
+    if definition.unmergeable.is_empty() {
+        let why = "KSM cannot merge memory that was plugged into the machine";
+        let remedy = "# unplug the memory device, and plug it with a backend without share=on";
+        return Ok(rule.warn(why, value).remedy([remedy]).verify("pagefold doctor"));
     }
     let finding = rule.warn("KSM cannot merge the memory of the machine", value);
     Ok(with_option(

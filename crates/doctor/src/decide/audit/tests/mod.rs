@@ -137,6 +137,7 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
         throttling: Ok(None),
         next_definition: None,
+        monitor: None,
         guest: None,
     }
 }

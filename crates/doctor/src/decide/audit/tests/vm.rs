@@ -4,6 +4,7 @@ use super::*;
 use crate::decide::audit::facts::CpuThrottling;
 use crate::decide::change::VmOption;
 use crate::test_support::parse_domain;
+use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend, MonitorVcpu, VcpuSlots};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
 
@@ -60,6 +61,7 @@ const CASES: &[(&str, &str, Verdict)] = &[
     ("vm-queues", "-netdev tap,id=n -device virtio-net-pci,netdev=n", NotApplicable),
     ("vm-queues", "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n", Fine),
     ("vm-queues", "-netdev tap,id=n,vhost=on,queues=4 -device virtio-net-pci,netdev=n", Warn),
+    ("vm-monitor", "", NotApplicable),
     ("vm-cpu-throttled", "", Fine),
     ("vm-stacked-vcpus", "", Fine),
     ("vm-next-start", "", NotApplicable),
@@ -85,6 +87,7 @@ pub(super) fn machines_have_their_verdicts() {
     throttling_counts_from_five_percent_of_periods();
     differences_from_the_definition_of_libvirt_are_named();
     machines_with_more_memory_than_a_node_span_nodes();
+    monitors_tell_what_was_plugged();
 }
 
 #[test]
@@ -105,7 +108,8 @@ fn definitions_have_their_verdicts() {
 #[test]
 fn unknown_definitions_and_other_monitors_are_not_ok() {
     let by_definition = |rule: &&str| {
-        rule.starts_with("vm-") && !["vm-cpu-throttled", "vm-next-start", "vm-stacked-vcpus"].contains(rule)
+        rule.starts_with("vm-")
+            && !["vm-cpu-throttled", "vm-monitor", "vm-next-start", "vm-stacked-vcpus"].contains(rule)
     };
     let rules: BTreeSet<&str> = CASES.iter().map(|(rule, ..)| *rule).filter(by_definition).collect();
     let mut machine = machine_with("-cpu host");
@@ -393,4 +397,50 @@ fn domains_that_do_not_run_are_judged_by_their_definition() {
     let unreadable = of_domain(0);
     assert_eq!(unreadable.len(), found.len());
     assert!(unreadable.values().all(|finding| finding.verdict == Unknown), "{unreadable:?}");
+}
+
+/// The answers of a monitor: these virtual CPUs, and backends by id, size and whether they are shared.
+fn monitor_answers(vcpus: u32, backends: &[(&str, u64, bool)]) -> MonitorAnswers {
+    let backend = |(id, bytes, is_shared): &(&str, u64, bool)| MonitorBackend {
+        id: Some((*id).to_owned()),
+        bytes: *bytes,
+        is_shared: Some(*is_shared),
+        ..MonitorBackend::default()
+    };
+    MonitorAnswers {
+        vcpus: Ok((0..vcpus).map(|number| MonitorVcpu { number, ..MonitorVcpu::default() }).collect()),
+        backends: Ok(backends.iter().map(backend).collect()),
+        slots: Ok(VcpuSlots { plugged: u64::from(vcpus), free: 2 }),
+    }
+}
+
+#[test]
+fn monitors_tell_what_was_plugged() {
+    const RULE: &str = "vm-monitor";
+    let host = |options: &str, monitor: Reading<MonitorAnswers>| {
+        host_with(&[], vec![VmFacts { monitor: Some(monitor), ..machine_with(options) }])
+    };
+    assert_verdict(&host("", Ok(monitor_answers(2, &[("pc.ram", 1 << 30, false)]))), RULE, Fine);
+    let found = super::finding(&host("", Ok(monitor_answers(2, &[("pc.ram", 1 << 30, false)]))), RULE);
+    assert_eq!(found.value, "2 virtual CPUs, 2 more can be plugged; 1.00 GiB");
+    assert_verdict(&host("", Err(Absent::NoAnswer("nothing within 1000 ms".to_owned()))), RULE, Warn);
+    let half = MonitorAnswers { slots: Err(Absent::NoAnswer("nothing".to_owned())), ..monitor_answers(2, &[]) };
+    assert_verdict(&host("", Ok(half)), RULE, Warn);
+    assert_verdict(&host("", Err(Absent::Denied)), RULE, Unknown);
+    assert_verdict(&host("", Err(Absent::NotOnThisKernel)), RULE, NotApplicable);
+    assert_verdict(&host("", Err(Absent::NotAsked("another client uses the monitor".to_owned()))), RULE, NotApplicable);
+
+    // Shared memory that was plugged later, which the command line does not show.
+    const MERGEABLE: &str = "vm-mergeable-memory";
+    let plugged = [("pc.ram", 1 << 30, false), ("dimm", 1 << 30, true)];
+    let found = super::finding(&host("-m 1G", Ok(monitor_answers(2, &plugged))), MERGEABLE);
+    assert_eq!((found.verdict, &*found.value), (Warn, "dimm is shared"), "{found:?}");
+    assert!(found.changes.is_empty() && !found.remedy.is_empty(), "{found:?}");
+    let defined = "-object memory-backend-memfd,id=m,size=1G";
+    let found = super::finding(&host(defined, Ok(monitor_answers(2, &[("m", 1 << 30, true)]))), MERGEABLE);
+    assert_eq!((&*found.value, found.changes.len()), ("m is shared", 1), "{found:?}");
+    // Memory that was plugged later counts as the machine's.
+    let huge = [("pc.ram", 1 << 30, false), ("dimm", 1 << 50, false)];
+    let found = super::finding(&host("-m 1G", Ok(monitor_answers(2, &huge))), "vm-virtual-nodes");
+    assert_eq!(found.verdict, Warn, "{found:?}");
 }
