@@ -24,6 +24,7 @@ mod memory_shapes;
 mod merge;
 mod numa_map;
 mod numa_move;
+mod numa_plan;
 mod numad_advice;
 mod read_rates;
 mod rescan;
@@ -77,6 +78,8 @@ enum BenchmarkSection {
     NumaMap,
     /// Moving memory to another NUMA node, in an emulated machine
     NumaMove,
+    /// Plans for generated hosts: time, distance to the optimum, and remote reads against simple placements
+    NumaPlan,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
     /// Gang scheduling of virtual machines, in an emulated machine
@@ -101,6 +104,7 @@ impl BenchmarkSection {
             Self::Audit => "audit",
             Self::NumaMap => "numa-map",
             Self::NumaMove => "numa-move",
+            Self::NumaPlan => "numa-plan",
             Self::Numad => "numad",
             Self::Gang => "gang",
             Self::AbHarness => "ab-harness",
@@ -120,6 +124,7 @@ impl BenchmarkSection {
             Self::Audit => audit::measure(effort),
             Self::NumaMap => numa_map::measure(effort),
             Self::NumaMove => numa_move::measure(effort),
+            Self::NumaPlan => numa_plan::measure(effort),
             Self::Numad => numad_advice::measure(effort),
             Self::Gang => gang::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),

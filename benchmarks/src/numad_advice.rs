@@ -9,13 +9,16 @@ use pagefold_base::IdSet;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::machine::EmulatedMachine;
+use pagefold_numa::decide::plan::generated::at_default_prices;
 use pagefold_numa::decide::plan::{self, NodeCapacity, Pattern, PlacementProblem, PlannedPart, PlannedVm};
-use pagefold_numa::decide::pricing::Prices;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 const NUMAD: &str = "/usr/bin/numad";
+
+/// The nodes of each host.
+const HOST_NODES: [u32; 7] = [2, 4, 4, 4, 4, 8, 8];
 
 /// CPUs of a node.
 const NODE_CPUS: u32 = 2;
@@ -37,16 +40,15 @@ struct Machine {
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     ensure!(Path::new(NUMAD).exists(), "{NUMAD} is missing: apt-get install numad");
-    let hosts = if effort.quick { 1 } else { 6 };
+    let hosts = if effort.quick { &HOST_NODES[..1] } else { &HOST_NODES };
     let mut findings = Findings::new("host,nodes,machine,cpus,mib,numad_nodes,plan_nodes");
     let mut table = MarkdownTable::new(
         "Remote memory of machines that start one after the other",
         &["host", "machines", "numad, MiB", "plan, MiB"],
     );
     let (mut all_numad, mut all_plan) = (0.0, 0.0);
-    for host in 0..hosts {
-        let nodes = if host % 2 == 0 { 2 } else { 4 };
-        let machines = generated_machines(host, nodes);
+    for (host, &nodes) in hosts.iter().enumerate() {
+        let machines = generated_machines(host as u64, nodes);
         let advice = ask_numad(nodes, &machines)?;
         let planned = planned_nodes(nodes, &machines);
         let remote = |chosen: &[IdSet]| -> f64 {
@@ -87,7 +89,7 @@ fn generated_machines(seed: u64, nodes: u32) -> Vec<Machine> {
     };
     let (mut free_cpus, mut free_mib) = (nodes * NODE_CPUS, u64::from(nodes) * USABLE_MIB * 9 / 10);
     let mut machines = Vec::new();
-    while free_cpus > 0 && free_mib >= 150 && machines.len() < 12 {
+    while free_cpus > 0 && free_mib >= 150 {
         let cpus = (1 + below(u64::from(NODE_CPUS)) as u32).min(free_cpus);
         let mib = (150 + 50 * below(9)).min(free_mib);
         free_cpus -= cpus;
@@ -100,7 +102,7 @@ fn generated_machines(seed: u64, nodes: u32) -> Vec<Machine> {
 /// The nodes that the plan gives each machine, if all start on no node in particular.
 fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
     let everywhere = |total: f64| (0..nodes).map(|node| (node, total / f64::from(nodes))).collect::<BTreeMap<_, _>>();
-    let problem = PlacementProblem {
+    let problem = at_default_prices(PlacementProblem {
         nodes: (0..nodes)
             .map(|id| NodeCapacity {
                 id,
@@ -122,10 +124,8 @@ fn planned_nodes(nodes: u32, machines: &[Machine]) -> Vec<IdSet> {
                 ..PlannedVm::default()
             })
             .collect(),
-        // Remote reads as the planner weighs them against moves: a move of a page costs a fiftieth of its remote reads.
-        prices: Prices { remote_page: 1.0, moved_page: 0.02, min_gain: 4096.0, ..Prices::default() },
         ..PlacementProblem::default()
-    };
+    });
     let started = Instant::now();
     let plan = plan::plan(&problem, &mut || started.elapsed() >= Duration::from_secs(5));
     let chosen = |pattern: &Pattern| match pattern {

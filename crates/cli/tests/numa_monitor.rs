@@ -104,10 +104,13 @@ fn wait_for_vcpus(pid: u32) -> Value {
 
 /// The finding of a rule about a machine.
 fn doctor_finding(pid: u32, rule: &str, options: &[&str]) -> Value {
-    let output = Command::new(PAGEFOLD_BINARY).args(options).args(["doctor", "--topic", "vm", "--json"]).output();
+    let output = Command::new(PAGEFOLD_BINARY)
+        .args(options)
+        .args(["doctor", "--topic", "vm", "--json", "--pid", &pid.to_string()])
+        .output();
     let report: Value = serde_json::from_slice(&output.unwrap().stdout).unwrap();
     let findings = report["findings"].as_array().unwrap();
-    let is_asked = |finding: &&Value| finding["rule"] == rule && finding["process"]["pid"] == pid;
+    let is_asked = |finding: &&Value| finding["rule"] == rule && finding["pid"] == pid;
     findings.iter().find(is_asked).unwrap_or_else(|| panic!("{rule}: {report}")).clone()
 }
 

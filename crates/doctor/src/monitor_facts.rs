@@ -6,7 +6,7 @@
 //!
 //! Limits: monitors that another client uses are left alone, so those of libvirt's domains do not answer.
 
-use crate::decide::audit::facts::{SettingFacts, VmFacts};
+use crate::decide::audit::facts::VmFacts;
 use crate::setting_facts::read_threads;
 use pagefold_base::ProcessId;
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorVcpu};
@@ -15,8 +15,8 @@ use pagefold_host::Host;
 use pagefold_host::qemu_monitor::{MonitorAccess, ask_monitors};
 
 /// Asks the monitor of each machine that is QEMU's, and adds the answers to its facts.
-pub fn gather_monitor_facts(host: &dyn Host, facts: &mut SettingFacts) {
-    let mut vms: Vec<&mut VmFacts> = facts.vms.iter_mut().filter(|vm| vm.definition.is_some()).collect();
+pub fn gather_monitor_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>) {
+    let mut vms: Vec<&mut VmFacts> = vms.filter(|vm| vm.definition.is_some()).collect();
     let processes: Vec<ProcessId> = vms.iter().map(|vm| vm.process).collect();
     let answers = ask_monitors(host, &processes, MonitorAccess::Socket);
     for (vm, answers) in vms.iter_mut().zip(answers) {

@@ -3,6 +3,7 @@
 use crate::wire::{
     ChangeReport, KeptStateName, MethodName, StepReport, TuneApplyReport, TunePlanReport, TuneVerifyReport,
 };
+use pagefold_base::count_text;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
 use pagefold_output::text::{TextStyle, escape_unprintable, format_number};
 use std::fmt::Write;
@@ -25,14 +26,17 @@ fn render_title(report: &TunePlanReport) -> String {
     let profile = report.profile.map(|profile| format!(", profile {profile}")).unwrap_or_default();
     let steps = match report.steps.len() {
         0 => "nothing is to be changed".to_owned(),
-        1 => "1 step".to_owned(),
-        count => format!("{count} steps"),
+        count => count_text(count, "step"),
     };
     let refused = match report.refused.len() {
         0 => String::new(),
         count => format!(", {count} refused"),
     };
-    format!("Plan for {}{profile}: {steps}{refused}.", report.host)
+    let left = match report.left_to_operator.len() {
+        0 => String::new(),
+        count => format!(", {} left to the operator", count_text(count, "finding")),
+    };
+    format!("Plan for {}{profile}: {steps}{refused}{left}.", report.host)
 }
 
 fn method_name(method: MethodName) -> &'static str {
@@ -103,6 +107,12 @@ fn render_rest(report: &TunePlanReport, style: TextStyle) -> String {
     let refused =
         report.refused.iter().map(|refusal| format!("{} [{}]: {}", refusal.change, refusal.rule, refusal.why));
     section("Refused", refused.collect());
+    let left = report.left_to_operator.iter().map(|finding| {
+        let times = if finding.count > 1 { format!(", {} times", finding.count) } else { String::new() };
+        let remedy: Vec<&str> = finding.remedy.iter().map(|line| line.trim_start_matches("# ")).collect();
+        format!("{} [{}]{times}: {}", finding.title, finding.rule, remedy.join("; "))
+    });
+    section("Left to the operator", left.collect());
     let conflicts = report
         .conflicts
         .iter()

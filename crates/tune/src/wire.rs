@@ -3,7 +3,7 @@
 use crate::apply::Applied;
 use crate::decide::import::IgnoredLine;
 use crate::decide::profile::Profile;
-use crate::decide::{Effect, Step, TunePlan, vm};
+use crate::decide::{Effect, OperatorFinding, Step, TunePlan, vm};
 use crate::facts::VcpuCheck;
 use crate::kept::{Counter, KeptChange, KeptState};
 use pagefold_doctor::decide::change::ApplyMethod;
@@ -27,10 +27,27 @@ pub struct TunePlanReport {
     pub steps: Vec<StepReport>,
     /// Changes that are not made.
     pub refused: Vec<RefusalReport>,
+    /// Findings that no step resolves: only an operator can.
+    pub left_to_operator: Vec<OperatorFindingReport>,
     /// Running programs that write the same settings.
     pub conflicts: Vec<ConflictReport>,
     /// Lines of the imported file that are not carried out.
     pub ignored_lines: Vec<IgnoredLineReport>,
+}
+
+/// A finding that only an operator can resolve.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct OperatorFindingReport {
+    /// The rule.
+    pub rule: &'static str,
+    /// `warn` or `fail`.
+    pub verdict: VerdictName,
+    /// Summary in one phrase.
+    pub title: String,
+    /// How many processes, guests or domains have it; 1 for the host.
+    pub count: usize,
+    /// What to do, for the first of them: commands, and instructions that begin with `#`.
+    pub remedy: Vec<String>,
 }
 
 /// A step of a plan.
@@ -177,7 +194,13 @@ pub struct IgnoredLineReport {
 
 impl TunePlanReport {
     /// Creates the report of a plan.
-    pub fn new(host: String, profile: Option<Profile>, plan: &TunePlan, ignored: &[IgnoredLine]) -> Self {
+    pub fn new(
+        host: String,
+        profile: Option<Profile>,
+        plan: &TunePlan,
+        left_to_operator: &[OperatorFinding],
+        ignored: &[IgnoredLine],
+    ) -> Self {
         let refused = plan.refusals.iter().map(|refusal| RefusalReport {
             rule: refusal.rule.clone(),
             change: refusal.change.clone(),
@@ -199,8 +222,21 @@ impl TunePlanReport {
             profile: profile.map(Profile::name),
             steps: plan.steps.iter().map(StepReport::new).collect(),
             refused: refused.collect(),
+            left_to_operator: left_to_operator.iter().map(OperatorFindingReport::new).collect(),
             conflicts: conflicts.collect(),
             ignored_lines: ignored.collect(),
+        }
+    }
+}
+
+impl OperatorFindingReport {
+    fn new(finding: &OperatorFinding) -> Self {
+        Self {
+            rule: finding.rule,
+            verdict: if finding.fails { VerdictName::Fail } else { VerdictName::Warn },
+            title: finding.title.clone(),
+            count: finding.count,
+            remedy: finding.remedy.clone(),
         }
     }
 }

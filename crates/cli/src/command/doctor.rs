@@ -64,9 +64,9 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     pids.dedup();
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
-    monitor_facts::gather_monitor_facts(&*host, &mut facts.settings);
+    let is_selected = |vm: &VmFacts| pids.is_empty() || pids.contains(&vm.process.pid);
+    monitor_facts::gather_monitor_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));
     if options.guest_agent {
-        let is_selected = |vm: &VmFacts| pids.is_empty() || pids.contains(&vm.process.pid);
         guest_facts::gather_guest_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));
     }
     let mut processes = Vec::new();

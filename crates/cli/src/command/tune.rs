@@ -20,7 +20,7 @@ use pagefold_tune::apply::{Applied, ApplyScope, apply};
 use pagefold_tune::decide::export::{self, ExportFormat};
 use pagefold_tune::decide::import::{self, IgnoredLine, ImportFormat, Imported};
 use pagefold_tune::decide::profile::{self, Profile};
-use pagefold_tune::decide::{Proposal, TunePlan, plan};
+use pagefold_tune::decide::{OperatorFinding, Proposal, TunePlan, operator_findings, plan};
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_tune::{facts, kept, text};
 use std::fs;
@@ -305,7 +305,14 @@ pub fn run(options: &TuneArguments, global: &GlobalOptions) -> anyhow::Result<Co
 struct PreparedPlan {
     profile: Option<Profile>,
     plan: TunePlan,
+    left_to_operator: Vec<OperatorFinding>,
     ignored: Vec<IgnoredLine>,
+}
+
+impl PreparedPlan {
+    fn report(&self, host: &dyn Host) -> TunePlanReport {
+        TunePlanReport::new(host.describe(), self.profile, &self.plan, &self.left_to_operator, &self.ignored)
+    }
 }
 
 /// Plan the changes that findings and a profile ask for.
@@ -317,10 +324,12 @@ fn plan_findings(host: &dyn Host, source: &SourceOptions, global: &GlobalOptions
     let patterns: Vec<&str> = profile.into_iter().flat_map(profile::setting_patterns).collect();
     let state = facts::read_state(host, &changes_of(&proposals), &patterns);
     proposals.extend(profile.into_iter().flat_map(|profile| profile::proposals(profile, &state.settings)));
+    let mut left_to_operator = operator_findings(&findings);
     if !source.rule.is_empty() {
         proposals.retain(|proposal| source.rule.contains(&proposal.rule));
+        left_to_operator.retain(|finding| source.rule.iter().any(|rule| rule == finding.rule));
     }
-    Ok(PreparedPlan { profile, plan: plan(&proposals, profile, &state), ignored: Vec::new() })
+    Ok(PreparedPlan { profile, plan: plan(&proposals, profile, &state), left_to_operator, ignored: Vec::new() })
 }
 
 /// Plan the changes of some rules.
@@ -337,7 +346,7 @@ fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
 fn examine(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<Vec<Finding>> {
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
-    gather_monitor_facts(host, &mut facts.settings);
+    gather_monitor_facts(host, facts.settings.vms.iter_mut());
     Ok(examine_host(&facts))
 }
 
@@ -356,7 +365,12 @@ fn plan_file(host: &dyn Host, path: &Path, format: Option<ImportFormat>) -> anyh
     let patterns: Vec<&str> = imported.patterns.iter().map(|(pattern, _)| pattern.as_str()).collect();
     let state = facts::read_state(host, &imported.changes.iter().collect::<Vec<_>>(), &patterns);
     let proposal = imported.proposal(&format!("{format}, {}", path.display()), &state);
-    Ok(PreparedPlan { profile: None, plan: plan(&[proposal], None, &state), ignored: imported.ignored })
+    Ok(PreparedPlan {
+        profile: None,
+        plan: plan(&[proposal], None, &state),
+        left_to_operator: Vec::new(),
+        ignored: imported.ignored,
+    })
 }
 
 fn read_file(path: &Path, format: Option<ImportFormat>) -> anyhow::Result<(Imported, ImportFormat)> {
@@ -381,7 +395,7 @@ fn print_plan(
     json: bool,
     global: &GlobalOptions,
 ) -> anyhow::Result<CommandOutcome> {
-    let report = TunePlanReport::new(host.describe(), prepared.profile, &prepared.plan, &prepared.ignored);
+    let report = prepared.report(host);
     let style = output::stdout_style(global);
     output::print_stdout(&if json { wire::to_json(&report) } else { text::render_plan(&report, style) })?;
     Ok(if report.steps.is_empty() { CommandOutcome::Done } else { CommandOutcome::NegativeVerdict })
@@ -401,7 +415,7 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
     if scope == ApplyScope::Live {
         prepared.plan.steps.retain(|step| scope.contains(step));
     }
-    let report = TunePlanReport::new(host.describe(), prepared.profile, &prepared.plan, &prepared.ignored);
+    let report = prepared.report(&*host);
     let applied = if options.dry_run {
         Applied::default()
     } else {

@@ -2,9 +2,7 @@
 
 use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
-use crate::wire::plan::{
-    ComparedPlacementReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport,
-};
+use crate::wire::plan::{HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
 use pagefold_output::wire::GainReport;
@@ -74,7 +72,7 @@ fn render_machines(report: &NumaPlanReport, shown: &[&MachinePlanReport], style:
     let is_measured = report.hotness_source.figures == "working_set";
     let mut headings = vec![">pid", "name", ">vCPUs", ">memory", "nodes"];
     headings.extend(is_measured.then_some(">working set"));
-    headings.extend([">to move", ">remote now", ">planned", "reason"]);
+    headings.extend([">to move", ">remote reads now", ">planned", "reason"]);
     let mut table = style.new_table(&headings);
     let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
     let part_cells = |part: &PartPlanReport| {
@@ -190,20 +188,34 @@ fn format_gain(gain: f64) -> String {
 }
 
 fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
-    let mut table =
-        style.new_table(&["placement", ">remote reads", ">to move", ">net gain", ">excess vCPUs", ">excess memory"]);
+    let mut table = style.new_table(&[
+        "placement",
+        ">remote reads",
+        ">to move",
+        ">net gain",
+        ">excess vCPUs",
+        ">excess memory",
+        ">not permitted",
+    ]);
     let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
-    for ComparedPlacementReport { placement, remote_reads, moved_pages, gain, excess_vcpus, excess_pages } in
-        &report.comparison
-    {
+    let count = |count: f64| if count > 0.0 { format!("{count:.0}") } else { "·".to_owned() };
+    for compared in &report.comparison {
         table.add_row([
-            (*placement).to_owned(),
-            bytes(*remote_reads),
-            bytes(*moved_pages as f64),
-            format_gain(gain.net),
-            if *excess_vcpus > 0.0 { format!("{excess_vcpus:.0}") } else { "·".to_owned() },
-            bytes(*excess_pages as f64),
+            compared.placement.to_owned(),
+            bytes(compared.remote_reads),
+            bytes(compared.moved_pages as f64),
+            format_gain(compared.gain.net),
+            count(compared.excess_vcpus),
+            bytes(compared.excess_pages as f64),
+            count(compared.unpermitted_machines as f64),
         ]);
     }
-    style.render_table(&table)
+    let mut text = style.render_table(&table);
+    if report.comparison.iter().any(|compared| compared.unpermitted_machines > 0) {
+        text.push_str(&style.format_paragraph(
+            "Not permitted: machines on nodes that their CPUs, their cpuset or policies of their memory do not permit.",
+            0,
+        ));
+    }
+    text
 }

@@ -161,7 +161,7 @@ pub struct PartPlanReport {
 /// A placement of all machines.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct ComparedPlacementReport {
-    /// `plan`, `nothing`, `interleave` or `first fit`.
+    /// `plan`, `nothing`, `interleave`, `first fit` or `numad`.
     pub placement: &'static str,
     /// Remote reads of all machines.
     pub remote_reads: f64,
@@ -173,6 +173,8 @@ pub struct ComparedPlacementReport {
     pub excess_vcpus: f64,
     /// Pages above the capacity of nodes, also hugetlb pages.
     pub excess_pages: u64,
+    /// Machines on nodes that their CPUs, their cpuset or policies of their memory do not permit.
+    pub unpermitted_machines: usize,
 }
 
 impl NumaPlanReport {
@@ -190,6 +192,7 @@ impl NumaPlanReport {
             moved_pages: plan.moves.iter().map(|planned| planned.moved_pages).sum(),
             gain: plan.gain,
             overload: plan.overload,
+            unpermitted_machines: 0,
         };
         let baselines = Baseline::ALL.map(|baseline| (baseline.name(), baselines::place(problem, baseline)));
         let comparison = [("plan", planned)].into_iter().chain(baselines);
@@ -240,6 +243,7 @@ fn placement_report(placement: &'static str, result: BaselineResult) -> Compared
         gain: result.gain.into(),
         excess_vcpus: result.overload.vcpus,
         excess_pages: (result.overload.pages + result.overload.hugetlb_pages).round() as u64,
+        unpermitted_machines: result.unpermitted_machines,
     }
 }
 

@@ -59,6 +59,41 @@ impl Proposal {
     }
 }
 
+/// A finding that no step of a plan resolves: only an operator can.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OperatorFinding {
+    /// The rule.
+    pub rule: &'static str,
+    /// Whether the rule fails, rather than warns.
+    pub fails: bool,
+    /// The summary of the rule.
+    pub title: String,
+    /// How many processes, guests or domains have it; 1 for the host.
+    pub count: usize,
+    /// What the operator can do, for the first of them: commands, and instructions that begin with `#`.
+    pub remedy: Vec<String>,
+}
+
+/// The warnings and failures that ask for no change, those of one rule and title together. The worst come first.
+pub fn operator_findings(findings: &[Finding]) -> Vec<OperatorFinding> {
+    let mut found: Vec<OperatorFinding> = Vec::new();
+    let wrong = findings.iter().filter(|finding| matches!(finding.verdict, Verdict::Warn | Verdict::Fail));
+    for finding in wrong.filter(|finding| finding.changes.is_empty()) {
+        match found.iter_mut().find(|known| known.rule == finding.rule && known.title == finding.title) {
+            Some(known) => known.count += 1,
+            None => found.push(OperatorFinding {
+                rule: finding.rule,
+                fails: finding.verdict == Verdict::Fail,
+                title: finding.title.clone(),
+                count: 1,
+                remedy: finding.remedy.clone(),
+            }),
+        }
+    }
+    found.sort_by_key(|finding| !finding.fails);
+    found
+}
+
 /// The state of the host that a plan depends on.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TuneState {

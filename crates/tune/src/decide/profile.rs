@@ -107,10 +107,9 @@ pub fn proposals(profile: Profile, present: &BTreeMap<String, Result<String, Str
         let changes: Vec<SettingChange> =
             paths.map(|(path, _)| SettingChange::Write { path: path.clone(), value: (*value).to_owned() }).collect();
         if !changes.is_empty() {
-            let name = pattern.rsplit('/').next().unwrap_or(pattern);
             found.push(Proposal {
                 rule: format!("profile-{profile}"),
-                title: format!("{name} is {value} in the profile {profile}"),
+                title: format!("the profile {profile} sets {} to {value}", short_name(pattern)),
                 why: (*reason).to_owned(),
                 details: None,
                 changes,
@@ -118,6 +117,12 @@ pub fn proposals(profile: Profile, present: &BTreeMap<String, Result<String, Str
         }
     }
     found
+}
+
+/// The end of a path, which people know: `ksm/run`, `kvm/halt_poll_ns`.
+fn short_name(path: &str) -> String {
+    let components: Vec<&str> = path.split('/').filter(|component| *component != "parameters").collect();
+    components[components.len().saturating_sub(2)..].join("/")
 }
 
 /// Whether a path has the form of a pattern.

@@ -13,7 +13,7 @@ pub enum Baseline {
     Interleave,
     /// Each machine on the first node with room for it, in the given order; over all nodes if there is none.
     FirstFit,
-    /// As numad places them, by its published heuristic.
+    /// As numad places them, by its published heuristic, which knows neither cpusets nor policies.
     Numad,
 }
 
@@ -43,6 +43,8 @@ pub struct BaselineResult {
     pub gain: PricedGain,
     /// The load above the capacity of nodes.
     pub overload: Load,
+    /// Machines on nodes that they may not use.
+    pub unpermitted_machines: usize,
 }
 
 /// Place all machines in a simple way. Fixed machines stay.
@@ -63,6 +65,20 @@ pub fn place(problem: &PlacementProblem, baseline: Baseline) -> BaselineResult {
         moved_pages: amounts.moved_pages,
         gain: pricing::price(&problem.prices, amounts.plus(left, -1.0)),
         overload: overload(problem, chosen.iter()),
+        unpermitted_machines: problem
+            .vms
+            .iter()
+            .zip(&chosen)
+            .filter(|(vm, column)| !is_permitted(vm, &column.pattern))
+            .count(),
+    }
+}
+
+fn is_permitted(vm: &PlannedVm, pattern: &Pattern) -> bool {
+    match pattern {
+        Pattern::Leave => true,
+        Pattern::Nodes(nodes) => vm.parts.iter().zip(nodes).all(|(part, node)| vm.permits(part, *node)),
+        Pattern::Spread(nodes) => vm.parts.iter().all(|part| nodes.iter().all(|node| vm.permits(part, *node))),
     }
 }
 

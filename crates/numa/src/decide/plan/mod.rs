@@ -21,6 +21,8 @@
 pub mod baselines;
 mod branch_and_bound;
 mod columns;
+#[cfg(any(test, feature = "generated-hosts"))]
+pub mod generated;
 mod numad;
 mod relaxation;
 mod search;

@@ -1,6 +1,6 @@
 use super::baselines::Baseline;
+use super::generated::{PUBLISHED_SIZES, at_default_prices, generated_host, generated_hosts, part, published_host, vm};
 use super::*;
-use crate::decide::pricing::{HostCapacity, OperatorPrices};
 use proptest::prelude::*;
 
 /// The least gain of a move, and the price of a moved page, if a page with hotness 1 at twice the local distance costs 1.
@@ -17,23 +17,7 @@ const PRICES: Prices = Prices {
 };
 
 fn host(nodes: u32, vcpus: f64, pages: f64) -> PlacementProblem {
-    PlacementProblem {
-        nodes: (0..nodes).map(|id| NodeCapacity { id, vcpus, pages, hugetlb_pages: 0.0 }).collect(),
-        prices: PRICES,
-        ..PlacementProblem::default()
-    }
-}
-
-/// A part whose pages and CPU time are on these nodes in equal shares.
-fn part(vcpus: f64, pages: f64, memory_nodes: &[u32], cpu_nodes: &[u32]) -> PlannedPart {
-    let spread = |total: f64, nodes: &[u32]| nodes.iter().map(|&node| (node, total / nodes.len() as f64)).collect();
-    PlannedPart {
-        vcpus,
-        cpu_shares: spread(1.0, cpu_nodes),
-        pages: spread(pages, memory_nodes),
-        hotness: 1.0,
-        ..PlannedPart::default()
-    }
+    PlacementProblem { prices: PRICES, ..generated::host(nodes, vcpus, pages) }
 }
 
 /// The part with its memory bound to nodes.
@@ -41,8 +25,8 @@ fn bound(part: PlannedPart, nodes: &[u32]) -> PlannedPart {
     PlannedPart { bound_nodes: Some(nodes.iter().copied().collect()), ..part }
 }
 
-fn vm(name: &str, parts: Vec<PlannedPart>) -> PlannedVm {
-    PlannedVm { name: name.to_owned(), parts, ..PlannedVm::default() }
+fn at_test_prices(problem: PlacementProblem) -> PlacementProblem {
+    PlacementProblem { prices: PRICES, ..problem }
 }
 
 fn plan_quickly(problem: &PlacementProblem) -> PlacementPlan {
@@ -274,22 +258,10 @@ fn host_without_machines_or_nodes_has_an_empty_plan() {
     assert!(plan_quickly(&problem).is_empty());
 }
 
-/// Machines of the sizes in published measurements of over-commit, scattered over four nodes with 80 threads.
-fn published_host(count: u32, vcpus: f64) -> PlacementProblem {
-    let mut problem = host(4, 20.0, 1.6e7);
-    let parts = if vcpus > 20.0 { 4 } else { 1 };
-    let pages = 5e7 / f64::from(count * parts);
-    let split = |_| part(vcpus / f64::from(parts), pages, &[0, 1, 2, 3], &[0, 1, 2, 3]);
-    problem.vms = (0..count).map(|i| vm(&format!("vm{i}"), (0..parts).map(split).collect())).collect();
-    problem
-}
-
-const PUBLISHED_SIZES: [(u32, f64); 4] = [(16, 5.0), (8, 10.0), (4, 20.0), (1, 80.0)];
-
 #[test]
 fn wide_and_many_machines_are_planned_within_two_percent() {
     for (count, vcpus) in PUBLISHED_SIZES {
-        let plan = plan_quickly(&published_host(count, vcpus));
+        let plan = plan_quickly(&at_test_prices(published_host(count, vcpus)));
         assert!(plan.gap <= 0.02, "{count} x {vcpus}: {:?}", plan.gap);
         assert_eq!((plan.remote_reads.1, plan.overload), (0.0, Load::default()), "{count} x {vcpus}");
     }
@@ -491,74 +463,13 @@ proptest! {
     }
 }
 
-/// Small and large hosts in turns, 50 of each: with 3 to 59 machines.
-fn generated_hosts() -> impl Iterator<Item = PlacementProblem> {
-    (0..50).flat_map(|seed| [1.0, 3.0].map(|node_scale| generated_host(1000 * seed, node_scale)))
-}
-
-/// A host with machines of random sizes that fill most of it, scattered over its nodes. Its nodes have 8 to 32 CPUs and
-/// 61 GiB, times `node_scale`.
-fn generated_host(seed: u64, node_scale: f64) -> PlacementProblem {
-    let mut state = seed;
-    let mut below = |limit: u64| {
-        state += 1;
-        pagefold_base::splitmix::splitmix64(state.wrapping_mul(0x9e37_79b9)) % limit
-    };
-    let node_count = 2 + below(7) as u32;
-    let node_pages = 1.6e7 * node_scale;
-    let mut problem = host(node_count, (8.0 + 8.0 * below(4) as f64) * node_scale, node_pages);
-    for from in 0..node_count {
-        for to in 0..node_count {
-            // Nodes of one socket are nearer.
-            let distance = if from == to {
-                10
-            } else if from / 2 == to / 2 {
-                12
-            } else {
-                20 + 5 * (from % 2).abs_diff(to % 2)
-            };
-            problem.distances.insert((from, to), distance);
-        }
-    }
-    let vcpus: f64 = problem.nodes.iter().map(|node| node.vcpus).sum();
-    let (mut free_vcpus, mut free_pages) = (vcpus * 0.9, node_pages * f64::from(node_count) * 0.85);
-    for number in 0..5 + below(56) {
-        let is_wide = below(6) == 0;
-        let parts = if is_wide { 2 + below(u64::from(node_count).min(4) - 1) } else { 1 };
-        let size = 1.0 + below(8) as f64;
-        let pages = (1 + below(30)) as f64 * 2e5;
-        if size * parts as f64 > free_vcpus || pages * parts as f64 > free_pages {
-            continue;
-        }
-        free_vcpus -= size * parts as f64;
-        free_pages -= pages * parts as f64;
-        let mut spread = |total: f64, nodes: u64| -> BTreeMap<u32, f64> {
-            (0..nodes).fold(BTreeMap::new(), |mut shares, _| {
-                *shares.entry(below(u64::from(node_count)) as u32).or_default() += total / nodes as f64;
-                shares
-            })
-        };
-        let parts = (0..parts)
-            .map(|_| PlannedPart {
-                vcpus: size,
-                cpu_shares: spread(1.0, 2),
-                pages: spread(pages, 3),
-                hotness: 0.1 + 0.1 * (number % 10) as f64,
-                ..PlannedPart::default()
-            })
-            .collect();
-        problem.vms.push(vm(&format!("vm{number}"), parts));
-    }
-    problem
-}
-
 /// Steps of the search within which all generated hosts are proven.
 const MAX_STEPS_OF_GENERATED_HOSTS: u64 = 500_000;
 
 #[test]
 fn plans_of_generated_hosts_are_optimal() {
     let mut machine_counts = Vec::new();
-    for problem in &generated_hosts().collect::<Vec<_>>() {
+    for problem in &generated_hosts().map(at_test_prices).collect::<Vec<_>>() {
         machine_counts.push(problem.vms.len());
         let (plan, _) = plan_in_steps(problem, MAX_STEPS_OF_GENERATED_HOSTS);
         assert_eq!(plan.gap, 0.0, "{plan:?}");
@@ -576,7 +487,7 @@ fn plans_of_generated_hosts_are_optimal() {
 
 #[test]
 fn plan_of_an_overloaded_host_is_optimal() {
-    let mut problem = generated_host(9000, 1.0);
+    let mut problem = at_test_prices(generated_host(9000, 1.0));
     problem.nodes.iter_mut().for_each(|node| node.vcpus *= 0.75);
     assert!(host_excess(&problem).vcpus > 0.0);
     let (plan, _) = plan_in_steps(&problem, MAX_STEPS_OF_GENERATED_HOSTS);
@@ -585,7 +496,7 @@ fn plan_of_an_overloaded_host_is_optimal() {
 
 #[test]
 fn search_ends_when_it_is_due() {
-    let problem = generated_host(8000, 1.0);
+    let problem = at_test_prices(generated_host(8000, 1.0));
     for max_steps in [0, 1, 100, 20_000] {
         let (plan, steps) = plan_in_steps(&problem, max_steps);
         assert!(steps <= max_steps + 3, "{steps} steps");
@@ -598,9 +509,9 @@ fn search_ends_when_it_is_due() {
 /// not worth moving.
 #[test]
 fn plans_read_less_remotely_than_numad() {
-    let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
+    let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| at_test_prices(published_host(count, vcpus)));
     let (mut planned, mut by_numad) = (0.0, 0.0);
-    for problem in generated_hosts().chain(published) {
+    for problem in generated_hosts().map(at_test_prices).chain(published) {
         let plan = plan_quickly(&problem);
         let numad = baselines::place(&problem, Baseline::Numad);
         planned += plan.remote_reads.1;
@@ -615,24 +526,13 @@ fn plans_read_less_remotely_than_numad() {
     assert!(planned <= 0.7 * by_numad, "{planned} {by_numad}");
 }
 
-/// The problem at default prices, if the hottest machine keeps a CPU busy with 780 MiB.
-fn at_default_prices(problem: PlacementProblem) -> PlacementProblem {
-    let capacity = HostCapacity {
-        cpus: problem.nodes.iter().map(|node| node.vcpus).sum(),
-        memory_bytes: problem.nodes.iter().map(|node| node.pages).sum::<f64>() * 4096.0,
-        page_bytes: 4096.0,
-        hottest_cpus_per_page: 1.0 / 2e5,
-    };
-    PlacementProblem { prices: Prices::new(&OperatorPrices::default(), capacity), ..problem }
-}
-
 /// Steps of the search within which plans at these prices are within two percent.
 const MAX_STEPS_AT_DEFAULT_PRICES: u64 = 20_000;
 
 #[test]
 fn plans_at_default_prices_read_less_remotely_than_numad() {
-    let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
-    for problem in generated_hosts().step_by(10).chain(published).map(at_default_prices) {
+    let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| at_test_prices(published_host(count, vcpus)));
+    for problem in generated_hosts().map(at_test_prices).step_by(10).chain(published).map(at_default_prices) {
         let (plan, steps) = plan_in_steps(&problem, MAX_STEPS_AT_DEFAULT_PRICES);
         let numad = baselines::place(&problem, Baseline::Numad);
         assert!(plan.gap <= 0.02, "{} after {steps} steps of {} machines", plan.gap, problem.vms.len());
