@@ -90,6 +90,10 @@ fn share_left(left: Bytes, total: Bytes) -> f64 {
     left.0 as f64 / total.0.max(1) as f64
 }
 
+/// A machine with at most this share of its memory or accesses on other nodes counts as placed. What remains is memory
+/// of the monitor and pages that cannot be moved.
+pub const MAX_REMOTE_SHARE_OF_PLACED_MACHINE: f64 = 0.02;
+
 /// From which node the kernel takes memory of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum MemoryPolicy {

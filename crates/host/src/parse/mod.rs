@@ -37,7 +37,7 @@ pub use libvirt_definition::libvirt_definition;
 pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
     PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, context_switches, innermost_pid,
-    is_at_secure, job_environment, memory_policies, stat, statm, status,
+    is_at_secure, job_environment, memory_policies, node_memory, stat, statm, status,
 };
 pub use qemu_monitor::{monitor_backends, monitor_vcpus, vcpu_slots};
 pub use smaps::{maps, rollup, smaps};

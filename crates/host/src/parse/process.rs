@@ -193,6 +193,40 @@ pub fn memory_policies(numa_maps: &[u8]) -> BTreeMap<u64, String> {
     String::from_utf8_lossy(numa_maps).lines().filter_map(policy).collect()
 }
 
+/// The memory of a process on each node that has some, from `/proc/PID/numa_maps` (fs/proc/task_mmu.c, `show_numa_map`):
+/// `N1=512` counts pages of the size `kernelpagesize_kB=4`, also for transparent huge pages.
+///
+/// Anonymous memory counts, and what guest RAM is made of besides it: memfd, shared memory and huge pages of the pool.
+/// Other files do not count, for their pages belong to the page cache. Empty for a process without memory, such as one
+/// that has ended.
+pub fn node_memory(numa_maps: &[u8]) -> Reading<BTreeMap<u32, Bytes>> {
+    /// Files that hold memory of a process. `/SYSV` is System V shared memory (ipc/shm.c, `newseg`).
+    const MEMORY_FILES: [&str; 4] = ["/memfd:", "/dev/shm/", "/dev/zero", "/SYSV"];
+    let mut nodes = BTreeMap::<u32, Bytes>::new();
+    for line in String::from_utf8_lossy(numa_maps).lines() {
+        let words = || line.split(' ').skip(2);
+        let is_file_memory = |path: &str| MEMORY_FILES.iter().any(|start| path.starts_with(start));
+        let is_memory = words().all(|word| word.strip_prefix("file=").is_none_or(is_file_memory));
+        if !is_memory && !words().any(|word| word == "huge") {
+            continue;
+        }
+        let counts = || words().filter_map(|word| word.strip_prefix('N')?.split_once('='));
+        if counts().next().is_none() {
+            continue;
+        }
+        let page_size = words().find_map(|word| word.strip_prefix("kernelpagesize_kB=")?.parse::<u64>().ok());
+        let page_size = page_size.and_then(|kibibytes| kibibytes.checked_mul(1 << 10));
+        let page_size = page_size.ok_or_else(|| malformed("numa_maps", line.as_bytes()))?;
+        for (node, pages) in counts() {
+            let parsed = node.parse::<u32>().ok().zip(pages.parse::<u64>().ok());
+            let (node, pages) = parsed.ok_or_else(|| malformed("numa_maps", line.as_bytes()))?;
+            let bytes = nodes.entry(node).or_default();
+            *bytes = Bytes(bytes.0.saturating_add(pages.saturating_mul(page_size)));
+        }
+    }
+    Ok(nodes)
+}
+
 /// Whether the program was started with more privileges than its caller (`AT_SECURE` in `/proc/PID/auxv`,
 /// getauxval(3)): setuid, setgid or with file capabilities. `None` if the file does not contain it.
 ///
@@ -408,6 +442,21 @@ mod tests {
         let expected = [(0x7f00, "default"), (0x7f10, "prefer:1"), (0x7f20, "prefer (many):0-1")];
         assert_eq!(memory_policies(numa_maps.as_bytes()), expected.map(|(at, policy)| (at, policy.to_owned())).into());
         assert_eq!(memory_policies(b""), BTreeMap::new());
+    }
+
+    #[test]
+    fn memory_of_each_node_is_summed_in_bytes() {
+        let numa_maps = "55d0 default file=/usr/bin/qemu mapped=9 N0=9 kernelpagesize_kB=4\n\
+                         7f00 default anon=3 dirty=3 active=0 N0=1 N3=2 kernelpagesize_kB=4\n\
+                         7f10 bind:3 file=/dev/hugepages/x\\040(deleted) huge dirty=2 N3=2 kernelpagesize_kB=2048\n\
+                         7f20 prefer (many):0-1 file=/memfd:ram\\040(deleted) mapmax=2 N0=5 kernelpagesize_kB=4\n\
+                         7f30 default stack anon=1 N0=1 kernelpagesize_kB=4\n7f40 default\n";
+        let expected = BTreeMap::from([(0, Bytes(7 << 12)), (3, Bytes((2 << 12) + (4 << 20)))]);
+        assert_eq!(node_memory(numa_maps.as_bytes()), Ok(expected));
+        assert_eq!(node_memory(b""), Ok(BTreeMap::new()));
+        for malformed in ["7f00 default anon=1 N0=1\n", "7f00 default anon=1 N0=x kernelpagesize_kB=4\n"] {
+            assert!(matches!(node_memory(malformed.as_bytes()), Err(Absent::Malformed(_))), "{malformed}");
+        }
     }
 
     #[test]

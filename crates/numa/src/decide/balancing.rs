@@ -1,5 +1,7 @@
 //! Whether NUMA balancing of the kernel is of use beside a placement.
 
+use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
+
 /// What to do about NUMA balancing, which moves pages to the threads that read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BalancingAdvice {
@@ -14,11 +16,10 @@ pub enum BalancingAdvice {
 /// The advice for a host on which NUMA balancing is on or off. `remote_shares` has the share of each virtual machine,
 /// and whether it was placed.
 pub fn balancing_advice(is_on: bool, machines: &[(Option<f64>, bool)]) -> BalancingAdvice {
-    /// A machine with at most this share of remote accesses counts as local.
-    const LOCAL_REMOTE_SHARE: f64 = 0.02;
-    let is_local = |share: Option<f64>| share.is_some_and(|share| share <= LOCAL_REMOTE_SHARE);
+    let is_local = |share: Option<f64>| share.is_some_and(|share| share <= MAX_REMOTE_SHARE_OF_PLACED_MACHINE);
     let all_placed = !machines.is_empty() && machines.iter().all(|&(share, placed)| placed && is_local(share));
-    let any_remote = machines.iter().any(|&(share, _)| share.is_some_and(|share| share > LOCAL_REMOTE_SHARE));
+    let any_remote =
+        machines.iter().any(|&(share, _)| share.is_some_and(|share| share > MAX_REMOTE_SHARE_OF_PLACED_MACHINE));
     match is_on {
         true if all_placed => BalancingAdvice::TurnOff,
         false if any_remote => BalancingAdvice::TurnOn,
