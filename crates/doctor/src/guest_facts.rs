@@ -24,7 +24,7 @@ const FILES: &[(&str, usize)] = &[
 ];
 
 /// The maximum number of guests that are asked at once. Each may take until its time limit without using a CPU.
-const MAX_CONCURRENT_GUESTS: usize = 32;
+const MAX_CONCURRENT_GUESTS: usize = 256;
 
 /// Asks the agent of each of these machines that is QEMU's, and adds the answers to its facts.
 pub fn gather_guest_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>) {

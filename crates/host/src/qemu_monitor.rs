@@ -8,7 +8,7 @@ use pagefold_base::{Absent, ProcessId, Reading};
 use std::thread;
 
 /// The maximum number of monitors that are asked at once. Each may take until its time limit without using a CPU.
-const MAX_CONCURRENT_MONITORS: usize = 32;
+const MAX_CONCURRENT_MONITORS: usize = 256;
 
 /// Where recordings keep the answers, below the directory of the process.
 pub const RECORD_FOLDER: &str = "qemu_monitor";
