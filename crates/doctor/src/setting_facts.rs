@@ -9,12 +9,13 @@
 
 use crate::decide::ProcessFacts;
 use crate::decide::audit::facts::{CpuThrottling, SettingFacts, SettingFile, VmFacts, VmThread};
+use crate::decide::audit::tuned::read_profiles;
 use pagefold_base::identity::Monitor;
 use pagefold_base::identity::qemu_monitor::MonitorVcpu;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, Bytes, Pid, ProcessId, Reading};
 use pagefold_host::action::domain_definition_path;
 use pagefold_host::{Host, observe, parse};
 use rayon::prelude::*;
@@ -78,7 +79,7 @@ const FILES: &[&str] = &[
 ];
 
 /// Directories whose names the rules read, besides those of [`FILES`].
-const DIRECTORIES: &[&str] = &["proc/sys/kernel", "sys/module"];
+const DIRECTORIES: &[&str] = &["proc/sys/kernel", "sys/kernel/debug/sched", "sys/module"];
 
 /// Reads all settings of the host and of the virtual machines among its processes.
 pub fn gather_setting_facts(host: &dyn Host, processes: &[ProcessFacts]) -> SettingFacts {
@@ -90,6 +91,10 @@ pub fn gather_setting_facts(host: &dyn Host, processes: &[ProcessFacts]) -> Sett
     if reader.facts.directories.get("sys/module") != Some(&Err(Absent::NotOnThisKernel)) {
         FILES.iter().for_each(|pattern| reader.read_matching(pattern));
         reader.read_first_cpu();
+        read_profiles(|path| {
+            reader.read(path);
+            reader.facts.text(path).ok().map(str::to_owned)
+        });
     }
     let vms: Vec<&Process> =
         processes.iter().map(|facts| &facts.process).filter(|process| process.identity.vm.is_some()).collect();
@@ -98,10 +103,14 @@ pub fn gather_setting_facts(host: &dyn Host, processes: &[ProcessFacts]) -> Sett
     let cgroups: BTreeSet<String> = vms.iter().flat_map(|vm| cpu_cgroups(host, vm)).collect();
     let limits: BTreeMap<String, Reading<Option<CpuThrottling>>> =
         cgroups.into_iter().map(|cgroup| (cgroup.clone(), read_throttling(host, &cgroup))).collect();
-    facts.vms = vms.into_par_iter().filter_map(|process| read_vm(host, process, &limits)).collect();
+    let has_several_nodes = count_nodes(&facts) > 1;
+    facts.vms = vms.into_par_iter().filter_map(|process| read_vm(host, process, &limits, has_several_nodes)).collect();
     read_libvirt_definitions(host, &mut facts);
     facts
 }
+
+/// The directory with the nodes of the host.
+const NODE_DIRECTORY: &str = "sys/devices/system/node";
 
 /// The directory of libvirt's persistent definitions.
 const DEFINITION_DIRECTORY: &str = "etc/libvirt/qemu";
@@ -134,6 +143,7 @@ fn read_libvirt_definitions(host: &dyn Host, facts: &mut SettingFacts) {
             definition: Some(definition),
             passed_through: Vec::new(),
             threads: Ok(Vec::new()),
+            node_memory: None,
             throttling: Ok(None),
             next_definition: None,
             monitor: None,
@@ -249,6 +259,7 @@ fn read_vm(
     host: &dyn Host,
     process: &Process,
     limits: &BTreeMap<String, Reading<Option<CpuThrottling>>>,
+    has_several_nodes: bool,
 ) -> Option<VmFacts> {
     let vm = process.identity.vm.as_ref()?;
     let is_qemu = vm.monitor == Monitor::Qemu;
@@ -263,11 +274,24 @@ fn read_vm(
             .map(pagefold_base::identity::virtual_nodes::passed_through_devices)
             .unwrap_or_default(),
         threads: read_threads(host, process.id, &[]),
+        node_memory: has_several_nodes.then(|| read_node_memory(host, process.id)),
         throttling: find_throttling(host, process, limits),
         next_definition: None,
         monitor: None,
         guest: None,
     })
+}
+
+fn count_nodes(facts: &SettingFacts) -> usize {
+    let names = facts.names(NODE_DIRECTORY).unwrap_or_default();
+    names.iter().filter(|name| name.strip_prefix("node").is_some_and(|number| number.parse::<u32>().is_ok())).count()
+}
+
+/// The memory of a machine on each node. The kernel walks all of its pages for that.
+fn read_node_memory(host: &dyn Host, process: ProcessId) -> Reading<BTreeMap<u32, Bytes>> {
+    let memory = parse::node_memory(&pagefold_host::hold(host, process)?.read("numa_maps")?)?;
+    // A process without memory has ended.
+    if memory.is_empty() { Err(Absent::Vanished) } else { Ok(memory) }
 }
 
 /// The limit under which the machine was throttled most often. cgroup v1 has no `cgroup.controllers`; its limits are

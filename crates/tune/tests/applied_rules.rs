@@ -185,7 +185,13 @@ const CASES: &[Case] = &[
         expected: LeftToOperator,
     },
     Case { machine: Some(IDLE_MACHINE), ..host_case("numa-balancing", &[("proc/sys/kernel/numa_balancing", "0\n")]) },
+    // All of its memory is on node 0, where its virtual CPUs are.
     Case { machine: Some(Machine { vcpus: &["0-3", "0-3"], ..IDLE_MACHINE }), ..host_case("numa-balancing", &[]) },
+    // Its memory is on the other node.
+    Case {
+        machine: Some(Machine { vcpus: &["4-7", "4-7"], ..IDLE_MACHINE }),
+        ..host_case("numa-balancing", &[("proc/sys/kernel/numa_balancing", "0\n")])
+    },
     host_case("zone-reclaim", &[("proc/sys/vm/zone_reclaim_mode", "1\n")]),
     host_case("thp-guest-ram", &[("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")]),
     Case {
@@ -310,6 +316,7 @@ fn put_machine(host: &FakeHost, machine: &Machine) {
     host.put_file("proc/7/status", "Uid:\t0\t0\t0\t0\n");
     host.put_file("proc/7/stat", &stat(7, "qemu-system-x86"));
     host.put_file("proc/7/smaps", SMAPS);
+    host.put_file("proc/7/numa_maps", "7f0000000000 default anon=1 dirty=1 N0=1 kernelpagesize_kB=4\n");
     host.put_file("proc/7/cgroup", "0::/machine.slice/web\n");
     for (vcpu, cpus) in machine.vcpus.iter().enumerate() {
         let tid = 70 + vcpu;

@@ -1,5 +1,6 @@
 //! Programs that write KSM's settings, and the kernel's own advisor.
 
+use super::audit::tuned::active_profiles;
 use super::enrollment::join_first_names;
 use super::host_processes::HostProcesses;
 use super::settings::{advisor_is_on, ksm};
@@ -10,9 +11,10 @@ pub(super) const RULES: &[HostRule] = &[
     HostRule {
         rule: RuleInfo {
             id: "ksm-tuners",
-            source: "/proc/*/cmdline",
+            source: "/proc/*/cmdline, /etc/tuned/active_profile, /etc/tuned/*/tuned.conf, /usr/lib/tuned/*/tuned.conf",
             why: "These daemons set run, pages_to_scan and sleep_millisecs by rules of their own, mostly by free \
-                  memory. Manual settings last until their next update, and with enough free memory they stop ksmd.",
+                  memory. Manual settings last until their next update, and with enough free memory they stop ksmd. \
+                  Some profiles of tuned write 2 to run, which unmerges all pages.",
             needs_ksm: true,
             verdicts: Verdict::ALL,
         },
@@ -60,14 +62,19 @@ fn describe_pace_changes(facts: &HostFacts) -> String {
 
 /// An unknown program is only detected while it writes: a setting that changes during the examination is a warning. One
 /// known daemon is a warning: it may be wanted, but the operator must know that it overwrites manual settings. Two are
-/// a failure: they undo each other's settings. tuned and ksmctl write once and are fine alone; tuned may be the cause
-/// if `run` is 2.
+/// a failure: they undo each other's settings. tuned and ksmctl write once and are fine alone, unless the active profile
+/// of tuned unmerges everything. Where the profile is unknown, tuned may be the cause if `run` is 2. A profile without
+/// tuned counts only if `run` is 2: tuned may have applied it once and ended.
 fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let tuners = match sorted_tuners(facts) {
         Err(_) if !facts.rewritten_settings.is_empty() => Vec::new(),
         tuners => tuners?,
     };
     let daemons: Vec<_> = tuners.iter().copied().filter(|tuner| tuner.writes_rate()).collect();
+    let has_tuned = tuners.contains(&Tuner::Tuned);
+    let is_relevant = daemons.is_empty() && (has_tuned || facts.ksm.as_ref().is_ok_and(|ksm| ksm.run == Ok(2)));
+    let profiles = if is_relevant { active_profiles(&facts.settings)? } else { None };
+    let unmerging = profiles.as_ref().and_then(|profiles| Some((&profiles.names, profiles.find_unmerging_file()?)));
     let stop_commands =
         |tuners: &[Tuner]| tuners.iter().flat_map(|tuner| tuner.stop_commands()).copied().collect::<Vec<_>>();
     Ok(match daemons.as_slice() {
@@ -78,7 +85,18 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
                 "grep -rlsI mm/ksm /etc /usr/lib/systemd /usr/lib/tmpfiles.d /usr/local",
             ])
             .verify("pagefold doctor"),
-        [] if tuners.contains(&Tuner::Tuned) && *require("run", &ksm(facts)?.run)? == 2 => rule
+        [] if let Some((names, path)) = &unmerging => rule
+            .warn(
+                "the active profile of tuned stops ksmd and unmerges all pages",
+                format!("{}: run = 2 by /{path}", names.escape_debug()),
+            )
+            .remedy([
+                "tuned-adm list",
+                "# activate another profile (tuned-adm profile NAME), or one below /etc/tuned that includes this one and has",
+                "# /sys/kernel/mm/ksm/run = 1 in its section [sysfs]; a script of the profile still applies",
+            ])
+            .verify("pagefold doctor --topic ksm"),
+        [] if has_tuned && profiles.is_none() && *require("run", &ksm(facts)?.run)? == 2 => rule
             .warn("tuned may have stopped ksmd and unmerged everything", tuner_names(&tuners))
             .remedy(
                 ["tuned-adm active", "# realtime-virtual-host and cpu-partitioning do; another profile does not:"]

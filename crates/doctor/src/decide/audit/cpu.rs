@@ -95,12 +95,12 @@ pub(super) const RULES: &[SettingRule] = &[
         rule: RuleInfo {
             id: "cpu-mitigations",
             source: "/proc/cmdline",
-            why: "mitigations=off removes the barriers between guests, and between a guest and the host, on affected \
-                  CPUs.",
+            why: "On affected CPUs the kernel puts barriers between guests, and between a guest and the host. \
+                  mitigations=off removes both; no_guest_guest and no_guest_host remove one of them each.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
         },
-        expected: "no mitigations=off",
+        expected: "mitigations= without off, no_guest_host and no_guest_guest",
         details: SettingDetails {
             benefit: "guests cannot read memory of the host or of other guests by known side channels",
             risk: "exits and system calls take longer on affected CPUs",

@@ -1,6 +1,6 @@
 //! Disks and network devices of the host, and where the devices of a machine are.
 
-use super::facts::VmFacts;
+use super::facts::{VmFacts, VmThread};
 use super::memory::{bound_nodes, node_cpus};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
@@ -53,13 +53,13 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vhost-worker-node",
-            source: "/proc/PID/task/TID/status",
+            source: "/proc/PID/task/TID/status, /proc/PID/task/TID/stat, /proc/PID/numa_maps",
             why: "A vhost worker copies packets between guest RAM and the host's. On another node than its machine, \
                   each packet crosses the link between nodes.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
         },
-        expected: "vhost workers may run only on the nodes of the machine",
+        expected: "vhost workers may run only on the nodes of the machine; if it is not bound, they run where its memory is",
         details: SettingDetails {
             benefit: "more packets per second, steadier latency",
             risk: "workers compete with the virtual CPUs of their node",
@@ -74,7 +74,8 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "device-node",
-            source: "/sys/bus/pci/devices/*/class, /sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status",
+            source: "/sys/bus/pci/devices/*/class, /sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status, \
+                     /proc/PID/numa_maps",
             why: "A device that is passed through writes to guest RAM. If it is attached to another node, all of its \
                   data crosses the link between nodes.",
             needs_ksm: false,
@@ -151,15 +152,29 @@ fn judge_io_uring(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     }
 }
 
-/// The CPUs of the nodes to which a machine is bound; or why the rule does not apply.
-fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<(IdSet, IdSet), &'static str>, MissingReading> {
+/// Where a machine is.
+struct MachineNodes {
+    nodes: IdSet,
+    /// The CPUs of the nodes.
+    cpus: IdSet,
+    /// Whether its virtual CPUs are bound to the nodes; otherwise its memory is there.
+    is_bound: bool,
+}
+
+/// The nodes to which a machine is bound, else those of its memory; or why the rule does not apply.
+fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<MachineNodes, &'static str>, MissingReading> {
     let nodes = node_cpus(&facts.settings)?;
     if nodes.len() < 2 {
         return Ok(Err("the host has one node"));
     }
-    let Some(bound) = bound_nodes(vm, &nodes)? else { return Ok(Err("the virtual CPUs are not bound to nodes")) };
-    let cpus = nodes.iter().filter(|(node, _)| bound.contains(**node)).flat_map(|(_, cpus)| cpus.iter()).collect();
-    Ok(Ok((bound, cpus)))
+    let bound = bound_nodes(vm, &nodes)?;
+    let is_bound = bound.is_some();
+    let own = match bound {
+        Some(bound) => bound,
+        None => vm.require_node_memory()?.nodes(),
+    };
+    let cpus = nodes.iter().filter(|(node, _)| own.contains(**node)).flat_map(|(_, cpus)| cpus.iter()).collect();
+    Ok(Ok(MachineNodes { nodes: own, cpus, is_bound }))
 }
 
 fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
@@ -168,19 +183,34 @@ fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
     if workers.is_empty() {
         return Ok(rule.not_applicable("it has no vhost worker", "none"));
     }
-    let (nodes, cpus) = match machine_nodes(vm, facts)? {
+    let MachineNodes { nodes, cpus, is_bound } = match machine_nodes(vm, facts)? {
         Ok(bound) => bound,
         Err(reason) => return Ok(rule.not_applicable(reason, format!("{} workers", workers.len()))),
     };
-    let astray: Vec<_> = workers.iter().filter(|worker| !worker.allowed_cpus.is_subset(&cpus)).collect();
-    let value = format!("{} of {} workers may leave the nodes {nodes}", astray.len(), workers.len());
-    if astray.is_empty() {
-        return Ok(rule.ok("vhost workers stay on the nodes of the machine", value));
+    let taskset = |worker: &&&VmThread| format!("taskset -pc {cpus} {}", worker.tid);
+    if is_bound {
+        let astray: Vec<_> = workers.iter().filter(|worker| !worker.allowed_cpus.is_subset(&cpus)).collect();
+        let value = format!("{} of {} workers may leave the nodes {nodes}", astray.len(), workers.len());
+        if astray.is_empty() {
+            return Ok(rule.ok("vhost workers stay on the nodes of the machine", value));
+        }
+        return Ok(rule
+            .warn("vhost workers may run on other nodes than the machine", value)
+            .remedy(astray.iter().map(taskset))
+            .verify(format!("taskset -pc {}", astray[0].tid)));
     }
+    // The virtual CPUs may leave the nodes of the memory as well, so only workers that do count.
+    let remote: Vec<_> = workers.iter().filter(|worker| !cpus.contains(worker.last_cpu)).collect();
+    let value = format!("{} of {} workers ran last off the memory on the nodes {nodes}", remote.len(), workers.len());
+    if remote.is_empty() {
+        return Ok(rule.ok("vhost workers run where the memory of the machine is", value));
+    }
+    let place =
+        "# bind the machine to the node of its memory, and its workers with it: pagefold numa plan; or the workers:";
     Ok(rule
-        .warn("vhost workers may run on other nodes than the machine", value)
-        .remedy(astray.iter().map(|worker| format!("taskset -pc {cpus} {}", worker.tid)))
-        .verify(format!("taskset -pc {}", astray[0].tid)))
+        .warn("vhost workers run on other nodes than the memory of the machine", value)
+        .remedy([place.to_owned()].into_iter().chain(remote.iter().map(taskset)))
+        .verify(format!("taskset -pc {}", remote[0].tid)))
 }
 
 /// The kind of a PCI device by its class, as a prefix (include/linux/pci_ids.h).
@@ -201,8 +231,8 @@ fn judge_device_node(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleRe
     if vm.passed_through.is_empty() {
         return Ok(rule.not_applicable("no device is passed through", "none"));
     }
-    let (nodes, _) = match machine_nodes(vm, facts)? {
-        Ok(bound) => bound,
+    let nodes = match machine_nodes(vm, facts)? {
+        Ok(machine) => machine.nodes,
         Err(reason) => return Ok(rule.not_applicable(reason, vm.passed_through.join(", "))),
     };
     let (mut shown, mut is_remote) = (Vec::new(), false);

@@ -2,15 +2,17 @@
 //! virtual machines.
 
 use crate::decide::{MissingReading, require};
-use pagefold_base::IdSet;
 use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend};
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
+use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Pid, ProcessId};
+use pagefold_base::{Bytes, IdSet};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// A file that holds a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +49,8 @@ pub struct VmFacts {
     pub passed_through: Vec<String>,
     /// Its threads that run virtual CPUs or serve vhost devices, ascending.
     pub threads: Reading<Vec<VmThread>>,
+    /// Its memory on each node that has some; `None` on a host with one node, and for a domain that does not run.
+    pub node_memory: Option<Reading<BTreeMap<u32, Bytes>>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
     /// libvirt's persistent definition, with which it starts the next time; `None` if libvirt has none.
@@ -55,6 +59,41 @@ pub struct VmFacts {
     pub monitor: Option<Reading<MonitorAnswers>>,
     /// What the agent in the guest answered; `None` if it was not asked.
     pub guest: Option<Reading<GuestFacts>>,
+}
+
+/// The memory of a machine on each node that has some.
+#[derive(Clone, Copy)]
+pub(super) struct NodeMemory<'a>(pub(super) &'a BTreeMap<u32, Bytes>);
+
+impl NodeMemory<'_> {
+    fn total(self) -> u64 {
+        self.0.values().fold(0, |sum, bytes| sum.saturating_add(bytes.0))
+    }
+
+    /// Whether all but a negligible part is on these nodes.
+    pub(super) fn is_on(self, nodes: &IdSet) -> bool {
+        let remote = self.0.iter().filter(|(node, _)| !nodes.contains(**node));
+        let remote = remote.fold(0u64, |sum, (_, bytes)| sum.saturating_add(bytes.0));
+        remote as f64 <= self.total() as f64 * MAX_REMOTE_SHARE_OF_PLACED_MACHINE
+    }
+
+    /// The nodes that have all but a negligible part: those with the most memory, as few as suffice.
+    pub(super) fn nodes(self) -> IdSet {
+        let mut by_size: Vec<(&u32, &Bytes)> = self.0.iter().collect();
+        by_size.sort_by_key(|(node, bytes)| (std::cmp::Reverse(bytes.0), **node));
+        let largest = |count: usize| by_size[..count].iter().map(|(node, _)| **node).collect::<IdSet>();
+        (0..=by_size.len()).map(largest).find(|nodes| self.is_on(nodes)).unwrap_or_default()
+    }
+}
+
+/// As `node 0: 20.4 MiB, node 3: 21.6 MiB`.
+impl fmt::Display for NodeMemory<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (position, (node, bytes)) in self.0.iter().enumerate() {
+            write!(f, "{}node {node}: {bytes}", if position > 0 { ", " } else { "" })?;
+        }
+        Ok(())
+    }
 }
 
 /// What a guest says of itself.
@@ -164,6 +203,15 @@ impl VmFacts {
 }
 
 impl VmFacts {
+    /// Its memory on each node, on a host with several nodes.
+    pub(super) fn require_node_memory(&self) -> Result<NodeMemory<'_>, MissingReading> {
+        let reading_name = format!("/proc/{}/numa_maps", self.process.pid);
+        match &self.node_memory {
+            Some(memory) => require(&reading_name, memory).map(NodeMemory),
+            None => Err(MissingReading { reading_name, absent: Absent::NotOnThisKernel }),
+        }
+    }
+
     /// The memory backends that the monitor lists.
     fn backends(&self) -> &[MonitorBackend] {
         let answers = self.monitor.as_ref().and_then(|monitor| monitor.as_ref().ok());

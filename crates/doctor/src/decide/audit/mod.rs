@@ -16,6 +16,7 @@ mod memory;
 mod scheduling;
 #[cfg(test)]
 pub(in crate::decide) mod tests;
+pub(crate) mod tuned;
 mod vm;
 
 use super::change::{SettingChange, SettingDetails};
@@ -146,7 +147,7 @@ pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
                 let domains = facts.settings.idle_domains.iter().enumerate();
                 findings.extend(domains.map(|(position, domain)| {
                     let mut finding = rule.complete(judge(&rule.rule, domain, facts), Scope::IdleDomain(position));
-                    finding.source = finding.source.replace(vm::COMMAND_LINE, &definition_source(&domain.name));
+                    finding.source = definition_sources(&finding.source, &domain.name);
                     // No process stands for it in a plan.
                     finding.changes.clear();
                     finding
@@ -174,9 +175,12 @@ fn judge_vm(
     finding
 }
 
-/// The file of a domain's definition.
-fn definition_source(name: &str) -> String {
-    format!("/etc/libvirt/qemu/{}.xml", name.escape_debug())
+/// The sources of a finding about a domain that does not run: its definition, and files of the host.
+fn definition_sources(sources: &str, name: &str) -> String {
+    let definition = format!("/etc/libvirt/qemu/{}.xml", name.escape_debug());
+    let sources = sources.split(", ").map(|source| if source == vm::COMMAND_LINE { &definition } else { source });
+    let is_of_process = |source: &&str| source.contains("/PID/") || source.starts_with("monitor:");
+    sources.filter(|source| !is_of_process(source)).collect::<Vec<_>>().join(", ")
 }
 
 /// Without the list of modules, which each Linux has, no setting of the host was read at all.

@@ -1,6 +1,7 @@
 //! The scheduler, isolated CPUs and interrupts of the host.
 
 use super::facts::{SettingFacts, malformed};
+use super::tuned::{self, EffectiveOption};
 use super::{Judge, SettingRule, is_overcommitted, online_cpus, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
@@ -11,19 +12,20 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "dead-scheduler-knobs",
-            source: "/etc/sysctl.conf, /etc/sysctl.d, /run/sysctl.d, /usr/lib/sysctl.d, /proc/sys/kernel",
+            source: "/etc/sysctl.conf, /etc/sysctl.d, /run/sysctl.d, /usr/lib/sysctl.d, /etc/tuned/active_profile, \
+                     /etc/tuned/*/tuned.conf, /usr/lib/tuned/*/tuned.conf, /proc/sys/kernel, /sys/kernel/debug/sched",
             why: "Settings of the scheduler that newer kernels no longer have are ignored with a message at boot. \
                   What they were meant to tune is not tuned.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
         },
-        expected: "no setting kernel.sched_* that this kernel does not have",
+        expected: "no setting of the scheduler that this kernel does not have",
         details: SettingDetails {
             benefit: "the configuration says what is in force",
             risk: "none: the lines have no effect",
             method: ApplyMethod::Manual,
             undo: "restore the lines",
-            counter: "the file below /proc/sys/kernel does not exist",
+            counter: "no such file below /proc/sys/kernel and /sys/kernel/debug/sched",
             versions: "most moved to debugfs in Linux 5.13; latency, min_granularity and wakeup_granularity went in 6.6",
             citation: "kernel/sched/debug.c; kernel/sched/fair.c (sysctl_sched_base_slice)",
         },
@@ -157,19 +159,37 @@ fn judge_dead_knobs(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let known = settings.find_names("proc/sys/kernel")?;
     let configured = configured_knobs(settings)?;
-    if configured.is_empty() {
-        return Ok(rule.ok("no file configures the scheduler", "no kernel.sched_* in sysctl.d"));
-    }
     let is_dead = |(knob, _): &&(String, String)| !known.contains(knob);
-    let dead: Vec<String> =
+    let mut dead: Vec<String> =
         configured.iter().filter(is_dead).map(|(knob, path)| format!("kernel.{knob} in /{path}")).collect();
+    let mut count = configured.len();
+    // The plugin scheduler of tuned writes files of procfs, or of debugfs where procfs has none (`_get_sched_knob_path`).
+    let options = tuned::active_profiles(settings)?.map(|profiles| profiles.options()).unwrap_or_default();
+    for EffectiveOption { plugin, name, path, .. } in &options {
+        let sysctl = name.replace('/', ".");
+        let sysctl = sysctl.strip_prefix("kernel.").filter(|_| plugin == "sysctl").unwrap_or_default();
+        if sysctl.starts_with("sched_") {
+            count += 1;
+            dead.extend((!known.iter().any(|known| known == sysctl)).then(|| format!("{name} in /{path}")));
+        }
+        if let Some(knob) = name.strip_prefix("sched_").filter(|_| plugin == "scheduler") {
+            count += 1;
+            let is_known = known.contains(name)
+                || settings.find_names("sys/kernel/debug/sched")?.iter().any(|known| known == knob);
+            dead.extend((!is_known).then(|| format!("{name} in /{path}")));
+        }
+    }
+    if count == 0 {
+        return Ok(rule.ok("no file configures the scheduler", "no kernel.sched_* in sysctl.d or a profile of tuned"));
+    }
     if dead.is_empty() {
-        return Ok(rule.ok("the kernel has each configured setting", format!("{} settings", configured.len())));
+        return Ok(rule.ok("the kernel has each configured setting", format!("{count} settings")));
     }
     Ok(rule
         .warn("configured settings of the scheduler have no effect on this kernel", dead.join(", "))
         .remedy([
             "# remove the lines; see sched(7) and base_slice_ns in /sys/kernel/debug/sched for what replaced them",
+            "# those of a profile in /usr/lib/tuned: in a copy of the profile below /etc/tuned",
         ])
         .verify("pagefold doctor"))
 }
@@ -327,12 +347,22 @@ fn judge_interrupts(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     if disturbing.is_empty() {
         return Ok(rule.ok("interrupts are off the CPUs of bound virtual CPUs", value));
     }
+    let others: IdSet = online_cpus(settings)?.iter().filter(|cpu| !single.contains(*cpu)).collect();
+    if others.is_empty() {
+        return Ok(rule
+            .warn("interrupts disturb bound virtual CPUs, and no other CPU is left for them", value)
+            .remedy([
+                "# leave one CPU to interrupts: let the virtual CPUs of one machine run on several CPUs (virsh vcpupin),",
+                "# or start the machine with one virtual CPU less",
+            ])
+            .verify("pagefold doctor"));
+    }
     let shown = disturbing[..disturbing.len().min(MAX_SHOWN)].join(", ");
     Ok(rule
         .warn("interrupts disturb bound virtual CPUs", value)
         .remedy([
             format!(
-                "# write other CPUs to /proc/irq/NUMBER/smp_affinity_list: {shown}{}",
+                "# write {others} to /proc/irq/NUMBER/smp_affinity_list: {shown}{}",
                 if disturbing.len() > MAX_SHOWN { ", ..." } else { "" }
             ),
             "# interrupts that a driver manages (EIO) stay: they serve I/O of that CPU only; see isolcpus=managed_irq"

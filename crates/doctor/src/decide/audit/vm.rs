@@ -1,14 +1,16 @@
 //! The definition of each virtual machine and the CPUs of its threads. Definitions are those of QEMU; the rules do not
 //! apply to other monitors.
 
-use super::facts::VmFacts;
+use super::facts::{NodeMemory, VmFacts};
 use super::memory::{node_cpus, node_memory};
-use super::{Judge, SettingRule};
+use super::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
+use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
-use pagefold_base::{Bytes, count_text};
+use pagefold_base::{Bytes, IdSet, count_text};
 use std::collections::BTreeMap;
 
 mod devices;
@@ -44,13 +46,15 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vm-virtual-nodes",
-            source: "/proc/PID/cmdline, monitor:query-memdev, /sys/devices/system/node/node*/cpulist",
-            why: "A machine that is wider than a node of the host uses memory of several nodes. Without virtual nodes \
-                  its kernel does not know which memory is near.",
+            source: "/proc/PID/cmdline, monitor:query-memdev, /proc/PID/numa_maps, /proc/PID/task/TID/status, \
+                     /sys/devices/system/node/node*/cpulist",
+            why: "The kernel of a machine that spans nodes of the host does not know which memory is near, unless it \
+                  has virtual nodes. Virtual nodes whose memory or virtual CPUs are elsewhere mislead it.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
         },
-        expected: "virtual nodes, each bound to a node of the host, for a machine wider than a node",
+        expected: "memory and virtual CPUs on one node of the host, or virtual nodes that are each bound to host nodes, \
+                   with their virtual CPUs there",
         details: SettingDetails {
             benefit: "the guest's kernel keeps processes and their memory on one node",
             risk: "a virtual node that is not bound to a node of the host is misleading",
@@ -234,7 +238,10 @@ fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     Ok(with_option(finding, vm, VmOption::HostCpuModel, "use -cpu host (libvirt: <cpu mode='host-passthrough'/>)"))
 }
 
-/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs, or more memory than any node has.
+/// A machine is wider than a node if it has more virtual CPUs than any node has CPUs, or more memory than any node has. One
+/// that fits into a node spans nodes if a part of its memory is on another node than the rest, or if its virtual CPUs are
+/// bound to CPUs of several nodes. Virtual CPUs that may run anywhere do not make a machine span nodes by themselves: the
+/// scheduler keeps them near their memory while it can.
 fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
@@ -263,8 +270,9 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
         _ => 1,
     };
     let parts = parts_by_memory.max(vcpus.div_ceil(widest));
-    if parts <= 1 {
-        return Ok(rule.ok("the machine fits into a node", value));
+    let memory = vm.node_memory.is_some().then(|| vm.require_node_memory());
+    if parts <= 1 && virtual_nodes.len() < 2 {
+        return judge_narrow(rule, vm, memory, facts, value);
     }
     if virtual_nodes.len() < 2 {
         let count = u32::try_from(parts).unwrap_or(u32::MAX);
@@ -276,13 +284,107 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
             &format!("give the machine {count} virtual nodes (-numa node,memdev=), each bound to a node of the host"),
         ));
     }
-    if virtual_nodes.iter().all(|node| !node.host_nodes.is_empty() && node.policy.is_some()) {
+    let faults = virtual_node_faults(virtual_nodes, vm, &nodes, parts)?;
+    if faults.is_empty() {
         return Ok(rule.ok("each virtual node is bound to nodes of the host", value));
     }
+    if parts <= 1 && memory.transpose()?.is_some_and(|memory| memory.nodes().iter().count() < 2) {
+        return Ok(rule.ok("the memory of all virtual nodes is on one node of the host", value));
+    }
     Ok(rule
-        .warn("virtual nodes are not bound to nodes of the host", value)
-        .remedy(["pagefold numa plan", "# or set policy=bind,host-nodes= of each memory backend (libvirt: <memnode/>)"])
+        .warn("virtual nodes are not where the guest expects them", format!("{}; {value}", faults.join("; ")))
+        .remedy([
+            "pagefold numa plan",
+            "# or set policy=bind,host-nodes= of each memory backend (libvirt: <memnode/>), and bind its virtual CPUs there",
+        ])
         .verify("pagefold numa map"))
+}
+
+/// A machine that would fit into a node, without virtual nodes.
+fn judge_narrow(
+    rule: &RuleInfo,
+    vm: &VmFacts,
+    memory: Option<Result<NodeMemory<'_>, MissingReading>>,
+    facts: &HostFacts,
+    value: String,
+) -> RuleResult {
+    let Some(memory) = memory else { return Ok(rule.ok("the machine fits into a node", value)) };
+    let spans = |title, where_it_is: String| {
+        let finding = rule.warn(title, format!("{where_it_is}; {value}"));
+        Ok(finding.remedy(["pagefold numa plan"]).verify("pagefold numa map"))
+    };
+    let nodes = node_cpus(&facts.settings)?;
+    let online = online_cpus(&facts.settings)?;
+    let is_bound = |cpus: &IdSet| !online.is_subset(cpus);
+    let vcpus = vm.vcpu_threads()?;
+    let bound: IdSet =
+        vcpus.iter().map(|thread| &thread.allowed_cpus).filter(|cpus| is_bound(cpus)).flat_map(IdSet::iter).collect();
+    let vcpu_nodes = nodes_of_cpus(&bound, &nodes);
+    if vcpu_nodes.iter().count() > 1 {
+        return spans(
+            "its virtual CPUs span nodes, and its kernel does not know",
+            format!("bound to the nodes {vcpu_nodes}"),
+        );
+    }
+    let memory = memory?;
+    if memory.nodes().iter().count() > 1 {
+        return spans("its memory spans nodes, and its kernel does not know", memory.to_string());
+    }
+    if bound.is_empty() && !vcpus.is_empty() {
+        return Ok(rule.ok("its memory is on one node, and its virtual CPUs may run on any", value));
+    }
+    Ok(rule.ok("the machine fits into a node", value))
+}
+
+/// The nodes of these CPUs.
+fn nodes_of_cpus(cpus: &IdSet, nodes: &BTreeMap<u32, IdSet>) -> IdSet {
+    nodes.iter().filter(|(_, node)| cpus.iter().any(|cpu| node.contains(cpu))).map(|(node, _)| *node).collect()
+}
+
+/// What is wrong with virtual nodes, each by its number; empty if nothing is.
+///
+/// The policy `bind` binds memory. `preferred` with one node counts as well: it takes memory of another node only if this
+/// one is full, and what is elsewhere then shows in `pagefold numa map`. `interleave` spreads the memory. Virtual CPUs that
+/// may run on all CPUs are not bound, so they are on no wrong node.
+fn virtual_node_faults(
+    virtual_nodes: &[VirtualNode],
+    vm: &VmFacts,
+    nodes: &BTreeMap<u32, IdSet>,
+    parts: u64,
+) -> Result<Vec<String>, MissingReading> {
+    let all: IdSet = nodes.values().flat_map(IdSet::iter).collect();
+    let threads = vm.vcpu_threads()?;
+    let mut faults = Vec::new();
+    for node in virtual_nodes {
+        let (id, host_nodes) = (node.id, &node.host_nodes);
+        match node.policy.as_deref() {
+            _ if host_nodes.is_empty() => faults.push(format!("virtual node {id} is not bound")),
+            Some(STRICT_POLICY) => {}
+            Some("preferred") if host_nodes.iter().count() == 1 => {}
+            Some(policy) => {
+                faults.push(format!("virtual node {id} has the policy {} of {host_nodes}", policy.escape_debug()))
+            }
+            None => faults.push(format!("virtual node {id} is not bound")),
+        }
+        if host_nodes.is_empty() {
+            continue;
+        }
+        let own = threads
+            .iter()
+            .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
+        let bound = own.map(|thread| &thread.allowed_cpus).filter(|cpus| !all.is_subset(cpus));
+        let cpus: IdSet = bound.flat_map(IdSet::iter).collect();
+        let vcpu_nodes = nodes_of_cpus(&cpus, nodes);
+        if !vcpu_nodes.is_subset(host_nodes) {
+            faults.push(format!("virtual node {id} has memory of {host_nodes} and virtual CPUs on {vcpu_nodes}"));
+        }
+    }
+    let used: IdSet = virtual_nodes.iter().flat_map(|node| node.host_nodes.iter()).collect();
+    if faults.is_empty() && (used.iter().count() as u64) < parts {
+        let ids: IdSet = virtual_nodes.iter().map(|node| node.id).collect();
+        faults.push(format!("virtual nodes {ids} are all on the host nodes {used}, which are too small"));
+    }
+    Ok(faults)
 }
 
 fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {

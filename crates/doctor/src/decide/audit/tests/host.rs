@@ -27,6 +27,8 @@ const PREEMPT: &str = "sys/kernel/debug/sched/preempt";
 const ISOLATED: &str = "sys/devices/system/cpu/isolated";
 const TICKLESS: &str = "sys/devices/system/cpu/nohz_full";
 const SYSCTL: &str = "etc/sysctl.d/kvm.conf";
+const ACTIVE: &str = "etc/tuned/active_profile";
+const PROFILE: &str = "usr/lib/tuned/x/tuned.conf";
 const IRQ: &str = "proc/irq/33/effective_affinity_list";
 const SCHEDULER: &str = "sys/block/nvme0n1/queue/scheduler";
 const IO_URING: &str = "proc/sys/kernel/io_uring_disabled";
@@ -101,6 +103,15 @@ const SCHEDULING_CASES: &[Case] = &[
     ("dead-scheduler-knobs", &[(SYSCTL, "kernel.sched_min_granularity_ns=10000000")], Warn),
     ("dead-scheduler-knobs", &[(SYSCTL, "-kernel/sched_wakeup_granularity_ns = 1")], Warn),
     ("dead-scheduler-knobs", &[(SYSCTL, DENIED)], Unknown),
+    ("dead-scheduler-knobs", &[(ACTIVE, "x"), (PROFILE, "[sysctl]\nkernel.sched_min_granularity_ns = 1")], Warn),
+    ("dead-scheduler-knobs", &[(ACTIVE, "y"), (PROFILE, "[sysctl]\nkernel.sched_min_granularity_ns = 1")], Fine),
+    ("dead-scheduler-knobs", &[(ACTIVE, "x"), (PROFILE, "[scheduler]\nsched_wakeup_granularity_ns=1")], Warn),
+    (
+        "dead-scheduler-knobs",
+        &[(ACTIVE, "x"), (PROFILE, "[scheduler]\nsched_base_slice_ns=1\ngroup.a=0:f:2:*:a")],
+        Fine,
+    ),
+    ("dead-scheduler-knobs", &[(ACTIVE, "x"), (PROFILE, DENIED)], Unknown),
     ("sched-autogroup", &[], Fine),
     ("sched-autogroup", &[(AUTOGROUP, "1")], Warn),
     ("sched-autogroup", &[(AUTOGROUP, DENIED)], Unknown),
@@ -195,14 +206,34 @@ fn machines_in_cgroups_are_not_affected_by_autogroups() {
 }
 
 #[test]
-fn balancing_depends_on_whether_machines_are_bound() {
-    let verdict = |mode, vms: Vec<VmFacts>| finding(&host_with(&[(BALANCING, mode)], vms), "numa-balancing").verdict;
-    let bound = || vec![vm(500, "qemu-system-x86_64", &["0-3", "4"])];
-    assert_eq!([verdict("1", bound()), verdict("0", bound())], [Warn, Fine]);
-    assert_eq!([verdict("1", vec![]), verdict("0", vec![])], [NotApplicable; 2]);
-    let mut unreadable = bound();
+fn balancing_depends_on_whether_machines_are_placed() {
+    let judge = |mode, vms: Vec<VmFacts>| finding(&host_with(&[(BALANCING, mode)], vms), "numa-balancing");
+    let verdicts = |vms: Vec<VmFacts>| [judge("1", vms.clone()).verdict, judge("0", vms).verdict];
+    let write = |value: &str| SettingChange::Write { path: BALANCING.to_owned(), value: value.to_owned() };
+    let bound = |memory: &[(u32, u64)]| {
+        let machine = vm(500, "qemu-system-x86_64", &["0-3", "0"]);
+        vec![VmFacts { node_memory: memory_on(memory), ..machine }]
+    };
+    assert_eq!(verdicts(bound(&[(0, 1024)])), [Warn, Fine]);
+    assert_eq!(judge("1", bound(&[(0, 1024)])).changes, [write("0")]);
+    assert_eq!(verdicts(bound(&[(0, 980), (1, 20)])), [Warn, Fine], "2 % is negligible");
+    // Bound, and its memory is elsewhere: balancing is of use.
+    assert_eq!(verdicts(bound(&[(0, 979), (1, 21)])), [Fine, Warn]);
+    let off = judge("0", bound(&[(0, 500), (1, 500)]));
+    assert_eq!((off.changes.as_slice(), off.remedy[0].as_str()), ([write("1")].as_slice(), "pagefold numa plan"));
+    assert!(off.value.contains("vm500 on 0 with memory on node 0: 500 MiB, node 1: 500 MiB"), "{off:?}");
+    let on = judge("1", bound(&[(1, 1000)]));
+    assert!(on.title.contains("not placed yet") && on.changes.is_empty(), "{on:?}");
+    // One of two machines is not placed.
+    let mixed = [bound(&[(0, 1)]), vec![vm(600, "qemu-system-x86_64", &["4-7"])]].concat();
+    assert_eq!(verdicts(mixed), [Fine, Warn]);
+    assert_eq!(verdicts(vec![]), [NotApplicable; 2]);
+    let mut unreadable = bound(&[(0, 1)]);
+    unreadable[0].node_memory = Some(Err(Absent::NotOnThisKernel));
+    assert_eq!(verdicts(unreadable), [Unknown; 2], "a recording without numa_maps");
+    let mut unreadable = bound(&[(0, 1)]);
     unreadable[0].threads = Err(Absent::Denied);
-    assert_eq!(verdict("1", unreadable), Unknown);
+    assert_eq!(verdicts(unreadable), [Unknown; 2]);
 }
 
 #[test]
@@ -218,6 +249,27 @@ fn interrupts_matter_only_to_virtual_cpus_with_a_cpu_of_their_own() {
     let verdict = |vms| finding(&host_with(&[(IRQ, "2")], vms), "irq-affinity").verdict;
     assert_eq!(verdict(vec![]), NotApplicable);
     assert_eq!(verdict(vec![vm(500, "qemu-system-x86_64", &["0-3"])]), NotApplicable);
+}
+
+#[test]
+fn interrupts_move_to_the_cpus_that_are_left() {
+    let judge = |online, cpus: &[&str]| {
+        let facts = host_with(&[(ONLINE, online), (IRQ, "1")], vec![vm(500, "qemu-system-x86_64", cpus)]);
+        finding(&facts, "irq-affinity")
+    };
+    let found = judge("0-3", &["0", "1"]);
+    assert!(found.verdict == Warn && found.remedy[0].contains("write 2-3 to /proc/irq"), "{found:?}");
+    let found = judge("0-1", &["0", "1"]);
+    assert!(found.verdict == Warn && found.title.contains("no other CPU is left"), "{found:?}");
+    assert!(found.remedy.iter().all(|line| !line.contains("smp_affinity_list")), "{found:?}");
+}
+
+#[test]
+fn texts_about_mitigations_name_each_weak_option() {
+    let found = finding(&host_with(&[(CMDLINE, "mitigations=auto,no_guest_host")], vec![]), "cpu-mitigations");
+    for option in ["off", "no_guest_host", "no_guest_guest"] {
+        assert!(found.why.contains(option) && found.expected.as_ref().unwrap().contains(option), "{found:?}");
+    }
 }
 
 #[test]
@@ -315,8 +367,15 @@ fn vhost_workers_belong_on_the_nodes_of_the_machine() {
     check(vm(500, "qemu-system-x86_64", &["0-3"]), NotApplicable);
     let mut machine = with_worker("0-7");
     machine.threads.as_mut().unwrap()[0].allowed_cpus = "0-7".parse().unwrap();
-    // Not bound to a node.
-    check(machine.clone(), NotApplicable);
+    // Not bound to a node: its worker ran last on node 0, where its memory is.
+    check(machine.clone(), Fine);
+    let remote = VmFacts { node_memory: memory_on(&[(0, 10), (1, 1000)]), ..machine.clone() };
+    check(remote.clone(), Warn);
+    let found = finding(&host_with(&[], vec![remote]), RULE);
+    assert_eq!(found.value, "1 of 1 workers ran last off the memory on the nodes 1");
+    assert_eq!(found.remedy[1], "taskset -pc 4-7 510");
+    check(VmFacts { node_memory: memory_on(&[(0, 500), (1, 500)]), ..machine.clone() }, Fine);
+    check(VmFacts { node_memory: Some(Err(Absent::NotOnThisKernel)), ..machine.clone() }, Unknown);
     machine.threads = Err(Absent::Denied);
     check(machine, Unknown);
     assert_verdict(&host_with(&[(NODE1_CPUS, ABSENT)], vec![with_worker("0-7")]), RULE, NotApplicable);
@@ -339,6 +398,9 @@ fn devices_belong_on_the_node_of_the_machine() {
         let found = finding(&host_with(&[(DEVICE, "1"), (CLASS, class)], vec![with_worker("0-3")]), "device-node");
         assert_eq!((found.verdict, found.value.as_str()), (Warn, value));
     }
+    let floating = vm(500, "qemu-system-x86_64 -device vfio-pci,host=3b:00.0", &["0-7"]);
+    assert_verdict(&host_with(&[(DEVICE, "1")], vec![floating.clone()]), "device-node", Warn);
+    assert_verdict(&host_with(&[(DEVICE, "0")], vec![floating]), "device-node", Fine);
     let nvme = vm(500, "qemu-system-x86_64 -drive file=nvme://0000:3b:00.0/1,if=none,id=d", &["0-3"]);
     assert_verdict(&host_with(&[(DEVICE, "1")], vec![nvme]), "device-node", Warn);
     let without = host_with(&[], vec![vm(500, "qemu-system-x86_64", &["0-3"])]);

@@ -4,6 +4,7 @@ mod guest;
 mod host;
 mod kvm;
 mod properties;
+mod tuned;
 mod vm;
 
 use super::facts::{SettingFacts, SettingFile, VmFacts, VmThread};
@@ -12,6 +13,7 @@ use crate::decide::tests::healthy;
 use crate::decide::{Verdict, examine_host};
 use crate::test_support::note_tested;
 use Verdict::{Fail, NotApplicable, Ok as Fine, Unknown, Warn};
+use pagefold_base::Bytes;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_base::reading::Reading;
@@ -121,7 +123,13 @@ fn host_with(changes: &[(&str, &str)], vms: Vec<VmFacts>) -> HostFacts {
     facts
 }
 
-/// A machine of this command line whose virtual CPUs may run on these CPUs each, and run on the first of them.
+/// Memory on these nodes, in MiB.
+fn memory_on(nodes: &[(u32, u64)]) -> Option<Reading<BTreeMap<u32, Bytes>>> {
+    Some(Ok(nodes.iter().map(|&(node, mebibytes)| (node, Bytes(mebibytes << 20))).collect()))
+}
+
+/// A machine of this command line whose virtual CPUs may run on these CPUs each, and run on the first of them. Its memory
+/// is on node 0.
 fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
     let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
     let thread = |(number, cpus): (usize, &&str)| {
@@ -135,6 +143,7 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         passed_through: pagefold_base::identity::virtual_nodes::passed_through_devices(&arguments),
         definition: Some(parse_vm_definition(&arguments)),
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
+        node_memory: memory_on(&[(0, 1024)]),
         throttling: Ok(None),
         next_definition: None,
         monitor: None,

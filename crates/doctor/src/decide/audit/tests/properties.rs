@@ -55,6 +55,7 @@ proptest! {
         for machine in &mut facts.settings.vms {
             machine.definition = Some(Err(why.clone()));
             machine.threads = Err(why.clone());
+            machine.node_memory = Some(Err(why.clone()));
             machine.throttling = Err(why.clone());
             machine.next_definition = Some(Err(why.clone()));
             machine.guest = Some(Err(why.clone()));

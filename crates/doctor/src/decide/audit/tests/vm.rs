@@ -82,6 +82,7 @@ pub(super) fn machines_have_their_verdicts() {
     definitions_have_their_verdicts();
     unknown_definitions_and_other_monitors_are_not_ok();
     wide_machines_need_virtual_nodes_that_are_bound();
+    machines_without_virtual_nodes_that_span_nodes_are_named();
     dedicated_cpus_are_those_of_one_virtual_cpu();
     stacked_virtual_cpus_are_found();
     throttling_counts_from_five_percent_of_periods();
@@ -158,12 +159,87 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
     let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
     let backend = |id: &str, more: &str| format!(" -object memory-backend-ram,id={id},size=1G{more}");
     assert_eq!(judge(&[nodes, &backend("a", ""), &backend("b", "")].concat()).verdict, Warn, "not bound");
-    let bound = |id| backend(id, ",policy=bind,host-nodes=0");
-    assert_eq!(judge(&[nodes, &bound("a"), &bound("b")].concat()).verdict, Fine);
+    let bound = |id, node: u32| backend(id, &format!(",policy=bind,host-nodes={node}"));
+    assert_eq!(judge(&[nodes, &bound("a", 0), &bound("b", 1)].concat()).verdict, Fine);
+    let together = judge(&[nodes, &bound("a", 0), &bound("b", 0)].concat());
+    assert!(together.verdict == Warn && together.value.starts_with("virtual nodes 0-1 are all on"), "{together:?}");
     let one_node = host_with(&[("sys/devices/system/node/node1/cpulist", ABSENT)], vec![vm(500, KVM_GUEST, &cpus)]);
     assert_eq!(finding(&one_node, "vm-virtual-nodes").verdict, NotApplicable);
     let unreadable = host_with(&[("sys/devices/system/node/node1/cpulist", DENIED)], vec![vm(500, KVM_GUEST, &cpus)]);
     assert_eq!(finding(&unreadable, "vm-virtual-nodes").verdict, Unknown);
+}
+
+#[test]
+fn virtual_nodes_that_mislead_the_guest_are_named() {
+    const NODES: &str = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
+    let machine = |first: &str, second: &str, cpus: &[&str]| {
+        let backend = |id: &str, more: &str| format!("-object memory-backend-ram,id={id},size=1G,{more}");
+        let options = format!("{KVM_GUEST} -smp 6 {NODES} {} {}", backend("a", first), backend("b", second));
+        vm(500, &options, cpus)
+    };
+    let [node0, node1] = ["policy=bind,host-nodes=0", "policy=bind,host-nodes=1"];
+    let placed = ["0-3", "0-3", "1", "4-7", "4-7", "5"];
+    let fault = |machine: VmFacts| {
+        let found = judge("vm-virtual-nodes", &machine);
+        assert!(found.verdict == Warn && found.changes.is_empty(), "{found:?}");
+        assert_eq!(found.remedy[0], "pagefold numa plan");
+        found.value.split("; ").next().unwrap().to_owned()
+    };
+    assert_eq!(judge("vm-virtual-nodes", &machine(node0, node1, &placed)).verdict, Fine);
+    let preferred = machine(node0, "policy=preferred,host-nodes=1", &placed);
+    assert_eq!(judge("vm-virtual-nodes", &preferred).verdict, Fine);
+    assert_eq!(
+        fault(machine("policy=interleave,host-nodes=0-1", node1, &placed)),
+        "virtual node 0 has the policy interleave of 0-1"
+    );
+    assert_eq!(
+        fault(machine(node0, "policy=preferred,host-nodes=0-1", &placed)),
+        "virtual node 1 has the policy preferred of 0-1"
+    );
+    assert_eq!(fault(machine(node0, "share=off", &placed)), "virtual node 1 is not bound");
+    assert_eq!(
+        fault(machine(node0, node1, &["0-3", "0-3", "1", "4-7", "4-7", "2"])),
+        "virtual node 1 has memory of 1 and virtual CPUs on 0-1"
+    );
+    assert_eq!(
+        fault(machine(node1, node0, &["0-3", "0-3", "1", "0-7", "0-7", "0-7"])),
+        "virtual node 0 has memory of 1 and virtual CPUs on 0"
+    );
+    // A machine that would fit into a node.
+    let narrow = |memory| {
+        let options = format!("{KVM_GUEST} -smp 2 -numa node,cpus=0 -numa node,cpus=1");
+        judge("vm-virtual-nodes", &VmFacts { node_memory: memory_on(memory), ..vm(500, &options, &["0-7", "0-7"]) })
+    };
+    assert_eq!(narrow(&[(1, 100)]).verdict, Fine);
+    assert_eq!(narrow(&[(0, 50), (1, 50)]).verdict, Warn);
+}
+
+#[test]
+fn machines_without_virtual_nodes_that_span_nodes_are_named() {
+    const RULE: &str = "vm-virtual-nodes";
+    let machine = |memory: &[(u32, u64)], cpus: &[&str]| VmFacts {
+        node_memory: memory_on(memory),
+        ..vm(500, &format!("{KVM_GUEST} -smp {}", cpus.len()), cpus)
+    };
+    let check = |machine: VmFacts, expected| {
+        let facts = host_with(&[], vec![machine]);
+        assert_verdict(&facts, RULE, expected);
+        super::finding(&facts, RULE)
+    };
+    let found = check(machine(&[(0, 20), (3, 21)], &["0-7", "0-7"]), Warn);
+    assert!(found.value.starts_with("node 0: 20.0 MiB, node 3: 21.0 MiB; 2 virtual CPUs"), "{found:?}");
+    assert_eq!((found.remedy.as_slice(), found.changes.len()), (["pagefold numa plan".to_owned()].as_slice(), 0));
+    check(machine(&[(0, 1000), (1, 20)], &["0-3", "0-3"]), Fine);
+    check(machine(&[(0, 1000), (1, 30)], &["0-3", "0-3"]), Warn);
+    let floating = check(machine(&[(1, 1000)], &["0-7", "0-7"]), Fine);
+    assert!(floating.title.contains("may run on any"), "{floating:?}");
+    let spread = check(machine(&[(0, 1000)], &["0-3", "4-7"]), Warn);
+    assert!(spread.value.starts_with("bound to the nodes 0-1; "), "{spread:?}");
+    check(machine(&[(0, 1000)], &["2-5", "0-7"]), Warn);
+    check(machine(&[(0, 1000)], &["0-3", "0-7"]), Fine);
+    let unread = VmFacts { node_memory: Some(Err(Absent::NotOnThisKernel)), ..machine(&[], &["0-3", "0-3"]) };
+    let found = check(unread, Unknown);
+    assert!(found.title.contains("/proc/500/numa_maps"), "{found:?}");
 }
 
 fn option_of(finding: &Finding) -> VmOption {
@@ -202,6 +278,14 @@ fn stacked_virtual_cpus_are_found() {
     // Two on one, three on two, and threads without names.
     check(&["2", "2", "3"], Warn);
     check(&["2-3", "2-3", "2-3"], Warn);
+    // Three of four on two CPUs, although there are CPUs for all.
+    check(&["0-1", "0-1", "0-1", "2-7"], Warn);
+    let found = judge(RULE, &vm(500, KVM_GUEST, &["0-1", "0", "0-1", "2-7"]));
+    assert_eq!(found.value, "3 of 4 virtual CPUs on 8 CPUs (0-7): on 2 CPUs only (0-1)");
+    check(&["0-1", "0", "2-7", "2-7"], Fine);
+    // CPUs from 8 on are offline.
+    check(&["6-15", "6-15", "6-15"], Warn);
+    check(&["0-15", "0-15"], Fine);
     check(&["0-7"], NotApplicable);
     check(&[], NotApplicable);
     let wide = judge(RULE, &vm(500, KVM_GUEST, &["0-7"; 9]));
@@ -209,6 +293,28 @@ fn stacked_virtual_cpus_are_found() {
     let mut unreadable = machine_with("");
     unreadable.threads = Err(Absent::Denied);
     assert_verdict(&host_with(&[], vec![unreadable]), RULE, Unknown);
+}
+
+#[test]
+fn machines_that_are_bound_to_one_cpu_together_are_named() {
+    const RULE: &str = "vm-stacked-vcpus";
+    let judge = |online: &str, vms: Vec<VmFacts>| {
+        let facts = host_with(&[("sys/devices/system/cpu/online", online)], vms);
+        examine(&facts).into_iter().filter(|finding| finding.rule == RULE).collect::<Vec<_>>()
+    };
+    let [first, second] = [vm(500, KVM_GUEST, &["2", "3"]), vm(600, KVM_GUEST, &["3"])];
+    let found = judge("0-7", vec![second.clone(), first.clone()]);
+    assert_eq!(found.len(), 2);
+    for finding in found {
+        assert_eq!((finding.verdict, finding.value.as_str()), (Warn, "CPU 3: vm500 and vm600"), "{finding:?}");
+    }
+    let apart = judge("0-7", vec![first.clone(), vm(600, KVM_GUEST, &["4"])]);
+    assert_eq!([apart[0].verdict, apart[1].verdict], [Fine, NotApplicable]);
+    // Each CPU has a virtual CPU.
+    assert_eq!(judge("2-3", vec![first.clone(), second.clone()])[0].verdict, Fine);
+    let unreadable = |why| VmFacts { threads: Err(why), ..second.clone() };
+    assert_eq!(judge("0-7", vec![first.clone(), unreadable(Absent::Denied)])[0].verdict, Unknown);
+    assert_eq!(judge("0-7", vec![first, unreadable(Absent::Vanished)])[0].verdict, Fine);
 }
 
 #[test]
@@ -373,6 +479,7 @@ fn domains_that_do_not_run_are_judged_by_their_definition() {
         process: ProcessId { pid: Pid(0), start_time: 0 },
         name: "web".to_owned(),
         definition: Some(definition),
+        node_memory: None,
         ..vm(0, "qemu", &[])
     };
     let xml = "<vcpu>6</vcpu><clock><timer name='kvmclock' present='no'/></clock>\

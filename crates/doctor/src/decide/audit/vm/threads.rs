@@ -1,12 +1,13 @@
 //! Whether the virtual CPUs of a machine get CPUs to run on.
 
 use super::UNDO;
-use crate::decide::audit::facts::VmFacts;
+use crate::decide::audit::facts::{VmFacts, VmThread};
 use crate::decide::audit::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict, require};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::reading::Absent;
 use pagefold_base::{IdSet, count_text};
+use std::collections::BTreeSet;
 
 pub(super) const THROTTLED: SettingRule = SettingRule {
     rule: RuleInfo {
@@ -34,12 +35,12 @@ pub(super) const STACKED: SettingRule = SettingRule {
     rule: RuleInfo {
         id: "vm-stacked-vcpus",
         source: "/proc/PID/task/TID/status",
-        why: "Virtual CPUs of one machine that share a CPU never run at the same time: one that waits for a lock keeps \
-              the one that holds it from running.",
+        why: "Virtual CPUs that share a CPU never run at the same time: one that waits for a lock keeps the one that \
+              holds it from running.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
     },
-    expected: "as many CPUs as virtual CPUs, and no two bound to one CPU",
+    expected: "as many CPUs as virtual CPUs, also for those that are bound; no two bound to one CPU while others have none",
     details: SettingDetails {
         benefit: "locks in the guest are held for microseconds instead of time slices",
         risk: "the machine takes CPU time from others",
@@ -86,30 +87,49 @@ fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
         .verify("pagefold doctor"))
 }
 
+/// More virtual CPUs than CPUs are allowed on one set of CPUs: Hall's condition, by the sets to which virtual CPUs are bound
+/// and by all of them together. CPUs that are offline run nothing.
 fn judge_stacked(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let vcpus = vm.vcpu_threads()?;
-    if vcpus.len() < 2 {
-        return Ok(rule.not_applicable("one virtual CPU, or threads without names", count_text(vcpus.len(), "thread")));
+    if vcpus.is_empty() {
+        return Ok(rule.not_applicable("its threads have no names", "0 threads"));
     }
-    let allowed: IdSet = vcpus.iter().flat_map(|thread| thread.allowed_cpus.iter()).collect();
-    let count = allowed.iter().count();
-    let value = format!("{} on {} ({allowed})", count_text(vcpus.len(), "virtual CPU"), count_text(count, "CPU"));
-    let single: Vec<u32> = vcpus
-        .iter()
-        .filter_map(|thread| {
-            let mut cpus = thread.allowed_cpus.iter();
-            cpus.next().filter(|_| cpus.next().is_none())
-        })
-        .collect();
-    let bound: IdSet = single.iter().copied().collect();
-    if single.len() > bound.iter().count() {
-        return Ok(rule.warn("virtual CPUs are bound to one CPU together", value).remedy(REMEDY).verify(VERIFY));
+    let online = online_cpus(&facts.settings)?;
+    let allowed: Vec<IdSet> = vcpus.iter().map(|thread| thread.allowed_cpus.intersection(&online)).collect();
+    let union: IdSet = allowed.iter().flat_map(IdSet::iter).collect();
+    let count = union.iter().count();
+    let value = format!("{} on {} ({union})", count_text(vcpus.len(), "virtual CPU"), count_text(count, "CPU"));
+    // The smallest set first: what is bound together most tightly.
+    let mut sets: Vec<&IdSet> = allowed.iter().collect::<BTreeSet<_>>().into_iter().collect();
+    sets.sort_by_key(|set| set.iter().count());
+    for set in sets.into_iter().filter(|set| !set.is_empty() && set.iter().count() < count) {
+        let size = set.iter().count();
+        let bound = allowed.iter().filter(|cpus| cpus.is_subset(set)).count();
+        if bound > size {
+            let title = match size {
+                1 => "virtual CPUs are bound to one CPU together",
+                _ => "virtual CPUs share fewer CPUs than there are",
+            };
+            let value = format!("{bound} of {value}: on {} only ({set})", count_text(size, "CPU"));
+            return Ok(rule.warn(title, value).remedy(REMEDY).verify(VERIFY));
+        }
+    }
+    if vcpus.len() > 1 && vcpus.len() > count && count < online.iter().count() {
+        let title = match count {
+            1 => "virtual CPUs are bound to one CPU together",
+            _ => "virtual CPUs share fewer CPUs than there are",
+        };
+        return Ok(rule.warn(title, value).remedy(REMEDY).verify(VERIFY));
+    }
+    if let Some(shared) = find_shared_cpu(vm, &online, facts)? {
+        let title = "virtual CPUs of two machines are bound to one CPU, and other CPUs have none";
+        return Ok(rule.warn(title, shared).remedy(REMEDY).verify(VERIFY));
+    }
+    if vcpus.len() < 2 {
+        return Ok(rule.not_applicable("the machine has one virtual CPU", value));
     }
     if vcpus.len() <= count {
         return Ok(rule.ok("each virtual CPU can have a CPU", value));
-    }
-    if count < online_cpus(&facts.settings)?.iter().count() {
-        return Ok(rule.warn("virtual CPUs share fewer CPUs than there are", value).remedy(REMEDY).verify(VERIFY));
     }
     Ok(rule
         .warn("the machine has more virtual CPUs than the host has CPUs", value)
@@ -118,6 +138,37 @@ fn judge_stacked(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult
             count_text(count, "virtual CPU")
         )])
         .verify(VERIFY))
+}
+
+/// The CPU on which a thread must run; `None` if there are several.
+fn only_cpu(thread: &VmThread) -> Option<u32> {
+    let mut cpus = thread.allowed_cpus.iter();
+    cpus.next().filter(|_| cpus.next().is_none())
+}
+
+/// A CPU to which a virtual CPU of this machine and one of another machine are bound, while no virtual CPU is bound to
+/// some other CPU: the CPU and both machines.
+fn find_shared_cpu(vm: &VmFacts, online: &IdSet, facts: &HostFacts) -> Result<Option<String>, MissingReading> {
+    let own: IdSet = vm.vcpu_threads()?.into_iter().filter_map(only_cpu).collect();
+    if own.is_empty() {
+        return Ok(None);
+    }
+    let (mut used, mut shared) = (own.clone(), None);
+    for other in facts.settings.vms.iter().filter(|other| other.process != vm.process) {
+        // It has ended.
+        if other.threads == Err(Absent::Vanished) {
+            continue;
+        }
+        let bound: IdSet = other.vcpu_threads()?.into_iter().filter_map(only_cpu).collect();
+        if let (None, Some(cpu)) = (&shared, bound.intersection(&own).iter().next()) {
+            // The same text for both machines.
+            let mut names = [vm, other].map(|vm| (vm.process, vm.name.escape_debug().to_string()));
+            names.sort();
+            shared = Some(format!("CPU {cpu}: {} and {}", names[0].1, names[1].1));
+        }
+        used = used.iter().chain(bound.iter()).collect();
+    }
+    Ok(shared.filter(|_| !online.is_subset(&used)))
 }
 
 const REMEDY: [&str; 1] = ["# let each virtual CPU run on other CPUs too: taskset -pc CPUS TID, or virsh vcpupin"];
