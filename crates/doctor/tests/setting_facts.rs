@@ -1,7 +1,7 @@
 //! Gathering the settings of a host: each file is read once, with its mode, and nothing is changed.
 
 use pagefold_base::identity::thread_role::ThreadRole;
-use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
+use pagefold_base::{Absent, Bytes, PageSize, Pfn, Pid, Reading};
 use pagefold_doctor::decide::audit::facts::CpuThrottling;
 use pagefold_doctor::decide::{HostFacts, Scope, Verdict, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
@@ -128,6 +128,45 @@ fn settings_are_read_once_with_their_modes_and_nothing_is_changed() {
         reads.iter().filter(|(path, count)| is_setting(path) && **count > 1).map(|(path, _)| path).collect();
     // The mode of huge pages is also a fact of the rules about KSM.
     assert!(repeated.iter().all(|path| path.contains("transparent_hugepage")), "{repeated:?}");
+}
+
+#[test]
+fn memory_of_machines_is_read_on_hosts_with_several_nodes() {
+    let host = host();
+    let memory = |host: &AuditedHost| gather(host).settings.vms[0].node_memory.clone();
+    assert_eq!(memory(&host), None, "one node");
+    host.host.put_file("sys/devices/system/node/node0/cpulist", "0-1\n");
+    host.host.put_file("sys/devices/system/node/node1/cpulist", "2-3\n");
+    assert_eq!(memory(&host), Some(Err(Absent::NotOnThisKernel)));
+    host.host.put_file("proc/7/numa_maps", "7f00 default anon=3 N0=1 N1=2 kernelpagesize_kB=4\n");
+    let expected = BTreeMap::from([(0, Bytes(4096)), (1, Bytes(8192))]);
+    assert_eq!(memory(&host), Some(Ok(expected)));
+    host.host.put_file("proc/7/numa_maps", "");
+    assert_eq!(memory(&host), Some(Err(Absent::Vanished)));
+}
+
+#[test]
+fn files_of_the_active_profile_of_tuned_are_read() {
+    let host = host();
+    for (path, text) in [
+        ("etc/tuned/active_profile", "rt\n"),
+        ("usr/lib/tuned/rt/tuned.conf", "[main]\ninclude=base\n[script]\nscript=${i:PROFILE_DIR}/script.sh\n"),
+        ("usr/lib/tuned/rt/script.sh", "start() {\n  disable_ksm\n}\n"),
+        ("usr/lib/tuned/base/tuned.conf", "[sysctl]\nkernel.sched_latency_ns=1\n"),
+        ("usr/lib/tuned/other/tuned.conf", "[main]\n"),
+        ("proc/sys/kernel/ostype", "Linux\n"),
+    ] {
+        host.host.put_file(path, text);
+    }
+    let facts = gather(&host);
+    let is_read = |path: &str| facts.settings.text(path).is_ok();
+    assert!(is_read("usr/lib/tuned/rt/script.sh") && is_read("usr/lib/tuned/base/tuned.conf"));
+    assert!(!is_read("usr/lib/tuned/other/tuned.conf"), "not active");
+    let found = examine_host(&facts).into_iter().find(|finding| finding.rule == "dead-scheduler-knobs").unwrap();
+    assert_eq!(
+        (found.verdict, &*found.value),
+        (Verdict::Warn, "kernel.sched_latency_ns in /usr/lib/tuned/base/tuned.conf")
+    );
 }
 
 #[test]

@@ -63,9 +63,9 @@ pub struct VmFacts {
 
 /// The memory of a machine on each node that has some.
 #[derive(Clone, Copy)]
-pub(super) struct NodeMemory<'a>(pub(super) &'a BTreeMap<u32, Bytes>);
+pub(super) struct MemoryByNode<'a>(pub(super) &'a BTreeMap<u32, Bytes>);
 
-impl NodeMemory<'_> {
+impl MemoryByNode<'_> {
     fn total(self) -> u64 {
         self.0.values().fold(0, |sum, bytes| sum.saturating_add(bytes.0))
     }
@@ -87,7 +87,7 @@ impl NodeMemory<'_> {
 }
 
 /// As `node 0: 20.4 MiB, node 3: 21.6 MiB`.
-impl fmt::Display for NodeMemory<'_> {
+impl fmt::Display for MemoryByNode<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (position, (node, bytes)) in self.0.iter().enumerate() {
             write!(f, "{}node {node}: {bytes}", if position > 0 { ", " } else { "" })?;
@@ -204,10 +204,10 @@ impl VmFacts {
 
 impl VmFacts {
     /// Its memory on each node, on a host with several nodes.
-    pub(super) fn require_node_memory(&self) -> Result<NodeMemory<'_>, MissingReading> {
+    pub(super) fn require_node_memory(&self) -> Result<MemoryByNode<'_>, MissingReading> {
         let reading_name = format!("/proc/{}/numa_maps", self.process.pid);
         match &self.node_memory {
-            Some(memory) => require(&reading_name, memory).map(NodeMemory),
+            Some(memory) => require(&reading_name, memory).map(MemoryByNode),
             None => Err(MissingReading { reading_name, absent: Absent::NotOnThisKernel }),
         }
     }

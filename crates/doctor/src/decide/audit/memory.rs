@@ -153,8 +153,7 @@ pub(super) fn bound_nodes(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<
 }
 
 /// As `pagefold numa verify` advises (crates/numa/src/decide/balancing.rs), by where memory is instead of by accesses: off
-/// only if each machine is placed. Two machines that are bound have nothing to gain from balancing only with their memory
-/// on their nodes.
+/// only if each machine is placed. Machines that are bound gain nothing from balancing once their memory is on their nodes.
 fn judge_balancing(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/numa_balancing";

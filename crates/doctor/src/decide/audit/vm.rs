@@ -1,7 +1,7 @@
 //! The definition of each virtual machine and the CPUs of its threads. Definitions are those of QEMU; the rules do not
 //! apply to other monitors.
 
-use super::facts::{NodeMemory, VmFacts};
+use super::facts::{MemoryByNode, VmFacts};
 use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
@@ -304,7 +304,7 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
 fn judge_narrow(
     rule: &RuleInfo,
     vm: &VmFacts,
-    memory: Option<Result<NodeMemory<'_>, MissingReading>>,
+    memory: Option<Result<MemoryByNode<'_>, MissingReading>>,
     facts: &HostFacts,
     value: String,
 ) -> RuleResult {

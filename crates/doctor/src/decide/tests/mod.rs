@@ -3,7 +3,7 @@
 mod coverage;
 mod properties;
 
-use super::audit::facts::SettingFile;
+use super::audit::tests::tuned::put_profile;
 use super::*;
 use crate::test_support::note_tested;
 use Verdict::{Fail, NotApplicable, Ok as Fine, Unknown, Warn};
@@ -412,28 +412,6 @@ fn enrollment_rules_give_expected_verdicts() {
     check("ksm-prctl-exec", Warn, |f| f.processes[0].parent_merge_any = Ok(true));
     check("ksm-prctl-exec", Unknown, |f| old_kernel(&mut f.processes[0]));
     check("ksm-prctl-exec", Fine, |f| f.processes[0].parent_merge_any = Err(Absent::Vanished));
-}
-
-/// Makes a profile of tuned active.
-fn put_profile(facts: &mut HostFacts, name: &str, text: &str) {
-    for (path, text) in
-        [("etc/tuned/active_profile".to_owned(), name), (format!("usr/lib/tuned/{name}/tuned.conf"), text)]
-    {
-        let file = SettingFile { text: Ok(text.to_owned()), mode: Ok(0o644) };
-        facts.settings.files.insert(path, file);
-    }
-}
-
-#[test]
-fn profile_of_tuned_that_unmerges_is_named_with_its_file() {
-    let mut facts = healthy();
-    facts.tuners = Ok(Vec::new());
-    put_profile(&mut facts, "rt", "[sysfs]\n/sys/kernel/mm/ksm/run=2\n");
-    let judge = |facts: &HostFacts| examine_host(facts).into_iter().find(|found| found.rule == "ksm-tuners").unwrap();
-    assert_eq!(judge(&facts).verdict, Fine, "tuned does not run, and pages are merged");
-    ksm(&mut facts).run = Ok(2);
-    let found = judge(&facts);
-    assert_eq!((found.verdict, found.value.as_str()), (Warn, "rt: run = 2 by /usr/lib/tuned/rt/tuned.conf"));
 }
 
 #[test]

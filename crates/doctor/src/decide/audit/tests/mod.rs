@@ -4,7 +4,7 @@ mod guest;
 mod host;
 mod kvm;
 mod properties;
-mod tuned;
+pub(in crate::decide) mod tuned;
 mod vm;
 
 use super::facts::{SettingFacts, SettingFile, VmFacts, VmThread};

@@ -74,3 +74,25 @@ fn profiles_below_etc_come_before_those_of_the_package() {
     assert!(read.contains(&own.0) && read.contains(&packaged.0), "{read:?}");
     assert!(active_profiles(&settings(&[])).ok().unwrap().is_none());
 }
+
+/// Makes a profile of tuned active.
+pub(in crate::decide) fn put_profile(facts: &mut HostFacts, name: &str, text: &str) {
+    for (path, text) in
+        [("etc/tuned/active_profile".to_owned(), name), (format!("usr/lib/tuned/{name}/tuned.conf"), text)]
+    {
+        let file = SettingFile { text: Ok(text.to_owned()), mode: Ok(0o644) };
+        facts.settings.files.insert(path, file);
+    }
+}
+
+#[test]
+fn profile_of_tuned_that_unmerges_is_named_with_its_file() {
+    let mut facts = healthy();
+    facts.tuners = Ok(Vec::new());
+    put_profile(&mut facts, "rt", "[sysfs]\n/sys/kernel/mm/ksm/run=2\n");
+    let judge = |facts: &HostFacts| examine_host(facts).into_iter().find(|found| found.rule == "ksm-tuners").unwrap();
+    assert_eq!(judge(&facts).verdict, Fine, "tuned does not run, and pages are merged");
+    facts.ksm.as_mut().unwrap().run = Ok(2);
+    let found = judge(&facts);
+    assert_eq!((found.verdict, found.value.as_str()), (Warn, "rt: run = 2 by /usr/lib/tuned/rt/tuned.conf"));
+}

@@ -153,7 +153,7 @@ fn find_shared_cpu(vm: &VmFacts, online: &IdSet, facts: &HostFacts) -> Result<Op
     if own.is_empty() {
         return Ok(None);
     }
-    let (mut used, mut shared) = (own.clone(), None);
+    let (mut used, mut shared) = (own.iter().collect::<BTreeSet<u32>>(), None);
     for other in facts.settings.vms.iter().filter(|other| other.process != vm.process) {
         // It has ended.
         if other.threads == Err(Absent::Vanished) {
@@ -166,9 +166,9 @@ fn find_shared_cpu(vm: &VmFacts, online: &IdSet, facts: &HostFacts) -> Result<Op
             names.sort();
             shared = Some(format!("CPU {cpu}: {} and {}", names[0].1, names[1].1));
         }
-        used = used.iter().chain(bound.iter()).collect();
+        used.extend(bound.iter());
     }
-    Ok(shared.filter(|_| !online.is_subset(&used)))
+    Ok(shared.filter(|_| online.iter().any(|cpu| !used.contains(&cpu))))
 }
 
 const REMEDY: [&str; 1] = ["# let each virtual CPU run on other CPUs too: taskset -pc CPUS TID, or virsh vcpupin"];
