@@ -66,8 +66,6 @@ pub(super) enum Activity {
     SpinLimit,
     /// The spin window ended and the vCPU has exited: the host may choose a candidate.
     ExitDone,
-    /// An attempt failed: the host may choose the next candidate.
-    ChooseCandidate,
     /// The locks of both run queues are released.
     LocksDone,
     /// The exit is handled: the guest goes on.
@@ -733,7 +731,6 @@ impl<'a> Simulation<'a> {
             Activity::PhaseEnd => self.end_phase(cpu, vcpu),
             Activity::ExitDone => self.exit_on_spin(cpu, vcpu),
             Activity::SpinLimit => self.halt_in_lock(cpu, vcpu),
-            Activity::ChooseCandidate => self.choose_candidate(cpu, vcpu),
             Activity::LocksDone => self.finish_directed_yield(cpu, vcpu),
             Activity::EnterGuest if self.cpus[cpu].need_resched => self.schedule(cpu),
             Activity::EnterGuest => self.enter_guest(cpu, vcpu, self.now),

@@ -70,12 +70,13 @@ impl Simulation<'_> {
         let (mut left, mut next) = (state.search_left, state.search_next);
         let mut candidate = None;
         if state.attempts_left > 0 {
-            while left > 0 && candidate.is_none() {
+            while left > 0 {
                 left -= 1;
                 next = if next + 1 >= count { 0 } else { next + 1 };
                 let sibling = first + next;
                 if sibling != me && self.is_candidate(sibling) && self.passes_eligibility(sibling) {
                     candidate = Some(sibling);
+                    break;
                 }
             }
         }
@@ -121,13 +122,13 @@ impl Simulation<'_> {
         let state = &self.vcpus[candidate as usize];
         if state.place != Place::Queued || state.cpu as usize != target {
             self.outcome.failed_yields += 1;
-            self.set_activity(cpu, self.now, Activity::ChooseCandidate);
+            self.choose_candidate(cpu, vcpu);
             return;
         }
         if self.kernel == Kernel::Today && self.both_queues_have_one_task(cpu, target) {
             self.outcome.failed_yields += 1;
             self.vcpus[vcpu as usize].attempts_left -= 1;
-            self.set_activity(cpu, self.now, Activity::ChooseCandidate);
+            self.choose_candidate(cpu, vcpu);
             return;
         }
         self.outcome.directed_yields += 1;
