@@ -165,8 +165,8 @@ pub(super) struct VmState {
     pub running: u32,
     counted_since: u64,
     pub last_boosted: u32,
-    /// The tick of the last directed yield.
-    pub yielded_in_tick: u64,
+    /// The end of the tick of the last directed yield, in nanoseconds.
+    pub yields_from: u64,
     /// Whether the gang has the time slice.
     pub selected: bool,
     /// CPU time by the weight of all vCPUs, in nanoseconds (gangs).
@@ -241,7 +241,7 @@ impl VmState {
             running: 0,
             counted_since: 0,
             last_boosted: 0,
-            yielded_in_tick: NO_EVENT_TIME,
+            yields_from: 0,
             selected: false,
             gang_vruntime: 0,
             gang_uncharged: 0,
@@ -497,6 +497,9 @@ impl<'a> Simulation<'a> {
 
     #[inline]
     fn keep_interval(&mut self, cpu: usize) {
+        if self.now <= self.kept.0 {
+            return;
+        }
         let state = &self.cpus[cpu];
         let (start, end) = (state.started_at.max(self.kept.0), self.now.min(self.kept.1));
         if state.current != NO_VCPU && start < end {

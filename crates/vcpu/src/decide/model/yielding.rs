@@ -38,12 +38,12 @@ impl Simulation<'_> {
         if self.policy == SchedulingPolicy::ThrottledYield
             && self.vcpus[vcpu as usize].search_left == self.vms[vm].vcpu_count
         {
-            let tick = self.now / self.scenario.costs.tick_ns;
-            if self.vms[vm].yielded_in_tick == tick {
+            if self.now < self.vms[vm].yields_from {
                 self.yield_plainly(cpu, vcpu);
                 return;
             }
-            self.vms[vm].yielded_in_tick = tick;
+            let tick_ns = self.scenario.costs.tick_ns;
+            self.vms[vm].yields_from = (self.now / tick_ns + 1) * tick_ns;
         }
         let before = self.vcpus[vcpu as usize].search_left;
         let candidate = self.next_candidate(vcpu);
