@@ -224,6 +224,11 @@ impl Vcpu {
             attempts_left: 0,
         }
     }
+
+    /// Whether it has not handled an interrupt of a sibling yet.
+    pub(super) fn has_interrupt(&self) -> bool {
+        !self.senders.is_empty()
+    }
 }
 
 impl VmState {

@@ -93,10 +93,12 @@ impl Simulation<'_> {
         match self.kernel {
             // Not halted, and not in guest mode (PF_VCPU), which includes vCPUs whose exits are being handled.
             Kernel::Linux36 => state.place != Place::Halted,
-            // Preempted, and in kernel mode when that happened.
+            // Preempted, and in kernel mode when that happened, or with an interrupt to handle
+            // (kvm_arch_dy_has_pending_interrupt).
             Kernel::Today => {
                 let workload = &self.scenario.vms[state.vm as usize].workload;
-                state.place == Place::Queued && (state.phase != Phase::Think || workload.think_in_kernel)
+                let in_kernel = state.phase != Phase::Think || workload.think_in_kernel;
+                state.place == Place::Queued && (in_kernel || state.has_interrupt())
             }
         }
     }
