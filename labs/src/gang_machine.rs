@@ -59,7 +59,8 @@ pub fn run_scenes_on(pagefold: &Path, shape: MachineShape, scenes: &str, timeout
     let paths = MODULES.map(|name| format!("modules/{name}"));
     let mut programs: Vec<(&Path, &str)> = vec![(&load, "bin/gang-load"), (pagefold, "bin/pagefold")];
     programs.extend(modules.iter().map(PathBuf::as_path).zip(paths.iter().map(String::as_str)));
-    let cpus = shape.cpus.to_string();
+    // A socket for each node: CPUs with a common cache are on one node.
+    let cpus = format!("cpus={},sockets={}", shape.cpus, shape.nodes);
     let (memory, nodes) = (format!("{MEMORY_MIB}M"), node_options(shape));
     let nodes: Vec<&str> = nodes.iter().map(String::as_str).collect();
     let machine = EmulatedMachine {

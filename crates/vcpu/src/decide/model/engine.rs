@@ -571,10 +571,10 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Take the running vCPU off its CPU. It is queued, parked or halted afterwards.
+    /// Take the running vCPU, which was charged until now, off its CPU. It is queued, parked or halted afterwards.
     pub(super) fn stop_current(&mut self, cpu: usize, place: Place) {
         let vcpu = self.cpus[cpu].current;
-        self.charge_current(cpu);
+        debug_assert_eq!(self.cpus[cpu].charged_until, self.now, "it was charged");
         self.leave_guest(vcpu);
         self.keep_interval(cpu);
         let vm = self.vcpus[vcpu as usize].vm as usize;
