@@ -4,7 +4,7 @@
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use anyhow::{Result, anyhow};
-use pagefold_labs::gang_machine::{LoadFigures, load_figures, run_gang_scenes};
+use pagefold_labs::gang_machine::{LoadFigures, load_figures, machine_rates, run_gang_scenes};
 use std::time::Duration;
 
 /// The machine takes a quarter of an hour.
@@ -124,7 +124,6 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         ("no over-commit, KVM", median("kvm-1x4", "gang"), median("kvm-1x4", KERNEL), MIN_RATE_ALONE),
         ("no over-commit, stand-ins", median("threads-1x4", "gang"), median("threads-1x4", KERNEL), MIN_RATE_ALONE),
         ("two wider than the machine, KVM with PLE", median("kvm-2x8-ple", "gang"), median("kvm-2x8-ple", KERNEL), 1.0),
-        ("one of two wider, KVM with PLE", median("kvm-8+4-ple", "gang"), median("kvm-8+4-ple", KERNEL), 1.0),
     ] {
         let ratio = rate.rate / base.rate;
         findings.checks.push(ThresholdCheck {
@@ -133,6 +132,18 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             met: ratio >= target,
         });
     }
+    let wide_rate = |policy: &str| {
+        let mut rates: Vec<f64> =
+            (0..rounds).map(|round| machine_rates(&output, &format!("kvm-8+4-ple-{policy}-{round}"))[0]).collect();
+        rates.sort_by(f64::total_cmp);
+        rates[rounds / 2]
+    };
+    let ratio = wide_rate("gang") / wide_rate(KERNEL);
+    findings.checks.push(ThresholdCheck {
+        claim: "the wider of two, KVM with PLE: at least 1 of the rate".to_owned(),
+        measured: format!("{ratio:.3}"),
+        met: ratio >= 1.0,
+    });
     for scene in SCENES.iter().filter(|scene| scene.is_handed_over) {
         // The same scheduler has the VM then: the rates differ by chance, and the ratio is not a target.
         let line = format!("SAID {}-gang handed over to the kernel's scheduler", scene.load);
