@@ -435,13 +435,13 @@ mod scheduling {
             let Some((since, before)) = self.observed_at.replace((now, times)) else { return Vec::new() };
             let Some((_, after)) = &self.observed_at else { return Vec::new() };
             let interval = now.saturating_duration_since(since);
-            let demand = |(((handle, gang), before), after): (((&Option<_>, &Gang), &_), &_)| {
-                let runnable_vcpus = mean_runnable(before, after, interval);
-                let handle: &Box<dyn pagefold_host::ProcessHandle> = handle.as_ref()?;
-                let usable_cpus = members::count_usable_cpus(self.host, &**handle, &gang.vcpus).ok()?;
-                Some(GangDemand { runnable_vcpus, usable_cpus })
-            };
-            pairs().zip(&before).zip(after).filter_map(demand).collect()
+            let mut demands = Vec::new();
+            for (((handle, gang), before), after) in pairs().zip(&before).zip(after) {
+                let Some(handle) = handle else { continue };
+                let Ok(usable_cpus) = members::count_usable_cpus(self.host, &**handle, &gang.vcpus) else { continue };
+                demands.push(GangDemand { runnable_vcpus: mean_runnable(before, after, interval), usable_cpus });
+            }
+            demands
         }
 
         /// Attaches or detaches the program by what the VMs want.
