@@ -1,6 +1,8 @@
 // The load of tests of `pagefold vcpu gang`: virtual machines whose vCPUs contend for one ticket lock each.
 //
-// Usage: gang-load VMS VCPUS kvm|threads [SPINS [HOGS]]
+// Usage: gang-load VMS VCPUS[,VCPUS...] kvm|threads [SPINS [HOGS]]
+//
+// The machines have these numbers of vCPUs, the last number for all others.
 //
 // kvm: real guests of KVM, of a few instructions without paging. threads: stand-ins, processes with threads that do the
 // same. With SPINS, a vCPU that has spun this often yields: a guest by Hyper-V's hypercall for long spin waits, which KVM
@@ -13,6 +15,7 @@
 //                      the number of vCPUs that neither worked nor spun.
 //   stop, go           stops and continues the machines (and the hogs): they sleep.
 //   hogs N             starts or ends hogs
+//   ext                gives all vCPUs the policy SCHED_EXT
 //
 // The first machine writes the operations of all machines to /run/operations every 10 ms or more.
 // The threads are named like QEMU's vCPUs. It ends with its input.
@@ -54,7 +57,7 @@ static struct shared {
 	int tids[MAX_VMS][MAX_VCPUS];
 } *shared;
 static struct memory *memories[MAX_VMS];
-static int vms, vcpus, is_kvm, max_spins;
+static int vms, vcpus[MAX_VMS], is_kvm, max_spins;
 static pid_t machines[MAX_VMS], hogs[MAX_HOGS];
 
 // The guest. edi: its cell. A turn is 40 rounds of a loop and a pause. It works for 12 to 27 turns, takes the lock, works
@@ -216,7 +219,7 @@ static void write_operations(int file)
 	char text[32];
 	unsigned long long sum = 0;
 	for (int vm = 0; vm < vms; vm++)
-		for (int i = 0; i < vcpus; i++)
+		for (int i = 0; i < vcpus[vm]; i++)
 			sum += memories[vm]->cells[i].operations;
 	// Of a fixed length, so that a reader never sees a part of an old number.
 	if (pwrite(file, text, snprintf(text, sizeof text, "%020llu\n", sum), 0) < 0)
@@ -246,7 +249,7 @@ static void run_machine(int number)
 		if (ioctl(vm_descriptor, KVM_SET_USER_MEMORY_REGION, &region) < 0)
 			die("KVM_SET_USER_MEMORY_REGION");
 	}
-	for (int i = 0; i < vcpus; i++)
+	for (int i = 0; i < vcpus[number]; i++)
 		pthread_create(&threads[i], NULL, run_vcpu, (void *)(intptr_t)i);
 	int counter = number ? -1 : open("/run/operations", O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
 	// A guest leaves KVM_RUN only for a signal.
@@ -255,7 +258,7 @@ static void run_machine(int number)
 		if (counter >= 0 && wakes % 5 == 0)
 			write_operations(counter);
 		if (is_kvm && shared->stops && !stopped)
-			for (int i = 0; i < vcpus; i++)
+			for (int i = 0; i < vcpus[number]; i++)
 				pthread_kill(threads[i], SIGUSR1);
 		stopped = shared->stops;
 	}
@@ -283,6 +286,15 @@ static void set_hogs(int count)
 	}
 }
 
+static void set_ext_policy(void)
+{
+	struct sched_param parameters = { 0 };
+	for (int vm = 0; vm < vms; vm++)
+		for (int i = 0; i < vcpus[vm]; i++)
+			if (sched_setscheduler(shared->tids[vm][i], 7 /* SCHED_EXT */, &parameters))
+				die("SCHED_EXT");
+}
+
 static double seconds(void)
 {
 	struct timespec now;
@@ -307,7 +319,7 @@ static char is_running[MAX_VMS][MAX_VCPUS], is_runnable[MAX_VMS][MAX_VCPUS];
 static int find_thread(int tid, int *vm, int *vcpu)
 {
 	for (*vm = 0; *vm < vms; ++*vm)
-		for (*vcpu = 0; *vcpu < vcpus; ++*vcpu)
+		for (*vcpu = 0; *vcpu < vcpus[*vm]; ++*vcpu)
 			if (shared->tids[*vm][*vcpu] == tid)
 				return 1;
 	return 0;
@@ -379,7 +391,7 @@ static void measure(const char *name, int milliseconds)
 	write_file(TRACING "tracing_on", "1");
 	usleep(50000);
 	for (int vm = 0; vm < vms; vm++)
-		for (int i = 0; i < vcpus; i++) {
+		for (int i = 0; i < vcpus[vm]; i++) {
 			progress[vm][i] = memories[vm]->cells[i].operations + memories[vm]->cells[i].spins;
 			before[vm] += memories[vm]->cells[i].operations;
 			spins -= memories[vm]->cells[i].spins;
@@ -388,7 +400,7 @@ static void measure(const char *name, int milliseconds)
 	double begin = seconds();
 	usleep(milliseconds * 1000);
 	for (int vm = 0; vm < vms; vm++)
-		for (int i = 0; i < vcpus; i++) {
+		for (int i = 0; i < vcpus[vm]; i++) {
 			idle += progress[vm][i] == memories[vm]->cells[i].operations + memories[vm]->cells[i].spins;
 			after[vm] += memories[vm]->cells[i].operations;
 			spins += memories[vm]->cells[i].spins;
@@ -421,7 +433,14 @@ int main(int count, char **arguments)
 		return 2;
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	vms = atoi(arguments[1]);
-	vcpus = atoi(arguments[2]);
+	int all_vcpus = 0;
+	char *widths = arguments[2];
+	for (int vm = 0; vm < vms; vm++) {
+		vcpus[vm] = atoi(widths);
+		all_vcpus += vcpus[vm];
+		if (strchr(widths, ','))
+			widths = strchr(widths, ',') + 1;
+	}
 	is_kvm = !strcmp(arguments[3], "kvm");
 	max_spins = count > 4 ? atoi(arguments[4]) : 0;
 	shared = mmap(0, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -438,7 +457,7 @@ int main(int count, char **arguments)
 		if (!machines[vm])
 			run_machine(vm);
 	}
-	while (shared->ready < vms * vcpus)
+	while (shared->ready < all_vcpus)
 		usleep(2000);
 	printf("READY");
 	for (int vm = 0; vm < vms; vm++)
@@ -451,6 +470,8 @@ int main(int count, char **arguments)
 			measure(name, number);
 		else if (sscanf(line, "hogs %d", &number) == 1)
 			set_hogs(number);
+		else if (!strcmp(line, "ext\n"))
+			set_ext_policy();
 		else
 			shared->stops = !strcmp(line, "stop\n");
 	}

@@ -63,7 +63,8 @@ struct report {
 };
 struct report report SEC(".data.report") = { 0 };
 
-struct gang { s32 runnable, threads, granted, is_chosen; u64 vtime, last_yield; };
+// seated: the runnable threads with a seat.
+struct gang { s32 runnable, threads, granted, is_chosen, seated; u64 vtime, last_yield; };
 struct gang gangs[MAX_GANGS];
 // Runnable threads of a gang that may run on some CPUs only, each counted at one of these.
 s32 seats[MAX_GANGS][MAX_CPUS];
@@ -79,7 +80,7 @@ struct cpu {
 };
 struct cpu cpus[MAX_CPUS];
 
-struct rotation { u32 free, best, need, filler, is_wide, is_early, preempts; s32 seated; u64 best_vtime, has_chosen; };
+struct rotation { u32 free, best, need, filler, is_wide, is_early, preempts, sharing; s32 seated; u64 best_vtime, has_chosen; };
 struct rotation rotation;
 u64 slot_start, slot_end, last_rotation, vtime_now, ordinary_vtime;
 s64 ordinary_credit;
@@ -146,8 +147,10 @@ static void count_runnable(struct thread *t, s32 change)
 	if (t->kind != VCPU)
 		return;
 	__sync_fetch_and_add(&gang_at(t->gang)->runnable, change);
-	if (t->seat >= 0)
+	if (t->seat >= 0) {
 		__sync_fetch_and_add(seats_at(t->gang, t->seat), change);
+		__sync_fetch_and_add(&gang_at(t->gang)->seated, change);
+	}
 }
 
 // Looks up what the thread is, if user space has changed the lists since.
@@ -395,7 +398,10 @@ void gang_enqueue(u64 *arguments)
 		scx_bpf_kick_cpu(number, SCX_KICK_IDLE);
 	} else if (t->kind == VCPU) {
 		scx_bpf_dsq_insert(p, DSQ_GANG(t->gang), 4 * settings.slot_ns, flags);
-		kick_own_cpu(p, t->gang);
+		// In a gang wider than its CPUs, a vCPU that yields leaves its CPU to a sibling, and the others are busy.
+		if (flags & SCX_ENQ_WAKEUP || cpu->owner != t->gang ||
+		    gang_at(t->gang)->runnable <= gang_at(t->gang)->granted)
+			kick_own_cpu(p, t->gang);
 	} else {
 		if (is_before(vtime, ordinary_vtime - slice))
 			vtime = ordinary_vtime - slice;
@@ -734,15 +740,26 @@ bool gang_yield(u64 *arguments)
 	return to != NULL;
 }
 
-// CPUs that the gang lacks for all its runnable vCPUs to run at once, of which some have a seat.
-GLOBAL u32 count_missing(u32 number, u32 usable)
+// CPUs on which runnable vCPUs of the gang can run at once. Those with a seat at the same CPU share it.
+GLOBAL u32 count_width(u32 number, u32 usable)
 {
 	struct gang *gang = gang_at(number);
-	u32 runnable = gang->runnable > 0 ? gang->runnable : 0, missing;
-	if (runnable > usable)
-		runnable = usable;
-	missing = runnable > (u32)gang->granted ? runnable - gang->granted : 0;
-	return missing;
+	u32 runnable = gang->runnable > 0 ? gang->runnable : 0, width;
+	s32 cpu;
+	rotation.sharing = 0;
+	if (gang->seated > 0)
+		FOR_EACH_NUMBER(cpu, 0, settings.cpus)
+			if (*seats_at(number, cpu) > 1)
+				rotation.sharing += *seats_at(number, cpu) - 1;
+	width = runnable > rotation.sharing ? runnable - rotation.sharing : 0;
+	return width < usable ? width : usable;
+}
+
+// CPUs that the gang lacks for that.
+GLOBAL u32 count_missing(u32 number, u32 usable)
+{
+	u32 width = count_width(number, usable), granted = gang_at(number)->granted;
+	return width > granted ? width - granted : 0;
 }
 
 // Whether each CPU is free at which threads of the gang have a seat and which it does not have yet.
@@ -843,7 +860,7 @@ GLOBAL u32 choose_owners(u32 usable)
 		gang->is_chosen = 1;
 		report_at(best)->slots++;
 		rotation.need = count_missing(best, usable);
-		if (gang->runnable > (s32)usable)
+		if (gang->runnable > (s32)count_width(best, usable))
 			rotation.is_wide = 1;
 		grant_cpus(best);
 	}

@@ -2,8 +2,9 @@
 
 use crate::decide::gangs::{Candidate, WEIGHT_RANGE};
 use pagefold_base::process::Process;
-use pagefold_base::{Pid, Reading};
+use pagefold_base::{IdSet, Pid, Reading};
 use pagefold_host::{Host, ProcessHandle, parse};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The hierarchy of cgroups.
 const CGROUP_ROOT: &str = "sys/fs/cgroup";
@@ -36,6 +37,33 @@ pub fn read_threads(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Vec<
     Ok(tids.filter_map(|tid| read(tid).ok()).collect())
 }
 
+/// The time that each of these threads of a process has run or waited for a CPU, in nanoseconds. Threads that have ended
+/// are left out. It counts with `CONFIG_SCHED_INFO`, which is part of all common kernels.
+pub fn read_thread_times(handle: &dyn ProcessHandle, tids: &[Pid]) -> BTreeMap<Pid, u64> {
+    let read = |tid: &Pid| -> Reading<(Pid, u64)> {
+        let times = parse::schedstat(&handle.read(&format!("task/{tid}/schedstat"))?)?;
+        Ok((*tid, times.run_ns.saturating_add(times.wait_ns)))
+    };
+    tids.iter().filter_map(|tid| read(tid).ok()).collect()
+}
+
+/// The number of CPUs that are online and permitted by the affinity of any of these threads.
+///
+/// # Errors
+/// If the CPUs that are online cannot be read.
+pub fn count_usable_cpus(host: &dyn Host, handle: &dyn ProcessHandle, tids: &[Pid]) -> Reading<u32> {
+    let online: IdSet = parse::number_list(&host.read("sys/devices/system/cpu/online")?)?.into_iter().collect();
+    let mut usable = BTreeSet::new();
+    for tid in tids {
+        let Ok(status) = handle.read(&format!("task/{tid}/status")) else { continue };
+        usable.extend(parse::status(&status).allowed_cpus?.intersection(&online).iter());
+        if usable.len() == online.iter().count() {
+            break;
+        }
+    }
+    Ok(u32::try_from(usable.len()).unwrap_or(u32::MAX))
+}
+
 /// The weight of a VM's scope (cgroup v2), which libvirt creates for each VM: `machine-qemu...scope`, with the processes
 /// in a child. Other cgroups are not of a VM, and their weight is shared by all processes in them.
 fn read_weight(host: &dyn Host, cgroup: &str) -> Option<u32> {
@@ -53,6 +81,24 @@ fn read_weight(host: &dyn Host, cgroup: &str) -> Option<u32> {
 mod tests {
     use super::*;
     use pagefold_host::fake_host::FakeHost;
+
+    #[test]
+    fn usable_cpus_are_online_and_permitted_for_any_thread() {
+        let host = FakeHost::booted();
+        host.put_file("sys/devices/system/cpu/online", "0-3,6\n");
+        host.start_process(7, 1);
+        for (tid, allowed) in [(8, "0-1,5"), (9, "1-2")] {
+            host.put_file(&format!("proc/7/task/{tid}/status"), &format!("Cpus_allowed_list:\t{allowed}\n"));
+            host.put_file(&format!("proc/7/task/{tid}/schedstat"), "300 40 2\n");
+        }
+        let handle = host.open(Pid(7)).unwrap();
+        let count = |tids: &[u32]| {
+            count_usable_cpus(&host, &*handle, &tids.iter().map(|tid| Pid(*tid)).collect::<Vec<_>>()).unwrap()
+        };
+        // The thread 10 has ended.
+        assert_eq!((count(&[8]), count(&[8, 9, 10]), count(&[])), (2, 3, 0));
+        assert_eq!(read_thread_times(&*handle, &[Pid(8), Pid(10)]), BTreeMap::from([(Pid(8), 340)]));
+    }
 
     #[test]
     fn weight_is_that_of_the_scope_of_a_machine() {

@@ -15,6 +15,14 @@ pub fn run_report(report: &GangRunReport, style: TextStyle) -> String {
     };
     let seconds = report.scheduled_ms as f64 / 1000.0;
     let _ = writeln!(text, "Policy {}: scheduled for {seconds:.1} s, {end}.", report.policy);
+    if report.handed_over_ms > 0 {
+        let seconds = report.handed_over_ms as f64 / 1000.0;
+        let _ = writeln!(
+            text,
+            "The kernel's own scheduler had the virtual machines for {seconds:.1} s, in which a single one had several \
+             runnable vCPUs, and more of them than CPUs."
+        );
+    }
     if let Some(why) = &report.ejection {
         let _ = writeln!(text, "The kernel: {}", escape_unprintable(why));
     }
@@ -66,13 +74,16 @@ mod tests {
             end: EndReason::Ejected,
             ejection: Some("runnable task stall".to_owned()),
             scheduled_ms: 2500,
+            handed_over_ms: 700,
             rotations: 0,
             ordinary_slots: 0,
             gangs: vec![gang],
             trial: None,
         };
         let text = run_report(&report, TextStyle { width: 100, color: false });
-        for expected in ["throttled-yield: scheduled for 2.5 s, was removed", "runnable task stall", "1.50"] {
+        for expected in
+            ["throttled-yield: scheduled for 2.5 s, was removed", "for 0.7 s", "runnable task stall", "1.50"]
+        {
             assert!(text.contains(expected), "{text}");
         }
         assert!(!text.contains('\u{1b}'), "{text}");

@@ -52,6 +52,9 @@ pub struct GangRunReport {
     pub ejection: Option<String>,
     /// How long it scheduled, in milliseconds.
     pub scheduled_ms: u64,
+    /// How long the kernel's own scheduler had the virtual machines, in milliseconds, because a single one had several
+    /// runnable vCPUs, and more of them than CPUs (policy gang).
+    pub handed_over_ms: u64,
     /// Times at which owners of CPUs were chosen (policy gang).
     pub rotations: u64,
     /// Slots of ordinary tasks (policy gang).

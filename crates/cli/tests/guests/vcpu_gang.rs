@@ -1,7 +1,7 @@
 //! `pagefold vcpu gang`: schedules guests of KVM in an emulated machine, and leaves the kernel's own scheduler behind
 //! however it ends; refuses a kernel without sched_ext.
 
-use pagefold_labs::gang_machine::{load_figures, run_gang_scenes};
+use pagefold_labs::gang_machine::{MachineShape, load_figures, machine_rates, run_scenes_on};
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -56,11 +56,47 @@ gang
 measure pinned-gang 50
 end_gang pinned-gang
 end_load
+load 2 4 kvm
+scope 1 300
+scope 2 100
+targets='--cgroup /machine.slice'
+gang
+measure cgroup 250
+end_gang cgroup
+set -- $(sed -n 's/^READY //p' /run/out)
+targets=\"--pid $1 --pid $2\"
+gang --weight $1=50 --weight $2=150
+measure weight 250
+end_gang weight
+end_load
+load 2 3 kvm 0 1
+allow 7
+taskset -p 8 $(pidof hog) > /run/pin
+say ext
+gang --only-sched-ext
+measure partial 100
+state partial
+end_gang partial
+end_load
+load 2 4,1 kvm 40
+allow 3
+gang
+handed_over
+state handed-over
+measure handed-over 50
+say stop
+returned
+state returned
+end_gang returned
+end_load
 ";
+
+/// The machine of the scenes: the CPUs 0 and 1 are on one node, 2 and 3 on the other.
+const SHAPE: MachineShape = MachineShape { cpus: 4, nodes: 2 };
 
 #[test]
 fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
-    let output = match run_gang_scenes(Path::new(PAGEFOLD_BINARY), 4, SCENES, TIMEOUT) {
+    let output = match run_scenes_on(Path::new(PAGEFOLD_BINARY), SHAPE, SCENES, TIMEOUT) {
         Ok(output) => output,
         Err(why) => {
             println!("skipped: {why}");
@@ -69,10 +105,10 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     };
     let has = |line: &str| assert!(output.lines().any(|found| found.trim_end() == line), "no {line}: {output}");
     let says = |part: &str| assert!(output.contains(part), "{part}: {output}");
-    for name in ["second", "offline", "kept", "throttled", "stranded", "pinned"] {
+    for name in ["second", "offline", "kept", "throttled", "stranded", "pinned", "partial", "returned"] {
         has(&format!("STATE {name} enabled pagefold_gang"));
     }
-    for name in ["end", "killed", "stalled"] {
+    for name in ["end", "killed", "stalled", "handed-over"] {
         has(&format!("STATE {name} disabled"));
     }
     for (name, status) in [("second", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)] {
@@ -96,6 +132,21 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     for name in ["pinned", "pinned-gang"] {
         assert!(load_figures(&output, name).fairness > 0.55, "{name}: {output}");
     }
+    // Selected by their cgroup, with its weight or a given one.
+    says("SAID cgroup scheduling 2 virtual machines with 8 vCPUs with the policy gang");
+    for (name, heavy) in [("cgroup", 0), ("weight", 1)] {
+        let rates = machine_rates(&output, name);
+        let ratio = rates[heavy] / rates[1 - heavy];
+        assert!((2.4..3.6).contains(&ratio), "three times the weight: {name}: {rates:?}: {output}");
+    }
+    // The kernel runs ordinary tasks before threads with the policy SCHED_EXT. The busy one has a CPU of its own, and the
+    // gangs have the other three by their affinity.
+    let partial = load_figures(&output, "partial");
+    assert!(partial.rate > 200_000.0 && partial.corun >= 0.6 && partial.fairness >= 0.9, "{partial:?}: {output}");
+    // Four vCPUs that may use two CPUs cannot run as a whole, and the other machine has a single vCPU.
+    says("SAID returned handed over to the kernel's scheduler");
+    says("SAID returned The kernel's own scheduler had the virtual machines for ");
+    assert_eq!(load_figures(&output, "handed-over").idle_vcpus, 0, "{output}");
     let eevdf = load_figures(&output, "eevdf");
     assert!(gang.corun >= 3.0 * eevdf.corun && gang.rate >= 1.5 * eevdf.rate, "{eevdf:?} {gang:?}");
     let is_fault = |line: &str| line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"));

@@ -55,6 +55,10 @@ pub struct GangArguments {
     /// Leave gaps empty that no whole gang fits in
     #[arg(long)]
     no_gap_filling: bool,
+    /// Schedule gangs also while a single virtual machine has several runnable vCPUs, and more of them than CPUs. Else the
+    /// kernel's own scheduler has the virtual machines in that time. With --metric, the comparison decides instead
+    #[arg(long, conflicts_with = "metric")]
+    no_hand_over: bool,
     /// A command that prints a counter of work done, by which the scheduler is compared with the kernel's own. This or
     /// --keep is needed
     #[arg(long, value_name = "COMMAND", conflicts_with = "keep")]
@@ -121,12 +125,14 @@ mod scheduling {
     use pagefold_base::process::Process;
     use pagefold_base::{Pid, ProcessId};
     use pagefold_census::{ProcessSelection, scan_scope};
+    use pagefold_gang::decide::demand::{GangDemand, HandOver, mean_runnable};
     use pagefold_gang::decide::gangs::{self, Candidate, Gang, VcpuRule};
     use pagefold_gang::decide::{slots, trial};
     use pagefold_gang::program::{Counters, Program, ProgramSettings};
-    use pagefold_gang::wire::{EndReason, GangReport, GangRunReport, TrialReport};
+    use pagefold_gang::wire::{EndReason, GangReport, GangRunReport, TrialReport, VcpuPolicy};
     use pagefold_gang::{members, support, text};
     use pagefold_host::{Host, hold};
+    use std::collections::BTreeMap;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
 
@@ -180,12 +186,18 @@ mod scheduling {
             end_at: options.duration.map(|duration| host.now() + duration),
             scheduled: Duration::ZERO,
             attached_at: None,
+            handed_over: Duration::ZERO,
+            handed_over_at: None,
+            hand_over: options.hands_over().then(HandOver::default),
+            observed_at: None,
             polls: 0,
         };
+        scheduling.observe_demands();
         scheduling.attach()?;
         eprintln!("scheduling {} with the policy {}", describe(&scheduling.gangs), options.policy_name());
         let (end, trial) = scheduling.run(options.metric.as_deref(), options.window)?;
         scheduling.detach();
+        scheduling.end_hand_over();
         let report = scheduling.report(options, end, trial)?;
         if options.json {
             output::print_stdout(&(serde_json::to_string_pretty(&report)? + "\n"))?;
@@ -269,6 +281,11 @@ mod scheduling {
         fn policy_name(&self) -> pagefold_gang::wire::VcpuPolicy {
             self.policy.into()
         }
+
+        /// Whether the kernel's own scheduler gets wide VMs. A comparison decides by itself.
+        fn hands_over(&self) -> bool {
+            self.policy_name() == VcpuPolicy::Gang && self.metric.is_none() && !self.no_hand_over
+        }
     }
 
     struct Scheduling<'a> {
@@ -281,6 +298,12 @@ mod scheduling {
         end_at: Option<Instant>,
         scheduled: Duration,
         attached_at: Option<Instant>,
+        handed_over: Duration,
+        handed_over_at: Option<Instant>,
+        /// Absent if the program keeps wide gangs.
+        hand_over: Option<HandOver>,
+        /// When the threads were read last, with the times that each gang's have run or waited.
+        observed_at: Option<(Instant, Vec<BTreeMap<Pid, u64>>)>,
         polls: u32,
     }
 
@@ -288,7 +311,14 @@ mod scheduling {
         fn attach(&mut self) -> anyhow::Result<()> {
             self.program.attach()?;
             self.attached_at = Some(self.host.now());
+            self.end_hand_over();
             Ok(())
+        }
+
+        fn end_hand_over(&mut self) {
+            if let Some(since) = self.handed_over_at.take() {
+                self.handed_over += self.host.now().saturating_duration_since(since);
+            }
         }
 
         fn detach(&mut self) {
@@ -348,6 +378,7 @@ mod scheduling {
         }
 
         /// Waits until a time, or until a reason to end. Looks for threads that began or ended meanwhile.
+        /// The kernel's own scheduler has the VMs while gangs cannot help, unless a comparison decides.
         fn wait(&mut self, until: Option<Instant>) -> anyhow::Result<Option<EndReason>> {
             loop {
                 let now = self.host.now();
@@ -364,8 +395,12 @@ mod scheduling {
                 let left = next.map_or(POLL_INTERVAL, |next| next.saturating_duration_since(now));
                 self.host.sleep(left.min(POLL_INTERVAL));
                 self.polls += 1;
-                if self.polls.is_multiple_of(POLLS_PER_REFRESH) && !self.refresh()? {
-                    return Ok(Some(EndReason::NoVms));
+                if self.polls.is_multiple_of(POLLS_PER_REFRESH) {
+                    if !self.refresh()? {
+                        return Ok(Some(EndReason::NoVms));
+                    }
+                    let demands = self.observe_demands();
+                    self.adapt(&demands)?;
                 }
             }
         }
@@ -380,6 +415,54 @@ mod scheduling {
             }
             self.program.set_gangs(&self.gangs)?;
             Ok(self.gangs.iter().any(|gang| !gang.vcpus.is_empty()))
+        }
+
+        /// What the VMs wanted since the last call. Empty at the first call.
+        fn observe_demands(&mut self) -> Vec<GangDemand> {
+            if self.hand_over.is_none() {
+                return Vec::new();
+            }
+            let handles: Vec<_> = self.processes.iter().map(|process| hold(self.host, *process).ok()).collect();
+            let pairs = || handles.iter().zip(&self.gangs);
+            let times: Vec<BTreeMap<Pid, u64>> = pairs()
+                .map(|(handle, gang)| {
+                    handle
+                        .as_ref()
+                        .map_or_else(BTreeMap::new, |handle| members::read_thread_times(&**handle, &gang.vcpus))
+                })
+                .collect();
+            let now = self.host.now();
+            let Some((since, before)) = self.observed_at.replace((now, times)) else { return Vec::new() };
+            let Some((_, after)) = &self.observed_at else { return Vec::new() };
+            let interval = now.saturating_duration_since(since);
+            let mut demands = Vec::new();
+            for (((handle, gang), before), after) in pairs().zip(&before).zip(after) {
+                let Some(handle) = handle else { continue };
+                let Ok(usable_cpus) = members::count_usable_cpus(self.host, &**handle, &gang.vcpus) else { continue };
+                demands.push(GangDemand { runnable_vcpus: mean_runnable(before, after, interval), usable_cpus });
+            }
+            demands
+        }
+
+        /// Attaches or detaches the program by what the VMs want.
+        fn adapt(&mut self, demands: &[GangDemand]) -> anyhow::Result<()> {
+            let Some(hand_over) = &mut self.hand_over else { return Ok(()) };
+            match (hand_over.update(demands), self.attached_at.is_some()) {
+                (true, true) => {
+                    self.detach();
+                    self.handed_over_at = Some(self.host.now());
+                    eprintln!(
+                        "handed over to the kernel's scheduler: a single virtual machine has several runnable vCPUs, and \
+                         more of them than CPUs"
+                    );
+                }
+                (false, false) => {
+                    self.attach()?;
+                    eprintln!("scheduling gangs again");
+                }
+                _ => {}
+            }
+            Ok(())
         }
 
         fn report(
@@ -405,6 +488,7 @@ mod scheduling {
                 end,
                 ejection: exit.filter(|_| end == EndReason::Ejected),
                 scheduled_ms: milliseconds(self.scheduled),
+                handed_over_ms: milliseconds(self.handed_over),
                 rotations,
                 ordinary_slots,
                 gangs: gangs.collect(),

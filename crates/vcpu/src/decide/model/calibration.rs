@@ -2,8 +2,9 @@
 //!
 //! The first source is A. Theurer, "KVM and big VMs", KVM Forum 2012: 8 VMs with 20 vCPUs each run dbench in memory on
 //! a host with 80 hardware threads, with Linux 3.6, and a VM with 80 vCPUs boots there. The second is ebizzy in one,
-//! two and three VMs on a host with 80 hardware threads. Its source does not name the kernel nor the width of the VMs:
-//! the model assumes today's kernel and 80 vCPUs each.
+//! two and three VMs of 80 vCPUs on a host with 80 hardware threads (log of Linux commit d73eb57b80b9, with its change).
+//! There the guests wait for interrupts to siblings, whose rate is not published; the model assumes the locks of dbench
+//! and today's kernel instead, so that these figures do not test it.
 
 use super::{HostCosts, Kernel, Scenario, SchedulingPolicy, SimulationSettings, VmSpec, Workload, simulate};
 

@@ -66,8 +66,6 @@ pub(super) enum Activity {
     SpinLimit,
     /// The spin window ended and the vCPU has exited: the host may choose a candidate.
     ExitDone,
-    /// An attempt failed: the host may choose the next candidate.
-    ChooseCandidate,
     /// The locks of both run queues are released.
     LocksDone,
     /// The exit is handled: the guest goes on.
@@ -167,8 +165,8 @@ pub(super) struct VmState {
     pub running: u32,
     counted_since: u64,
     pub last_boosted: u32,
-    /// The tick of the last directed yield.
-    pub yielded_in_tick: u64,
+    /// The end of the tick of the last directed yield, in nanoseconds.
+    pub yields_from: u64,
     /// Whether the gang has the time slice.
     pub selected: bool,
     /// CPU time by the weight of all vCPUs, in nanoseconds (gangs).
@@ -226,6 +224,11 @@ impl Vcpu {
             attempts_left: 0,
         }
     }
+
+    /// Whether it has not handled an interrupt of a sibling yet.
+    pub(super) fn has_interrupt(&self) -> bool {
+        !self.senders.is_empty()
+    }
 }
 
 impl VmState {
@@ -243,7 +246,7 @@ impl VmState {
             running: 0,
             counted_since: 0,
             last_boosted: 0,
-            yielded_in_tick: NO_EVENT_TIME,
+            yields_from: 0,
             selected: false,
             gang_vruntime: 0,
             gang_uncharged: 0,
@@ -499,6 +502,9 @@ impl<'a> Simulation<'a> {
 
     #[inline]
     fn keep_interval(&mut self, cpu: usize) {
+        if self.now <= self.kept.0 {
+            return;
+        }
         let state = &self.cpus[cpu];
         let (start, end) = (state.started_at.max(self.kept.0), self.now.min(self.kept.1));
         if state.current != NO_VCPU && start < end {
@@ -565,10 +571,10 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Take the running vCPU off its CPU. It is queued, parked or halted afterwards.
+    /// Take the running vCPU, which was charged until now, off its CPU. It is queued, parked or halted afterwards.
     pub(super) fn stop_current(&mut self, cpu: usize, place: Place) {
         let vcpu = self.cpus[cpu].current;
-        self.charge_current(cpu);
+        debug_assert_eq!(self.cpus[cpu].charged_until, self.now, "it was charged");
         self.leave_guest(vcpu);
         self.keep_interval(cpu);
         let vm = self.vcpus[vcpu as usize].vm as usize;
@@ -733,7 +739,6 @@ impl<'a> Simulation<'a> {
             Activity::PhaseEnd => self.end_phase(cpu, vcpu),
             Activity::ExitDone => self.exit_on_spin(cpu, vcpu),
             Activity::SpinLimit => self.halt_in_lock(cpu, vcpu),
-            Activity::ChooseCandidate => self.choose_candidate(cpu, vcpu),
             Activity::LocksDone => self.finish_directed_yield(cpu, vcpu),
             Activity::EnterGuest if self.cpus[cpu].need_resched => self.schedule(cpu),
             Activity::EnterGuest => self.enter_guest(cpu, vcpu, self.now),

@@ -9,13 +9,16 @@ pub(crate) const NO_EVENT_TIME: u64 = u64::MAX;
 /// Bits of a key that hold the source.
 const SOURCE_BITS: u32 = 13;
 
+/// Nodes of the largest tree. The size is fixed, so that an index needs no check.
+const MAX_NODES: usize = 2 << SOURCE_BITS;
+
 /// Pending times of all sources, with the earliest on top. Ties go to the source with the smaller index.
 #[derive(Debug)]
 pub(crate) struct EventQueue {
     /// Leaves of the tree: a power of two.
     width: usize,
     /// The earliest event below each node; node 1 is the root. An event is its time in nanoseconds above its source.
-    keys: Vec<u64>,
+    keys: Box<[u64; MAX_NODES]>,
 }
 
 impl EventQueue {
@@ -26,22 +29,20 @@ impl EventQueue {
     pub(crate) fn new(sources: usize) -> Self {
         debug_assert!(sources <= Self::MAX_SOURCES, "sources fit into a key");
         let width = sources.next_power_of_two().max(2);
-        Self { width, keys: vec![NO_EVENT_TIME; 2 * width] }
+        let keys = vec![NO_EVENT_TIME; MAX_NODES].into_boxed_slice();
+        Self { width, keys: keys.try_into().unwrap_or_else(|_| unreachable!("the length is fixed")) }
     }
 
     /// Set the time of the pending event of `source`, in nanoseconds: less than 2^51, which is 26 days, or [`NO_EVENT_TIME`].
     #[inline]
     pub(crate) fn set(&mut self, source: usize, time: u64) {
-        let mut node = self.width + source;
+        let mut node = (self.width + source) % MAX_NODES;
         let mut key = if time == NO_EVENT_TIME { NO_EVENT_TIME } else { (time << SOURCE_BITS) | source as u64 };
-        let keys = self.keys.as_mut_slice();
-        if keys[node] == key {
-            return;
-        }
+        let keys = &mut *self.keys;
         keys[node] = key;
         while node > 1 {
             key = key.min(keys[node ^ 1]);
-            node >>= 1;
+            node /= 2;
             keys[node] = key;
         }
     }

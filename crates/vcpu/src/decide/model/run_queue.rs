@@ -62,6 +62,15 @@ impl Entity {
     }
 }
 
+/// A waiting vCPU, in the order of virtual run times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Waiting {
+    vruntime: i64,
+    vcpu: u32,
+    /// In [`RunQueue::queued`].
+    position: usize,
+}
+
 /// The vCPUs that wait for one CPU.
 #[derive(Debug)]
 pub(crate) struct RunQueue {
@@ -176,11 +185,14 @@ impl RunQueue {
 
     /// Take the vCPU that runs next out of the queue.
     pub(crate) fn pick(&mut self, entities: &mut [Entity]) -> Option<u32> {
-        let picked = match self.scheduler {
+        let position = match self.scheduler {
             Scheduler::Cfs36 => self.pick_cfs(entities),
             Scheduler::Eevdf => self.pick_eevdf(entities),
         }?;
-        self.remove(picked);
+        let picked = self.queued.swap_remove(position);
+        if self.next_buddy == picked {
+            self.next_buddy = NO_VCPU;
+        }
         self.skip_buddy = NO_VCPU;
         let entity = &mut entities[picked as usize];
         entity.picked_at_cpu_time = entity.cpu_time;
@@ -188,41 +200,48 @@ impl RunQueue {
     }
 
     /// `pick_next_entity` of Linux 3.6: the leftmost entity, unless a buddy is within the wake-up granularity of it.
-    fn pick_cfs(&self, entities: &[Entity]) -> Option<u32> {
-        let key = |vcpu: u32| (entities[vcpu as usize].vruntime, vcpu);
-        let (mut leftmost, mut second, mut buddy_waits) = ((i64::MAX, NO_VCPU), (i64::MAX, NO_VCPU), false);
-        for &vcpu in &self.queued {
-            let key = key(vcpu);
-            buddy_waits |= vcpu == self.next_buddy;
-            if key < leftmost {
+    fn pick_cfs(&self, entities: &[Entity]) -> Option<usize> {
+        let (mut leftmost, mut second, mut buddy) = (None, None, None);
+        for (position, &vcpu) in self.queued.iter().enumerate() {
+            let waiting = Waiting { vruntime: entities[vcpu as usize].vruntime, vcpu, position };
+            if vcpu == self.next_buddy {
+                buddy = Some(waiting);
+            }
+            if leftmost.is_none_or(|leftmost| waiting < leftmost) {
                 second = leftmost;
-                leftmost = key;
-            } else if key < second {
-                second = key;
+                leftmost = Some(waiting);
+            } else if second.is_none_or(|second| waiting < second) {
+                second = Some(waiting);
             }
         }
-        let is_near = |vcpu: u32| {
-            let entity = &entities[vcpu as usize];
-            entity.vruntime - leftmost.0 <= entity.scaled(CFS_WAKEUP_GRANULARITY_NS)
+        let leftmost = leftmost?;
+        let is_near = |waiting: &Waiting| {
+            let granularity = entities[waiting.vcpu as usize].scaled(CFS_WAKEUP_GRANULARITY_NS);
+            waiting.vruntime - leftmost.vruntime <= granularity
         };
-        if buddy_waits && is_near(self.next_buddy) {
-            return Some(self.next_buddy);
-        }
-        if self.skip_buddy == leftmost.1 && second.1 != NO_VCPU && is_near(second.1) {
-            return Some(second.1);
-        }
-        (leftmost.1 != NO_VCPU).then_some(leftmost.1)
+        let second = second.filter(|_| self.skip_buddy == leftmost.vcpu);
+        let picked = buddy.filter(is_near).or_else(|| second.filter(is_near)).unwrap_or(leftmost);
+        Some(picked.position)
     }
 
     /// `pick_eevdf`: the eligible entity with the earliest deadline, or an eligible buddy (`PICK_BUDDY`).
-    fn pick_eevdf(&self, entities: &[Entity]) -> Option<u32> {
+    fn pick_eevdf(&self, entities: &[Entity]) -> Option<usize> {
         let mean = self.mean_vruntime(NO_VCPU, entities);
-        let is_eligible = |vcpu: u32| entities[vcpu as usize].vruntime <= mean;
-        if self.next_buddy != NO_VCPU && self.queued.contains(&self.next_buddy) && is_eligible(self.next_buddy) {
-            return Some(self.next_buddy);
+        let mut earliest: Option<(i64, u32, usize)> = None;
+        for (position, &vcpu) in self.queued.iter().enumerate() {
+            let entity = &entities[vcpu as usize];
+            if entity.vruntime > mean {
+                continue;
+            }
+            if vcpu == self.next_buddy {
+                return Some(position);
+            }
+            let key = (entity.deadline, vcpu, position);
+            if earliest.is_none_or(|earliest| key < earliest) {
+                earliest = Some(key);
+            }
         }
-        let deadline = |vcpu: &u32| (entities[*vcpu as usize].deadline, *vcpu);
-        self.queued.iter().copied().filter(|&vcpu| is_eligible(vcpu)).min_by_key(deadline)
+        earliest.map(|(_, _, position)| position)
     }
 
     /// Whether the timer tick ends the time slice of the running vCPU.

@@ -38,12 +38,12 @@ impl Simulation<'_> {
         if self.policy == SchedulingPolicy::ThrottledYield
             && self.vcpus[vcpu as usize].search_left == self.vms[vm].vcpu_count
         {
-            let tick = self.now / self.scenario.costs.tick_ns;
-            if self.vms[vm].yielded_in_tick == tick {
+            if self.now < self.vms[vm].yields_from {
                 self.yield_plainly(cpu, vcpu);
                 return;
             }
-            self.vms[vm].yielded_in_tick = tick;
+            let tick_ns = self.scenario.costs.tick_ns;
+            self.vms[vm].yields_from = (self.now / tick_ns + 1) * tick_ns;
         }
         let before = self.vcpus[vcpu as usize].search_left;
         let candidate = self.next_candidate(vcpu);
@@ -70,12 +70,13 @@ impl Simulation<'_> {
         let (mut left, mut next) = (state.search_left, state.search_next);
         let mut candidate = None;
         if state.attempts_left > 0 {
-            while left > 0 && candidate.is_none() {
+            while left > 0 {
                 left -= 1;
                 next = if next + 1 >= count { 0 } else { next + 1 };
                 let sibling = first + next;
                 if sibling != me && self.is_candidate(sibling) && self.passes_eligibility(sibling) {
                     candidate = Some(sibling);
+                    break;
                 }
             }
         }
@@ -92,10 +93,12 @@ impl Simulation<'_> {
         match self.kernel {
             // Not halted, and not in guest mode (PF_VCPU), which includes vCPUs whose exits are being handled.
             Kernel::Linux36 => state.place != Place::Halted,
-            // Preempted, and in kernel mode when that happened.
+            // Preempted, and in kernel mode when that happened, or with an interrupt to handle
+            // (kvm_arch_dy_has_pending_interrupt).
             Kernel::Today => {
                 let workload = &self.scenario.vms[state.vm as usize].workload;
-                state.place == Place::Queued && (state.phase != Phase::Think || workload.think_in_kernel)
+                let in_kernel = state.phase != Phase::Think || workload.think_in_kernel;
+                state.place == Place::Queued && (in_kernel || state.has_interrupt())
             }
         }
     }
@@ -121,13 +124,13 @@ impl Simulation<'_> {
         let state = &self.vcpus[candidate as usize];
         if state.place != Place::Queued || state.cpu as usize != target {
             self.outcome.failed_yields += 1;
-            self.set_activity(cpu, self.now, Activity::ChooseCandidate);
+            self.choose_candidate(cpu, vcpu);
             return;
         }
         if self.kernel == Kernel::Today && self.both_queues_have_one_task(cpu, target) {
             self.outcome.failed_yields += 1;
             self.vcpus[vcpu as usize].attempts_left -= 1;
-            self.set_activity(cpu, self.now, Activity::ChooseCandidate);
+            self.choose_candidate(cpu, vcpu);
             return;
         }
         self.outcome.directed_yields += 1;
