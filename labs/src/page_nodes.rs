@@ -38,7 +38,9 @@ pub fn run(arguments: &PageNodeArguments) -> Result<()> {
         if arguments.merged {
             let entries = handle.mappings(region.range).map_err(|why| anyhow!("{why}"))?;
             let pages = entries.iter().zip(&status).filter_map(|(entry, node)| Some((entry.frame?, *node)));
-            let (frames, nodes): (Vec<Pfn>, Vec<i32>) = pages.unzip();
+            let mut pages: Vec<(Pfn, i32)> = pages.collect();
+            pages.sort_unstable();
+            let (frames, nodes): (Vec<Pfn>, Vec<i32>) = pages.into_iter().unzip();
             let flags = host.frame_flags(&frames).map_err(|why| anyhow!("{why}"))?;
             for (_, node) in flags.iter().zip(nodes).filter(|(flags, _)| flags.is_ksm()) {
                 *merged.entry(node).or_default() += 1;
