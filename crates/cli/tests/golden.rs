@@ -54,7 +54,6 @@ const VM_COMMANDS: &[(&str, &[&str])] = &[
     // The host with one node has no node 1.
     ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
     ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "0", "--json"]),
-    // A recording does not have the node of each page: this is refused where machines would move.
     ("numa-apply.txt", &["numa", "apply", "--dry-run", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
 ];
 

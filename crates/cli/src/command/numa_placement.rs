@@ -130,8 +130,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     };
     let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(|why| match why {
         Absent::NotOnThisKernel if global.host != "live" => anyhow::anyhow!(
-            "a recording does not have the node of each page, which the steps depend on: use `pagefold numa plan` or \
-             `pagefold numa predict`"
+            "the recording does not have the pages of each machine, which the steps depend on: record all of these \
+             machines, or select others with --vm"
         ),
         why => cannot_read(why, global),
     })?;
