@@ -103,7 +103,7 @@ fi
 
 # A recent kernel, for guests with features that Debian's stable kernel lacks (PAGEMAP_SCAN: Linux 6.7). It comes from
 # Debian's backports, by package lists of its own, so that the system's lists stay as they are.
-if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/kvm-amd.ko" ]; then
+if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/mq-deadline.ko" ]; then
     mkdir -p "$work/apt/lists/partial"
     echo "deb http://deb.debian.org/debian trixie-backports main" > "$work/apt/sources.list"
     set -- -q -o "Dir::Etc::SourceList=$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
@@ -120,7 +120,8 @@ if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/kvm-amd.ko"
         (cd "$work/recent" && apt-get "$@" download "$package" "$modules" >&2 &&
             for file in ./*.deb; do dpkg -x "$file" kernel; done)
         mkdir "$work/modules-recent"
-        for module in virt/lib/irqbypass arch/x86/kvm/kvm arch/x86/kvm/kvm-amd; do
+        for module in virt/lib/irqbypass arch/x86/kvm/kvm arch/x86/kvm/kvm-amd drivers/net/tun drivers/net/tap \
+            drivers/vhost/vhost_iotlb drivers/vhost/vhost drivers/vhost/vhost_net block/mq-deadline; do
             xz -dc "$work"/recent/kernel/usr/lib/modules/*/kernel/"$module".ko.xz > "$work/modules-recent/${module##*/}.ko"
         done
         rm -rf "$cache/modules-recent"

@@ -6,6 +6,7 @@ mod advise;
 mod fleet;
 mod layout;
 mod move_loop;
+mod page_nodes;
 mod place;
 mod seccomp_refusal;
 mod self_checking_threads;
@@ -76,6 +77,8 @@ enum LabCommand {
     Place(place::PlaceArguments),
     /// Move the private memory of a process to a NUMA node by a bare loop, and print the seconds
     MoveLoop(move_loop::MoveLoopArguments),
+    /// Print the NUMA nodes of pages of a process, page by page, or of those that KSM has merged
+    PageNodes(page_nodes::PageNodeArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     KilledWithParent {
@@ -219,6 +222,7 @@ fn main() -> ExitCode {
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::MoveLoop(arguments) => move_loop::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::PageNodes(arguments) => page_nodes::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),
     };
     outcome.unwrap_or_else(|error| {

@@ -6,7 +6,7 @@
 
 use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -40,6 +40,9 @@ const HOST_COMMANDS: &[(&str, &[&str])] = &[
     ("tune-database.txt", &["tune", "plan", "--profile", "database"]),
     ("tune-htc.txt", &["tune", "plan", "--profile", "htc"]),
     ("tune-verify.txt", &["tune", "verify", "--guest-agent"]),
+    // No recording has a state directory, so no placement is in force.
+    ("numa-verify.txt", &["--state", "/nonexistent/pagefold", "numa", "verify"]),
+    ("numa-verify.json", &["--state", "/nonexistent/pagefold", "numa", "verify", "--json"]),
 ];
 
 /// The same for recordings with virtual machines. `numa plan` ends its search before the deadline, because the hosts are
@@ -51,11 +54,18 @@ const VM_COMMANDS: &[(&str, &[&str])] = &[
     // The host with one node has no node 1.
     ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
     ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "0", "--json"]),
+    ("numa-apply.txt", &["numa", "apply", "--dry-run", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
 ];
 
 /// The recorded hosts with what [`HOST_COMMANDS`] read, and whether they have virtual machines.
-const AUDITED_HOSTS: &[(&str, bool)] =
-    &[("four-nodes", true), ("libvirt-domain", true), ("no-kvm", false), ("two-nodes", true)];
+const AUDITED_HOSTS: &[(&str, bool)] = &[
+    ("four-nodes", true),
+    ("kvm-host", true),
+    ("kvm-host-tuned", true),
+    ("libvirt-domain", true),
+    ("no-kvm", false),
+    ("two-nodes", true),
+];
 
 /// All commands for a recording.
 fn commands_for(recording: &str) -> Vec<(&'static str, &'static [&'static str])> {
@@ -166,6 +176,40 @@ fn output_over_every_recording_matches_golden_files() {
         "the output differs from fixtures/expected; if the new output is correct, run with UPDATE_GOLDEN=1:\n{}",
         differences.join("\n")
     );
+}
+
+/// The verdicts of each rule over all recordings: a line for each rule. Verdicts that a rule never gives here have a
+/// constructed case in `crates/doctor/src/decide/tests/coverage.rs`.
+fn recorded_verdicts() -> String {
+    let mut verdicts: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    let word = |value: &Value| value.as_str().unwrap().to_owned();
+    for recording in recording_names() {
+        let report = json_on_recording(&recording, &["doctor", "--guest-agent", "--json"]);
+        for finding in report["findings"].as_array().unwrap() {
+            verdicts.entry(word(&finding["rule"])).or_default().insert(word(&finding["verdict"]));
+        }
+    }
+    let is_judged = |verdicts: &&BTreeSet<String>| verdicts.iter().any(|verdict| JUDGMENTS.contains(&&**verdict));
+    let judged = verdicts.values().filter(is_judged).count();
+    let mut text = format!("{judged} of {} rules judge a recorded host: ok, warn or fail\n", verdicts.len());
+    for (rule, verdicts) in verdicts {
+        text += &format!("{rule}: {}\n", verdicts.into_iter().collect::<Vec<_>>().join(", "));
+    }
+    text
+}
+
+/// The verdicts that say how a host is, and not that a rule does not apply or a value is missing.
+const JUDGMENTS: [&str; 3] = ["ok", "warn", "fail"];
+
+#[test]
+fn verdicts_over_all_recordings_match_their_list() {
+    let path = fixtures_path().join("expected/rule-verdicts.txt");
+    let verdicts = recorded_verdicts();
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::write(path, verdicts).unwrap();
+        return;
+    }
+    assert_eq!(verdicts, fs::read_to_string(path).unwrap(), "if this is right, run with UPDATE_GOLDEN=1");
 }
 
 #[test]

@@ -38,6 +38,7 @@ use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::guest_agent::{self, GuestQuestion};
+use pagefold_host::observe::NumaNodes;
 use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::BTreeMap;
@@ -301,6 +302,19 @@ impl ProcessHandle for RecordedProcess<'_> {
 
     fn ask_monitor(&self, questions: &[MonitorQuestion], _: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         self.read_answers(qemu_monitor::RECORD_FOLDER, questions.iter().map(|question| question.record_path()))
+    }
+
+    /// The nodes of the frames. The zero page has none, as for move_pages(2).
+    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        let nodes = NumaNodes::read(self.recording)?;
+        let entries = self.mappings(range)?;
+        if entries.iter().any(|entry| entry.present && entry.frame.is_none()) {
+            return Err(Absent::Denied);
+        }
+        let frames: Vec<Pfn> = entries.iter().filter_map(|entry| entry.frame).collect();
+        let mut flags = self.recording.frame_flags(&frames)?.into_iter();
+        let mut node = |frame| flags.next().filter(|flags| !flags.is_zero_page()).map(|_| nodes.node_of_frame(frame));
+        Ok(entries.iter().map(|entry| entry.frame).map(|frame| frame.and_then(&mut node)).collect())
     }
 
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {

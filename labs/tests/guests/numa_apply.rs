@@ -88,6 +88,24 @@ fn state(scenes: &Scenes, name: &str) -> State {
     }
 }
 
+/// The nodes of the pages of mappings in a scene, page by page, by the status of move_pages(2), in the order of addresses.
+fn page_nodes(scenes: &Scenes, name: &str) -> Vec<Vec<u64>> {
+    let prefix = format!("PAGES {name} ");
+    let number = |text: &str| -> u64 { text.parse().unwrap_or_else(|_| panic!("{name}: {text}")) };
+    let run = |word: &str| {
+        let (node, pages) = word.split_once('*').unwrap_or_else(|| panic!("{name}: {word}"));
+        vec![number(node); number(pages) as usize]
+    };
+    let lines = scenes.output.lines().filter_map(|line| line.strip_prefix(&*prefix));
+    lines.map(|line| line.split(' ').flat_map(run).collect()).collect()
+}
+
+/// The merged pages of a process in a scene that are on a node.
+fn merged_pages_on(scenes: &Scenes, name: &str, node: u64) -> u64 {
+    let [pages] = &page_nodes(scenes, name)[..] else { panic!("{name}: {}", scenes.output) };
+    pages.iter().filter(|on| **on == node).count() as u64
+}
+
 fn check_daemon(scenes: &Scenes) {
     let before = state(scenes, "arrived-before");
     assert!(before.node_pages[0] >= 12_288, "{before:?}");
@@ -228,6 +246,13 @@ fn check_apply_and_undo(scenes: &Scenes) {
     let files = after.node_pages[0] as f64 / (after.node_pages[0] + after.node_pages[1]) as f64;
     assert!((share("measured_remote_share") - files).abs() <= 0.01, "{report} {after:?}");
 
+    // Of its own memory, each page is where the report says.
+    for (name, node) in [("free-before", 0), ("free-applied", 1), ("free-undone", 0)] {
+        let mut found = page_nodes(scenes, name);
+        found.sort_by_key(Vec::len);
+        assert_eq!(found, [vec![node; 4096], vec![node; 14_000]], "{name}");
+    }
+
     let verified = scenes.json("verify");
     assert_eq!((scenes.exit("verify"), &verified["machines"][0]["state"]), (0, &"as_planned".into()), "{verified}");
     assert!(scenes.json("again")["moved_pages"].as_u64().unwrap() <= 64);
@@ -287,13 +312,18 @@ fn check_merged_pages(scenes: &Scenes) {
     let moved = report["machines"][0]["moved_pages"].as_u64().unwrap();
     assert!((number("moved_bytes") / 4096).abs_diff(moved) <= 64, "{moved} moved: {predicted}");
     assert!(number("kept_merged_pages").abs_diff(kept) <= 64, "{kept} kept: {predicted}");
-    let dragged = state(scenes, "right-dragged").node_pages[1] - neighbor.node_pages[1];
     let neighbors = predicted["dragged_neighbors"].as_array().unwrap();
     assert_eq!(neighbors.len(), 1, "{predicted}");
-    // Libraries of both move along.
-    let most = number("kept_merged_pages") + number("kept_file_pages") + 64;
-    let merged = neighbors[0]["pages"].as_u64().unwrap();
-    assert!((merged..=most).contains(&dragged), "{dragged} dragged: {predicted}");
+    let predicted_pages = neighbors[0]["pages"].as_u64().unwrap();
+    for name in ["left", "right"] {
+        let [before, dragged] = ["before", "dragged"].map(|scene| format!("{name}-merged-{scene}"));
+        let (before, dragged) = ([0, 1].map(|node| merged_pages_on(scenes, &before, node)), dragged);
+        assert!(before[0] >= 1900 && before[1] == 0, "{name}: {before:?}");
+        assert_eq!(merged_pages_on(scenes, &dragged, 0), 0, "{name}: all merged frames follow the cgroup");
+        let dragged = merged_pages_on(scenes, &dragged, 1);
+        assert!(dragged.abs_diff(predicted_pages) <= MAX_TOUCHED_PAGES, "{name}: {dragged} dragged: {predicted}");
+    }
+    assert_eq!(page_nodes(scenes, "right-dragged"), [vec![0; 1000]], "the neighbor's own pages stay");
     assert_eq!(number("copies_before_bytes"), 0, "both run on node 0");
     assert_eq!(number("copies_after_bytes"), number("shared_frames") * 4096, "each node would need a copy");
     assert_eq!(scenes.exit("cpuset-refused"), 2);

@@ -128,7 +128,13 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         }
         None => planned_targets(&problem, &plan_within(&*host, &problem, options.plan.deadline)),
     };
-    let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(cannot_read)?;
+    let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(|why| match why {
+        Absent::NotOnThisKernel if global.host != "live" => anyhow::anyhow!(
+            "the recording does not have the pages of each machine, which the steps depend on: record all of these \
+             machines, or select others with --vm"
+        ),
+        why => cannot_read(why, global),
+    })?;
     let placed: Vec<PlacedMachine> =
         targets.iter().zip(&prepared).map(|(target, prepared)| PlacedMachine::new(&map, target, prepared)).collect();
     let machines: Vec<(PlacedMachine, PreparedMachine, u64)> = placed
@@ -159,8 +165,13 @@ fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Res
     Ok(sessions)
 }
 
-fn cannot_read(why: Absent) -> anyhow::Error {
-    anyhow::anyhow!("cannot read the memory of a machine ({why}): run as root")
+fn cannot_read(why: Absent, global: &GlobalOptions) -> anyhow::Error {
+    match why {
+        Absent::Denied => {
+            anyhow::anyhow!("cannot read the memory of a machine: {why}. {}", host_selection::permission_remedy(global))
+        }
+        why => anyhow::anyhow!("cannot read the memory of a machine: {why}"),
+    }
 }
 
 /// The machines that a plan moves, with the pages to move.
@@ -250,7 +261,7 @@ fn carry_out(
 ) -> anyhow::Result<NumaApplyReport> {
     let host = sessions.memory.host();
     let limits = ApplyLimits { bandwidth: options.bandwidth, headroom_share: options.plan.headroom };
-    let boot = session::read_boot_id(host).map_err(cannot_read)?;
+    let boot = session::read_boot_id(host).map_err(|why| cannot_read(why, global))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
     record.forget_ended(host);
@@ -293,7 +304,7 @@ pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::
         Absent::NotOnThisKernel if global.host != "live" => {
             anyhow::anyhow!("the recording lacks the boot of its host: record it again with this version of pagefold")
         }
-        why => cannot_read(why),
+        why => cannot_read(why, global),
     })?;
     let record = match StateDirectory::open(&global.state) {
         Ok(directory) => PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?,
@@ -352,7 +363,7 @@ pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Resu
     let host = open_live_host(global)?;
     let mut sessions = begin_sessions(&*host, global)?;
     let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
-    let boot = session::read_boot_id(&*host).map_err(cannot_read)?;
+    let boot = session::read_boot_id(&*host).map_err(|why| cannot_read(why, global))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     PlacementRecord { boot, ..PlacementRecord::default() }
         .store(&directory)

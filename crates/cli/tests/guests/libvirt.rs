@@ -16,6 +16,8 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+mod tuned_definitions;
+
 /// Memory sizes of each domain in MiB; its name comes first. All hold the same 24 MiB, and 4 MiB of their own; the
 /// owner of the last domain forbids merging. The first one has an iothread.
 const SHARING_GUEST: &str = "112:24:4";
@@ -437,6 +439,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
         check_numa_placement(&mut libvirt);
     }
     check_definitions(&mut libvirt);
+    tuned_definitions::check_tuned_definitions(&mut libvirt);
     // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.
     let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();

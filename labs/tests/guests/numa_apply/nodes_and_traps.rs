@@ -1,6 +1,6 @@
 //! A machine over four nodes, and memory, CPUs and nodes with which a placement must not end half done.
 
-use super::{MAX_TOUCHED_PAGES, State, state};
+use super::{MAX_TOUCHED_PAGES, State, page_nodes, state};
 use pagefold_labs::scenes::Scenes;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -96,6 +96,24 @@ fn machine_layouts(scenes: &Scenes, name: &str) -> Vec<BTreeMap<u64, u64>> {
     found
 }
 
+/// The node of each page of the machine's virtual nodes. All of their memory is in use.
+fn machine_page_nodes(scenes: &Scenes, name: &str) -> Vec<Vec<u64>> {
+    let mut found = page_nodes(scenes, name);
+    let sizes: Vec<u64> = found.iter().map(|pages| pages.len() as u64).collect();
+    assert_eq!(sizes, [VIRTUAL_NODE_PAGES; 4], "{name}");
+    found.reverse();
+    found
+}
+
+/// Asserts that each page of each virtual node is on the node of its layout, which has one node for each of them.
+fn assert_pages_are_on(scenes: &Scenes, name: &str, layouts: &[BTreeMap<u64, u64>]) {
+    for (pages, layout) in machine_page_nodes(scenes, name).iter().zip(layouts) {
+        let [node] = &layout.keys().collect::<Vec<_>>()[..] else { panic!("{layout:?}") };
+        let elsewhere = pages.iter().filter(|on| on != node).count();
+        assert_eq!(elsewhere, 0, "{name}: pages that are not on node {node}");
+    }
+}
+
 fn outcome(scenes: &Scenes, name: &str) -> (i32, Value) {
     (scenes.exit(name), scenes.json(name)["outcome"].clone())
 }
@@ -114,6 +132,11 @@ pub fn check_four_nodes(scenes: &Scenes) {
     let interleaved: BTreeMap<u64, u64> = (0..4).map(|node| (node, VIRTUAL_NODE_PAGES / 4)).collect();
     assert_eq!(before, vec![interleaved; 4]);
     assert_eq!(mapped(scenes, "quad-map-before"), before);
+    // The kernel interleaves by the page's position in its mapping.
+    let pages_before = machine_page_nodes(scenes, "quad-before");
+    for pages in &pages_before {
+        assert!(pages.iter().zip(&pages[1..]).all(|(node, next)| *next == (node + 1) % 4), "{pages:?}");
+    }
 
     let report = scenes.json("quad");
     assert_eq!(outcome(scenes, "quad"), (0, "done".into()), "{report}");
@@ -124,13 +147,16 @@ pub fn check_four_nodes(scenes: &Scenes) {
     let planned: Vec<BTreeMap<u64, u64>> = planned.collect();
     assert_eq!(machine_layouts(scenes, "quad"), planned, "{report}");
     assert_eq!(mapped(scenes, "quad-map"), planned, "{report}");
+    assert_pages_are_on(scenes, "quad", &planned);
 
     let requested: Vec<BTreeMap<u64, u64>> =
         [1, 2, 3, 0].map(|node| BTreeMap::from([(node, VIRTUAL_NODE_PAGES)])).to_vec();
     assert_eq!(outcome(scenes, "rotated"), (0, "done".into()), "{}", scenes.json("rotated"));
     assert_eq!(machine_layouts(scenes, "rotated"), requested);
+    assert_pages_are_on(scenes, "rotated", &requested);
     assert_eq!(scenes.exit("quad-undo"), 0);
     assert_eq!(machine_layouts(scenes, "quad-undone"), before);
+    assert_eq!(machine_page_nodes(scenes, "quad-undone"), pages_before, "each page is on its former node");
 }
 
 pub fn check_hugetlb(scenes: &Scenes) {
