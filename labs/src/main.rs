@@ -7,6 +7,7 @@ mod fleet;
 mod layout;
 mod move_loop;
 mod place;
+mod record_policies;
 mod seccomp_refusal;
 mod self_checking_threads;
 mod vcpu_threads;
@@ -76,6 +77,10 @@ enum LabCommand {
     Place(place::PlaceArguments),
     /// Move the private memory of a process to a NUMA node by a bare loop, and print the seconds
     MoveLoop(move_loop::MoveLoopArguments),
+    /// Record the scheduler under four policies, with guests of emulated KVM in an emulated machine (minutes)
+    ///
+    /// `labs/setup.sh` prepares what it needs.
+    RecordPolicies(record_policies::RecordPoliciesArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     KilledWithParent {
@@ -218,6 +223,7 @@ fn main() -> ExitCode {
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::RecordPolicies(arguments) => record_policies::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::MoveLoop(arguments) => move_loop::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),
     };
