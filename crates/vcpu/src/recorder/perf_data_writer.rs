@@ -97,7 +97,8 @@ impl<W: Write + Seek> PerfDataWriter<W> {
         let attribute_bytes = self.description.events.len() as u64 * ATTRIBUTE_ENTRY_BYTES;
         let features = sections.iter().fold(0, |features, (feature, _)| features | 1 << feature);
         self.file.seek(SeekFrom::Start(0))?;
-        self.file.write_all(b"PERFILE2".map(|byte| byte).as_slice())?;
+        // A number, by which readers find out the order of bytes.
+        self.file.write_all(&u64::from_le_bytes(*b"PERFILE2").to_ne_bytes())?;
         self.file.write_all(&numbers(&[
             HEADER_BYTES,
             ATTRIBUTE_ENTRY_BYTES,

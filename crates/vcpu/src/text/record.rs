@@ -35,7 +35,7 @@ mod tests {
         let report = VcpuRecordReport::new("a\u{1b}.data".to_owned(), 2048, summary);
         let text = render(&report, TextStyle::default()).split_whitespace().collect::<Vec<_>>().join(" ");
         for expected in
-            ["12,345 events of 1 CPU", "a\\u{1b}.data (2.0 KiB)", "67 more events were lost", "larger --buffer"]
+            ["12,345 events of 1 CPU", "a\\u{1b}.data (2.00 KiB)", "67 more events were lost", "larger --buffer"]
         {
             assert!(text.contains(expected), "{expected}: {text}");
         }

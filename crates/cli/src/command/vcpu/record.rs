@@ -64,12 +64,12 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
     let recording =
         RecordingOptions { duration: options.duration, processes, buffer_bytes: buffer_bytes(options.buffer) };
     let summary = record_with_progress(&*host, &recording, BufWriter::new(&file));
-    if summary.is_err() {
+    let metadata = file.metadata().with_context(|| format!("cannot read the size of {path}"))?;
+    if summary.is_err() && metadata.is_file() {
         // It is empty or incomplete.
         let _ = std::fs::remove_file(&options.file);
     }
-    let bytes = file.metadata().map_or(0, |metadata| metadata.len());
-    let report = VcpuRecordReport::new(path.to_string(), bytes, summary?);
+    let report = VcpuRecordReport::new(path.to_string(), metadata.len(), summary?);
     output::print_stdout(&if options.json {
         wire::to_json(&report)
     } else {
