@@ -34,7 +34,7 @@ mod record_type {
 
 /// Why a recording failed.
 #[derive(Debug, Error)]
-pub enum RecordError {
+pub enum ScheduleRecordingError {
     /// The host cannot record.
     #[error(transparent)]
     Trace(#[from] SchedulerTraceError),
@@ -59,7 +59,7 @@ pub struct RecordingOptions {
 
 /// What a recording has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RecordingSummary {
+pub struct ScheduleRecordingSummary {
     /// Time from its start to its end.
     pub duration: Duration,
     /// The recorded CPUs.
@@ -73,18 +73,19 @@ pub struct RecordingSummary {
 /// Records until the time is over, or `stop` is set, into an empty file.
 ///
 /// # Errors
-/// See [`RecordError`].
+/// See [`ScheduleRecordingError`].
 pub fn record(
     host: &dyn Host,
     options: &RecordingOptions,
     stop: &AtomicBool,
     file: impl Write + Seek,
-) -> Result<RecordingSummary, RecordError> {
+) -> Result<ScheduleRecordingSummary, ScheduleRecordingError> {
     let mut trace = host.trace_scheduler(options.buffer_bytes)?;
     let start = host.now();
     let kernel = host.read("proc/sys/kernel/osrelease").unwrap_or_default();
     let description = trace.description();
-    let mut summary = RecordingSummary { cpus: description.cpus.clone(), ..RecordingSummary::default() };
+    let mut summary =
+        ScheduleRecordingSummary { cpus: description.cpus.clone(), ..ScheduleRecordingSummary::default() };
     let mut filter = NameFilter::new(description, &options.processes);
     let mut writer = PerfDataWriter::create(file, description.clone(), String::from_utf8_lossy(&kernel).trim())?;
     for (process, tid, name) in thread_names(host, &options.processes) {
@@ -99,7 +100,7 @@ pub fn record(
         }
         host.sleep(DRAIN_INTERVAL.min(options.duration - elapsed));
     }
-    trace.stop().map_err(RecordError::Stop)?;
+    trace.stop().map_err(ScheduleRecordingError::Stop)?;
     summary.duration = elapsed_since(host, start);
     take_records(&mut *trace, &mut filter, &mut writer, &mut summary)?;
     writer.finish()?;
@@ -110,8 +111,8 @@ fn take_records(
     trace: &mut dyn SchedulerTrace,
     filter: &mut NameFilter,
     writer: &mut PerfDataWriter<impl Write + Seek>,
-    summary: &mut RecordingSummary,
-) -> Result<(), RecordError> {
+    summary: &mut ScheduleRecordingSummary,
+) -> Result<(), ScheduleRecordingError> {
     let mut result = Ok(());
     trace.take_records(&mut |record| {
         if result.is_err() {

@@ -105,7 +105,7 @@ impl SchedulerTrace for WrittenTrace {
 }
 
 /// The file of a trace, with the threads that ran before, and the summary.
-fn recorded(records: Vec<Vec<u8>>, threads: &[Thread], processes: &[u32]) -> (Vec<u8>, RecordingSummary) {
+fn recorded(records: Vec<Vec<u8>>, threads: &[Thread], processes: &[u32]) -> (Vec<u8>, ScheduleRecordingSummary) {
     let mut trace = WrittenTrace { description: description(), records };
     let processes = processes.iter().copied().map(Pid).collect();
     let mut filter = NameFilter::new(&trace.description, &processes);
@@ -115,7 +115,7 @@ fn recorded(records: Vec<Vec<u8>>, threads: &[Thread], processes: &[u32]) -> (Ve
         filter.add_thread(tid);
         writer.add_thread_name(process, tid, name).unwrap();
     }
-    let mut summary = RecordingSummary::default();
+    let mut summary = ScheduleRecordingSummary::default();
     take_records(&mut trace, &mut filter, &mut writer, &mut summary).unwrap();
     writer.finish().unwrap();
     (file.into_inner(), summary)
@@ -172,5 +172,5 @@ fn recorded_host_is_refused() {
     let host = pagefold_host::fake_host::FakeHost::booted();
     let options = RecordingOptions { duration: Duration::ZERO, processes: BTreeSet::new(), buffer_bytes: 1 };
     let refused = record(&host, &options, &AtomicBool::new(false), Cursor::new(Vec::new()));
-    assert!(matches!(refused, Err(RecordError::Trace(SchedulerTraceError::NotLive))), "{refused:?}");
+    assert!(matches!(refused, Err(ScheduleRecordingError::Trace(SchedulerTraceError::NotLive))), "{refused:?}");
 }

@@ -26,12 +26,16 @@ pub fn render(report: &VcpuRecordReport, style: TextStyle) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::recorder::RecordingSummary;
+    use crate::recorder::ScheduleRecordingSummary;
 
     #[test]
     fn lost_events_are_told_with_a_remedy() {
-        let summary =
-            RecordingSummary { cpus: vec![0], events: 12_345, lost_events: 67, ..RecordingSummary::default() };
+        let summary = ScheduleRecordingSummary {
+            cpus: vec![0],
+            events: 12_345,
+            lost_events: 67,
+            ..ScheduleRecordingSummary::default()
+        };
         let report = VcpuRecordReport::new("a\u{1b}.data".to_owned(), 2048, summary);
         let text = render(&report, TextStyle::default()).split_whitespace().collect::<Vec<_>>().join(" ");
         for expected in

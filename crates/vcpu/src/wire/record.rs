@@ -1,6 +1,6 @@
 //! A recording of the scheduler in JSON.
 
-use crate::recorder::RecordingSummary;
+use crate::recorder::ScheduleRecordingSummary;
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -25,7 +25,7 @@ pub struct VcpuRecordReport {
 
 impl VcpuRecordReport {
     /// The report of a recording.
-    pub fn new(file: String, bytes: u64, summary: RecordingSummary) -> Self {
+    pub fn new(file: String, bytes: u64, summary: ScheduleRecordingSummary) -> Self {
         Self {
             schema: "pagefold.vcpu-record/1",
             file,

@@ -37,7 +37,7 @@ enum VcpuCommand {
     /// Draw and measure a schedule: that of this host, or a recorded one
     Map(Box<map::MapArguments>),
     /// Record the schedule of this host into a file
-    Record(Box<record::RecordArguments>),
+    Record(Box<record::VcpuRecordArguments>),
     /// Simulate over-committed vCPUs under several policies, by a model
     Sim(Box<sim::SimArguments>),
 }

@@ -8,7 +8,7 @@ use clap::Args;
 use pagefold_base::{Bytes, Pid};
 use pagefold_host::Host;
 use pagefold_output::wire;
-use pagefold_vcpu::recorder::{self, RecordingOptions, RecordingSummary};
+use pagefold_vcpu::recorder::{self, RecordingOptions, ScheduleRecordingSummary};
 use pagefold_vcpu::text;
 use pagefold_vcpu::wire::record::VcpuRecordReport;
 use std::collections::BTreeSet;
@@ -35,7 +35,7 @@ Exit status: 0 done, 2 usage error or failure, 3 events were lost.";
 /// Arguments of `vcpu record`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct RecordArguments {
+pub struct VcpuRecordArguments {
     /// The file to write; an existing one is replaced
     file: PathBuf,
     /// How long to record
@@ -53,7 +53,7 @@ pub struct RecordArguments {
 }
 
 /// Record.
-pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+pub fn run(options: &VcpuRecordArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let processes = selected_processes(&*host, &options.targets, global)?;
     let path = options.file.display();
@@ -96,7 +96,7 @@ pub(super) fn record_with_progress(
     host: &dyn Host,
     options: &RecordingOptions,
     file: impl Write + Seek + Send,
-) -> anyhow::Result<RecordingSummary> {
+) -> anyhow::Result<ScheduleRecordingSummary> {
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let record = || recorder::record(host, options, &stop, file);
     Ok(progress::run_observation_with_progress(options.duration, record)?)
