@@ -20,6 +20,9 @@ use thiserror::Error;
 /// Bytes of `perf_file_header` (tools/perf/util/header.h).
 const HEADER_BYTES: usize = 104;
 
+/// `PERF_SAMPLE_IP | TID | TIME | ADDR | ID | CPU | PERIOD | STREAM_ID | RAW | IDENTIFIER`.
+const SUPPORTED_SAMPLE_FIELDS: u64 = 0x1_07cf;
+
 /// `HEADER_EVENT_DESC`.
 const EVENT_DESCRIPTIONS: u64 = 12;
 
@@ -57,6 +60,9 @@ pub enum PerfDataError {
     /// The layouts of events, or an event, are not as expected.
     #[error(transparent)]
     Event(#[from] EventFormatError),
+    /// Samples have parts of any length, whose lengths the library trusts.
+    #[error("samples have call chains, registers or other data; record without options such as -g, -b and -d")]
+    UnsupportedSamples,
     /// A sample lacks an attribute.
     #[error("samples have no {0}; record with: perf record -e sched:sched_switch,sched:sched_wakeup -a")]
     MissingAttribute(&'static str),
@@ -82,6 +88,12 @@ pub fn read_perf_data(mut file: impl Read + Seek, grouping: Grouping<'_>) -> Res
     };
     let block = perf_file.feature_section_data(Feature::TRACING_DATA).ok_or(PerfDataError::NoSwitches)?;
     let decoder = EventDecoder::new(&parse_scheduler_formats(block)?, order)?.ok_or(PerfDataError::NoSwitches)?;
+    let has_only_fixed_fields = |attribute: &linux_perf_data::AttributeDescription| {
+        attribute.attributes().sample_format.bits() & !SUPPORTED_SAMPLE_FIELDS == 0
+    };
+    if !perf_file.event_attributes().iter().all(has_only_fixed_fields) {
+        return Err(PerfDataError::UnsupportedSamples);
+    }
     let recorded_ids: Vec<u64> = perf_file.event_attributes().iter().filter_map(tracepoint_id).collect();
     let mut builder = ScheduleBuilder::new();
     if !decoder.wakeup_ids().any(|id| recorded_ids.contains(&u64::from(id))) {

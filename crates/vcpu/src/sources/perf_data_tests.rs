@@ -233,6 +233,17 @@ fn damaged_counts_and_times_are_refused() {
 }
 
 #[test]
+fn samples_with_call_chains_are_refused() {
+    let mut bytes = two_vcpus();
+    let fields = SAMPLE_FORMAT.to_le_bytes();
+    let positions: Vec<usize> = (0..bytes.len() - 8).filter(|&at| bytes[at..at + 8] == fields).collect();
+    for at in positions {
+        bytes[at..at + 8].copy_from_slice(&(SAMPLE_FORMAT | 1 << 5).to_le_bytes());
+    }
+    assert!(matches!(read(bytes), Err(PerfDataError::UnsupportedSamples)));
+}
+
+#[test]
 fn truncated_files_are_refused() {
     let bytes = two_vcpus();
     for length in 0..bytes.len() {
