@@ -138,7 +138,7 @@ fn truncated_files_are_refused() {
 
 /// A page at 1000 ns with records of four bytes, in the layout of a kernel of 64 bits.
 fn page_of(words: &[u32], commit_flags: u64) -> Vec<u8> {
-    let mut page = [1000u64.to_le_bytes(), (4 * words.len() as u64 | commit_flags).to_le_bytes()].concat();
+    let mut page = [1000u64.to_le_bytes(), ((4 * words.len() as u64) | commit_flags).to_le_bytes()].concat();
     page.extend(words.iter().flat_map(|word| word.to_le_bytes()));
     page
 }
