@@ -27,10 +27,10 @@ const RECORDINGS: [(&str, &str); 4] = [
 const SCENES: &str = "
 record() {
     sleep 0.1
-    pagefold vcpu record /run/$1 --duration 100ms $targets > /run/said 2>&1 || sed 's/^/FAILED /' /run/said
+    pagefold vcpu record /run/schedule-$1 --duration 100ms $targets > /run/said 2>&1 || sed 's/^/FAILED /' /run/said
     say stop
     sleep 0.1
-    gzip -c /run/$1 | od -A n -v -t x1 | sed \"s/^/RECORDED $1/\"
+    gzip -c /run/schedule-$1 | od -A n -v -t x1 | sed \"s/^/RECORDED $1/\"
     say go
     sleep 0.05
 }
