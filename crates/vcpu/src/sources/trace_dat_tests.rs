@@ -41,7 +41,7 @@ fn tid(thread: &str) -> u32 {
 }
 
 /// The nanoseconds for which each thread ran according to a report: a CPU runs the thread to which it switched last. The
-/// kernel did not record one switch of the file of version 6, that away from thread 68.
+/// kernel did not record one switch in each file, that away from thread 68.
 fn reported_run_times(text: &str) -> BTreeMap<u32, u64> {
     let lines = report_lines(text);
     let (start, end) = (lines.iter().map(|line| line.1).min().unwrap(), lines.iter().map(|line| line.1).max().unwrap());
