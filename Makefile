@@ -121,6 +121,17 @@ check-kubernetes: ## Validate deploy/kubernetes against the schemas of Kubernete
 	target/kubernetes/bin/pip install --quiet kubernetes-validate==1.37.0
 	target/kubernetes/bin/kubernetes-validate --strict deploy/kubernetes/daemonset.yaml deploy/kubernetes/namespace.yaml
 
+# The model has the same machines, with the locks of a guest's kernel.
+.PHONY: vcpu-pictures
+vcpu-pictures: setup ## Draw the pictures of docs/vcpu-gang.md again: four policies in an emulated machine, and in the model (minutes)
+	$(CARGO) build $(LOCKED) -p pagefold -p pagefold-labs --all-features --bins
+	rm -rf target/policies
+	target/debug/pagefold-lab record-policies target/policies
+	cd target/policies && ../debug/pagefold vcpu map "EEVDF without PLE" --beside "EEVDF with PLE" \
+		--beside "spread, throttled yield" --beside gang --from 20ms --for 60ms --svg ../../docs/pictures/vcpu-scheduler-4.svg
+	target/debug/pagefold vcpu sim dbench-8x20 --kernel today --policy plain,ple,throttled,gang --vms 2 --vcpus 4 --cpus 4 \
+		--svg docs/pictures/vcpu-model-4.svg
+
 # The compiled program is in the source tree, so that no build needs clang. The path of the tree does not enter it.
 .PHONY: gang-object
 gang-object: ## Compile the scheduler of `vcpu gang` again after a change of its source (installs clang-19 as root)

@@ -8,6 +8,7 @@ mod layout;
 mod move_loop;
 mod page_nodes;
 mod place;
+mod record_policies;
 mod seccomp_refusal;
 mod self_checking_threads;
 mod vcpu_threads;
@@ -79,6 +80,10 @@ enum LabCommand {
     MoveLoop(move_loop::MoveLoopArguments),
     /// Print the NUMA nodes of pages of a process, page by page, or of those that KSM has merged
     PageNodes(page_nodes::PageNodeArguments),
+    /// Record the scheduler under four policies, with guests of emulated KVM in an emulated machine (minutes)
+    ///
+    /// `labs/setup.sh` prepares what it needs.
+    RecordPolicies(record_policies::RecordPoliciesArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     KilledWithParent {
@@ -221,6 +226,7 @@ fn main() -> ExitCode {
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::RecordPolicies(arguments) => record_policies::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::MoveLoop(arguments) => move_loop::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::PageNodes(arguments) => page_nodes::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),

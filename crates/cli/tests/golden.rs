@@ -1,6 +1,6 @@
 //! Compares the output of every read-only command over every recording in `fixtures/recordings` with the files in
 //! `fixtures/expected`. A new recording directory is included automatically; `UPDATE_GOLDEN=1` rewrites the expected
-//! files.
+//! files. So is the output of `vcpu map` over the schedules in `fixtures/vcpu`.
 //!
 //! If a recording has `layouts.txt`, the census must find exactly the layout described there.
 
@@ -65,6 +65,16 @@ const AUDITED_HOSTS: &[(&str, bool)] = &[
     ("libvirt-domain", true),
     ("no-kvm", false),
     ("two-nodes", true),
+];
+
+/// The golden files of `vcpu map` over the files in `fixtures/vcpu`, and its arguments. The tests of `crates/vcpu` compare
+/// the figures with those computed by hand, and with the report of trace-cmd.
+const SCHEDULE_COMMANDS: &[(&str, &[&str])] = &[
+    ("two-vcpus.txt", &["two-vcpus.perf.data"]),
+    ("two-vcpus.json", &["two-vcpus.perf.data", "--json"]),
+    ("version-6.txt", &["three-vcpus.version-6.trace.dat", "--threads", "web=7963-7965"]),
+    ("version-6-unassigned.txt", &["three-vcpus.version-6.trace.dat"]),
+    ("version-7.txt", &["three-vcpus.version-7.trace.dat", "--threads", "web=7963-7964", "--threads", "db=7965"]),
 ];
 
 /// All commands for a recording.
@@ -142,35 +152,31 @@ fn has_ksm_settings(recording: &str) -> bool {
     has("advisor_max_cpu") || !has("advisor_mode")
 }
 
-#[test]
-fn output_over_every_recording_matches_golden_files() {
-    let update = std::env::var_os("UPDATE_GOLDEN").is_some();
-    let mut differences = Vec::new();
-    for recording in recording_names() {
-        let folder = fixtures_path().join("expected").join(&recording);
-        for (file, arguments) in commands_for(&recording)
-            .into_iter()
-            .filter(|(file, _)| *file != "policy.txt" || has_ksm_settings(&recording))
-        {
-            let output = run_on_recording(&recording, arguments);
-            let error = String::from_utf8_lossy(&output.stderr);
-            let text = mask_text(std::str::from_utf8(&output.stdout).expect("the output is not UTF-8"));
-            let code = output.status.code().expect("pagefold was killed by a signal");
-            let printed = format!("{text}{error}exit status {code}\n");
-            let path = folder.join(file);
-            if update {
-                fs::create_dir_all(&folder).unwrap();
-                fs::write(&path, printed).unwrap();
-                continue;
-            }
-            let expected = fs::read_to_string(&path).unwrap_or_default();
-            if printed != expected {
-                let first_difference =
-                    printed.lines().zip(expected.lines()).find(|(printed, expected)| printed != expected);
-                differences.push(format!("{recording}/{file}: {first_difference:#?}"));
-            }
-        }
+/// What a command printed, and its exit status.
+fn printed_text(output: &Output) -> String {
+    let error = String::from_utf8_lossy(&output.stderr);
+    let text = mask_text(std::str::from_utf8(&output.stdout).expect("the output is not UTF-8"));
+    let code = output.status.code().expect("pagefold was killed by a signal");
+    format!("{text}{error}exit status {code}\n")
+}
+
+/// The first difference from a file below `fixtures/expected`, which is rewritten if `UPDATE_GOLDEN` is set.
+fn golden_difference(file: &str, printed: &str) -> Option<String> {
+    let path = fixtures_path().join("expected").join(file);
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::create_dir_all(path.parent().expect("a folder")).unwrap();
+        fs::write(&path, printed).unwrap();
+        return None;
     }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    if printed == expected {
+        return None;
+    }
+    let first_difference = printed.lines().zip(expected.lines()).find(|(printed, expected)| printed != expected);
+    Some(format!("{file}: {first_difference:#?}"))
+}
+
+fn assert_no_difference(differences: &[String]) {
     assert!(
         differences.is_empty(),
         "the output differs from fixtures/expected; if the new output is correct, run with UPDATE_GOLDEN=1:\n{}",
@@ -210,6 +216,33 @@ fn verdicts_over_all_recordings_match_their_list() {
         return;
     }
     assert_eq!(verdicts, fs::read_to_string(path).unwrap(), "if this is right, run with UPDATE_GOLDEN=1");
+}
+
+#[test]
+fn output_over_every_recording_matches_golden_files() {
+    let mut differences = Vec::new();
+    for recording in recording_names() {
+        for (file, arguments) in commands_for(&recording)
+            .into_iter()
+            .filter(|(file, _)| *file != "policy.txt" || has_ksm_settings(&recording))
+        {
+            let printed = printed_text(&run_on_recording(&recording, arguments));
+            differences.extend(golden_difference(&format!("{recording}/{file}"), &printed));
+        }
+    }
+    assert_no_difference(&differences);
+}
+
+#[test]
+fn output_over_recorded_schedules_matches_golden_files() {
+    let mut differences = Vec::new();
+    for (file, arguments) in SCHEDULE_COMMANDS {
+        let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        pagefold.current_dir(fixtures_path().join("vcpu")).env_remove("COLUMNS").args(["vcpu", "map"]).args(*arguments);
+        let printed = printed_text(&pagefold.output().expect("the binary runs"));
+        differences.extend(golden_difference(&format!("vcpu/{file}"), &printed));
+    }
+    assert_no_difference(&differences);
 }
 
 #[test]

@@ -32,6 +32,7 @@ fn published_schemas_are_current() {
         "ab",
         "ab-study",
         "vcpu-map",
+        "vcpu-record",
         "vcpu-sim",
         "vcpu-capacity",
         "vcpu-residuals",

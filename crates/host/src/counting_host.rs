@@ -4,6 +4,7 @@ use crate::action::{Action, ActionError, ActionOutcome};
 use crate::guest_agent::GuestQuestion;
 use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::resource::ResourceClass;
+use crate::scheduler_trace::{SchedulerTrace, SchedulerTraceError};
 use crate::{
     ExecEvents, FrameFlags, Host, HostLock, LockHolder, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod,
 };
@@ -37,6 +38,7 @@ impl Host for CountingHost<'_> {
             fn describe(&self) -> String;
             fn page_size(&self) -> PageSize;
             fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>>;
+            fn trace_scheduler(&self, buffer_bytes: usize) -> Result<Box<dyn SchedulerTrace>, SchedulerTraceError>;
             fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder>;
             // Clock reads and sleeps are no progress of the caller, so they are not counted.
             fn now(&self) -> Instant;

@@ -25,6 +25,7 @@ pub mod page_state;
 pub mod parse;
 pub mod qemu_monitor;
 pub mod resource;
+pub mod scheduler_trace;
 pub mod transaction;
 
 use action::{Action, ActionError, ActionOutcome};
@@ -34,6 +35,7 @@ use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid
 use qemu_monitor::{MonitorAccess, MonitorQuestion};
 use resource::ResourceClass;
 use rustix::time::{ClockId, clock_gettime};
+use scheduler_trace::{SchedulerTrace, SchedulerTraceError};
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -79,6 +81,15 @@ pub trait Host: Sync {
     /// Starts to report the programs that begin. Absent if the host cannot report them or the privilege is missing.
     fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
         Err(Absent::NotOnThisKernel)
+    }
+
+    /// Starts to record the events of the scheduler on all CPUs. `buffer_bytes` are kept for each event and CPU until they
+    /// are taken; further events are lost, and counted. By default they cannot be recorded.
+    ///
+    /// # Errors
+    /// What the host lacks.
+    fn trace_scheduler(&self, _buffer_bytes: usize) -> Result<Box<dyn SchedulerTrace>, SchedulerTraceError> {
+        Err(SchedulerTraceError::NotLive)
     }
 
     /// Takes the lock of a class of resources, which all Pagefold processes on this host share, whatever their state

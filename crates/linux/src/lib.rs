@@ -14,6 +14,7 @@ mod page_reader;
 mod proc_connector;
 mod process;
 pub mod qmp;
+mod scheduler_trace;
 mod unix_socket;
 
 pub use cgroup_namespace::enter_initial_cgroup_namespace;
@@ -22,6 +23,7 @@ pub use page_reader::BATCH_BYTES;
 use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::resource::ResourceClass;
+use pagefold_host::scheduler_trace::{SchedulerTrace, SchedulerTraceError};
 use pagefold_host::{ExecEvents, FrameFlags, Host, HostLock, LockHolder, ProcessHandle};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -105,6 +107,10 @@ impl Host for LiveHost {
 
     fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
         Ok(Box::new(proc_connector::ProcConnector::open()?))
+    }
+
+    fn trace_scheduler(&self, buffer_bytes: usize) -> Result<Box<dyn SchedulerTrace>, SchedulerTraceError> {
+        Ok(Box::new(scheduler_trace::PerfTrace::open(self, buffer_bytes)?))
     }
 
     fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder> {

@@ -12,6 +12,7 @@ pub mod machines;
 pub mod monitor;
 pub mod perfetto;
 pub mod picture;
+pub mod recorder;
 pub mod sample;
 pub mod scenario;
 pub mod schedule;

@@ -23,6 +23,7 @@ use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_vcpu::wire::map::VcpuMapReport;
+use pagefold_vcpu::wire::record::VcpuRecordReport;
 use pagefold_vcpu::wire::sim::{VcpuCapacityReport, VcpuResidualsReport, VcpuSimReport};
 use pagefold_vcpu::wire::spread::VcpuSpreadReport;
 use pagefold_vcpu::wire::status::VcpuStatusReport;
@@ -62,6 +63,8 @@ enum SchemaName {
     VcpuGang,
     /// `pagefold vcpu map --json`
     VcpuMap,
+    /// `pagefold vcpu record --json`
+    VcpuRecord,
     /// `pagefold vcpu sim SCENARIO --json`
     VcpuSim,
     /// `pagefold vcpu sim capacity --json`
@@ -116,6 +119,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::VcpuStatus => wire::json_schema::<VcpuStatusReport>(),
         SchemaName::VcpuGang => wire::json_schema::<GangRunReport>(),
         SchemaName::VcpuMap => wire::json_schema::<VcpuMapReport>(),
+        SchemaName::VcpuRecord => wire::json_schema::<VcpuRecordReport>(),
         SchemaName::VcpuSim => wire::json_schema::<VcpuSimReport>(),
         SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),

@@ -142,7 +142,7 @@ pub fn measure(schedule: &CpuSchedule) -> ScheduleMeasures {
     ScheduleMeasures {
         duration_ns,
         busy_ns,
-        idle_ns: (duration_ns * schedule.cpus.len() as u64).saturating_sub(busy_ns),
+        idle_ns: duration_ns.saturating_mul(schedule.cpus.len() as u64).saturating_sub(busy_ns),
         vms,
     }
 }

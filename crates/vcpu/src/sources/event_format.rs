@@ -3,10 +3,20 @@
 //! The offsets of fields differ between kernels, so a recording contains them. The block is written by
 //! tools/perf/util/trace-event-info.c and described by trace-cmd.dat(5). Text of the files: kernel/trace/trace_events.c.
 
+use crate::schedule::CpuSchedule;
 use thiserror::Error;
 
 /// The signature of the block.
-const MAGIC: &[u8] = b"\x17\x08\x44tracing";
+pub(super) const MAGIC: &[u8] = b"\x17\x08\x44tracing";
+
+/// The longest recording. Its time on all CPUs of a host, in nanoseconds, has less than 64 bits.
+const MAX_RECORDED_DAYS: u64 = 30;
+
+/// Refuses the schedule of a recording whose times cannot be true.
+pub(super) fn check_span(schedule: &CpuSchedule) -> Result<(), EventFormatError> {
+    let days = schedule.duration() / (24 * 3600 * 1_000_000_000);
+    if days < MAX_RECORDED_DAYS { Ok(()) } else { Err(EventFormatError::Span) }
+}
 
 /// Why layouts cannot be read.
 #[derive(Debug, Error, PartialEq, Eq)]
@@ -27,6 +37,9 @@ pub enum EventFormatError {
         /// Bytes of the record.
         bytes: usize,
     },
+    /// Times are not of one recording.
+    #[error("the times of the events are more than {MAX_RECORDED_DAYS} days apart: the file is damaged")]
+    Span,
     /// An event lacks a field.
     #[error("the kernel's event {event} has no field {field}; this kernel is not supported")]
     MissingField {
@@ -118,7 +131,7 @@ impl EventFormat {
 }
 
 /// A line such as `field:pid_t prev_pid; offset:24; size:4; signed:1;`, with tabs between its parts.
-fn parse_field(line: &str) -> Option<EventField> {
+pub(super) fn parse_field(line: &str) -> Option<EventField> {
     let mut parts = line.trim().split(';').map(str::trim);
     let declaration = parts.next()?.strip_prefix("field:")?;
     let name = declaration.split_whitespace().next_back()?.split('[').next()?.to_owned();
@@ -139,43 +152,91 @@ fn parse_field(line: &str) -> Option<EventField> {
 ///
 /// If the block is malformed.
 pub fn parse_scheduler_formats(block: &[u8]) -> Result<Vec<EventFormat>, EventFormatError> {
-    let mut reader = BlockReader { block, position: 0, order: ByteOrder::Little };
-    if reader.take(MAGIC.len() as u64)? != MAGIC {
-        return Err(EventFormatError::Signature);
-    }
-    reader.string()?; // version
-    if reader.take(1)? == [1] {
-        reader.order = ByteOrder::Big;
-    }
-    reader.take(1 + 4)?; // bytes of a long, bytes of a page
-    for _header in ["header_page", "header_event"] {
-        reader.string()?;
-        reader.sized_data()?;
-    }
-    for _ in 0..reader.number(4)? {
-        reader.sized_data()?; // events of ftrace
-    }
-    let mut formats = Vec::new();
-    for _ in 0..reader.number(4)? {
-        let is_scheduler = reader.string()? == b"sched";
-        for _ in 0..reader.number(4)? {
-            let text = reader.sized_data()?;
-            if is_scheduler {
-                formats.extend(EventFormat::parse(&String::from_utf8_lossy(text)));
-            }
-        }
-    }
-    Ok(formats)
+    let (mut reader, _) = BlockReader::open(block)?;
+    reader.header_page()?;
+    reader.ftrace_formats()?;
+    reader.scheduler_formats()
 }
 
-struct BlockReader<'a> {
+/// Reads a block, or a file of trace-cmd, whose first parts are such a block.
+pub(super) struct BlockReader<'a> {
     block: &'a [u8],
     position: usize,
     order: ByteOrder,
 }
 
 impl<'a> BlockReader<'a> {
-    fn take(&mut self, bytes: u64) -> Result<&'a [u8], EventFormatError> {
+    /// A reader of other data with lengths.
+    pub(super) fn new(block: &'a [u8], order: ByteOrder) -> Self {
+        Self { block, position: 0, order }
+    }
+
+    /// A reader after the beginning of a block, with the version and the size of a page.
+    pub(super) fn open(block: &'a [u8]) -> Result<(Self, BlockStart<'a>), EventFormatError> {
+        let mut reader = Self { block, position: 0, order: ByteOrder::Little };
+        if reader.take(MAGIC.len() as u64)? != MAGIC {
+            return Err(EventFormatError::Signature);
+        }
+        let version = reader.string()?;
+        if reader.take(1)? == [1] {
+            reader.order = ByteOrder::Big;
+        }
+        let long_bytes = reader.number(1)?;
+        let page_bytes = reader.number(4)?;
+        Ok((reader, BlockStart { version, long_bytes, page_bytes }))
+    }
+
+    /// A reader of another part of the same block.
+    pub(super) fn at(&self, position: u64) -> Result<Self, EventFormatError> {
+        let position = usize::try_from(position).ok().filter(|&position| position <= self.block.len());
+        let position = position.ok_or(EventFormatError::Truncated(self.block.len()))?;
+        Ok(Self { block: self.block, position, order: self.order })
+    }
+
+    /// A reader of the next bytes alone.
+    pub(super) fn part(&mut self, bytes: u64) -> Result<Self, EventFormatError> {
+        Ok(Self { block: self.take(bytes)?, position: 0, order: self.order })
+    }
+
+    /// The order of bytes.
+    pub(super) fn order(&self) -> ByteOrder {
+        self.order
+    }
+
+    /// The layout of the pages of the ring buffer; the next part, that of records' headers, is skipped.
+    pub(super) fn header_page(&mut self) -> Result<&'a [u8], EventFormatError> {
+        self.string()?;
+        let page = self.sized_data()?;
+        self.string()?;
+        self.sized_data()?;
+        Ok(page)
+    }
+
+    /// Skips the layouts of the events of ftrace.
+    pub(super) fn ftrace_formats(&mut self) -> Result<(), EventFormatError> {
+        for _ in 0..self.number(4)? {
+            self.sized_data()?;
+        }
+        Ok(())
+    }
+
+    /// The layouts of the scheduler's events.
+    pub(super) fn scheduler_formats(&mut self) -> Result<Vec<EventFormat>, EventFormatError> {
+        let mut formats = Vec::new();
+        for _ in 0..self.number(4)? {
+            let is_scheduler = self.string()? == b"sched";
+            for _ in 0..self.number(4)? {
+                let text = self.sized_data()?;
+                if is_scheduler {
+                    formats.extend(EventFormat::parse(&String::from_utf8_lossy(text)));
+                }
+            }
+        }
+        Ok(formats)
+    }
+
+    /// The next bytes.
+    pub(super) fn take(&mut self, bytes: u64) -> Result<&'a [u8], EventFormatError> {
         let end = usize::try_from(bytes).ok().and_then(|bytes| self.position.checked_add(bytes));
         let taken = end.and_then(|end| self.block.get(self.position..end));
         let taken = taken.ok_or(EventFormatError::Truncated(self.block.len()))?;
@@ -183,22 +244,34 @@ impl<'a> BlockReader<'a> {
         Ok(taken)
     }
 
-    fn number(&mut self, bytes: u64) -> Result<u64, EventFormatError> {
+    /// The next number of at most eight bytes.
+    pub(super) fn number(&mut self, bytes: u64) -> Result<u64, EventFormatError> {
         Ok(self.order.read(self.take(bytes)?))
     }
 
-    fn sized_data(&mut self) -> Result<&'a [u8], EventFormatError> {
+    /// Data after its length.
+    pub(super) fn sized_data(&mut self) -> Result<&'a [u8], EventFormatError> {
         let bytes = self.number(8)?;
         self.take(bytes)
     }
 
     /// A string without its zero byte.
-    fn string(&mut self) -> Result<&'a [u8], EventFormatError> {
+    pub(super) fn string(&mut self) -> Result<&'a [u8], EventFormatError> {
         let rest = &self.block[self.position..];
         let length = rest.iter().position(|&byte| byte == 0).ok_or(EventFormatError::Truncated(self.block.len()))?;
         self.position += length + 1;
         Ok(&rest[..length])
     }
+}
+
+/// The beginning of a block.
+pub(super) struct BlockStart<'a> {
+    /// The version of the format.
+    pub(super) version: &'a [u8],
+    /// Bytes of a `long` of the recorded host.
+    pub(super) long_bytes: u64,
+    /// Bytes of a page of the recorded host.
+    pub(super) page_bytes: u64,
 }
 
 #[cfg(test)]

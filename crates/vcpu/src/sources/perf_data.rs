@@ -5,11 +5,13 @@
 //!
 //! Limits: compressed files (`perf record -z`) and streams (`perf record -o -`) are refused. CPUs without an event are not
 //! part of the schedule. Yield and preemption cannot be told apart by `sched_switch`.
-//! Lengths of sections are checked; counts within the descriptions of events are trusted by the library.
+//! Lengths of sections and counts of events are checked before the library reserves memory for them.
 
-use super::event_format::{ByteOrder, EventField, EventFormat, EventFormatError, parse_scheduler_formats};
+use super::RecordedSchedule;
+use super::event_format::{BlockReader, ByteOrder, EventFormatError, check_span, parse_scheduler_formats};
+use super::scheduler_events::EventDecoder;
 use super::threads::{Grouping, RecordedThreads};
-use crate::schedule::{CpuSchedule, ScheduleBuilder, SchedulerEvent, SchedulerEventKind, Tid};
+use crate::schedule::{ScheduleBuilder, SchedulerEvent};
 use linux_perf_data::linux_perf_event_reader::{Endianness, EventRecord, PerfEventType, SampleRecord};
 use linux_perf_data::{Feature, PerfFileReader, PerfFileRecord};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -17,9 +19,12 @@ use thiserror::Error;
 
 /// Bytes of `perf_file_header` (tools/perf/util/header.h).
 const HEADER_BYTES: usize = 104;
-/// The first bits of `prev_state` are the states in which a task waits for an event; zero is runnable
-/// (`__trace_sched_switch_state`, include/trace/events/sched.h). Kernels set higher bits for a preempted task.
-const SLEEP_STATES: u64 = 0xff;
+
+/// `PERF_SAMPLE_IP | TID | TIME | ADDR | ID | CPU | PERIOD | STREAM_ID | RAW | IDENTIFIER`.
+const SUPPORTED_SAMPLE_FIELDS: u64 = 0x1_07cf;
+
+/// `HEADER_EVENT_DESC`.
+const EVENT_DESCRIPTIONS: u64 = 12;
 
 /// Why a file cannot be read.
 #[derive(Debug, Error)]
@@ -41,6 +46,9 @@ pub enum PerfDataError {
         /// Length of the file.
         length: u64,
     },
+    /// Nothing describes the events.
+    #[error("the file has no descriptions of its events, which perf record writes at its end; let it end by itself")]
+    NoDescriptions,
     /// The structure is not as expected.
     #[error("the file is malformed or of an unsupported version")]
     Structure(#[source] Box<linux_perf_data::Error>),
@@ -52,6 +60,9 @@ pub enum PerfDataError {
     /// The layouts of events, or an event, are not as expected.
     #[error(transparent)]
     Event(#[from] EventFormatError),
+    /// Samples have parts of any length, whose lengths the library trusts.
+    #[error("samples have call chains, registers or other data; record without options such as -g, -b and -d")]
+    UnsupportedSamples,
     /// A sample lacks an attribute.
     #[error("samples have no {0}; record with: perf record -e sched:sched_switch,sched:sched_wakeup -a")]
     MissingAttribute(&'static str),
@@ -61,17 +72,6 @@ impl From<linux_perf_data::Error> for PerfDataError {
     fn from(error: linux_perf_data::Error) -> Self {
         Self::Structure(Box::new(error))
     }
-}
-
-/// What a file contains.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RecordedSchedule {
-    /// The schedule of the CPUs with events.
-    pub schedule: CpuSchedule,
-    /// Online CPUs of the recorded host, if the file says it.
-    pub online_cpus: Option<u32>,
-    /// Events of the scheduler in the file.
-    pub events: u64,
 }
 
 /// Reads a file.
@@ -87,17 +87,23 @@ pub fn read_perf_data(mut file: impl Read + Seek, grouping: Grouping<'_>) -> Res
         Endianness::BigEndian => ByteOrder::Big,
     };
     let block = perf_file.feature_section_data(Feature::TRACING_DATA).ok_or(PerfDataError::NoSwitches)?;
-    let decoder = EventDecoder::new(&parse_scheduler_formats(block)?, order)?;
+    let decoder = EventDecoder::new(&parse_scheduler_formats(block)?, order)?.ok_or(PerfDataError::NoSwitches)?;
+    let has_only_fixed_fields = |attribute: &linux_perf_data::AttributeDescription| {
+        attribute.attributes().sample_format.bits() & !SUPPORTED_SAMPLE_FIELDS == 0
+    };
+    if !perf_file.event_attributes().iter().all(has_only_fixed_fields) {
+        return Err(PerfDataError::UnsupportedSamples);
+    }
     let recorded_ids: Vec<u64> = perf_file.event_attributes().iter().filter_map(tracepoint_id).collect();
     let mut builder = ScheduleBuilder::new();
-    if !decoder.wakeups.iter().any(|layout| recorded_ids.contains(&u64::from(layout.format.id))) {
+    if !decoder.wakeup_ids().any(|id| recorded_ids.contains(&u64::from(id))) {
         builder.set_without_wakeups();
     }
     let mut threads = RecordedThreads::default();
     while let Some(record) = record_iter.next_record(&mut perf_file)? {
         let PerfFileRecord::EventRecord { record, .. } = record else { continue };
         match record.parse()? {
-            EventRecord::Sample(sample) => decoder.add_sample(&sample, &mut builder, &mut threads)?,
+            EventRecord::Sample(sample) => add_sample(&decoder, &sample, &mut builder, &mut threads)?,
             EventRecord::Comm(comm) => {
                 if let (Ok(process), Ok(tid)) = (u32::try_from(comm.pid), u32::try_from(comm.tid)) {
                     threads.set_process(tid, process);
@@ -119,7 +125,9 @@ pub fn read_perf_data(mut file: impl Read + Seek, grouping: Grouping<'_>) -> Res
     }
     threads.describe(&mut builder, grouping);
     let online_cpus = perf_file.nr_cpus()?.map(|cpus| cpus.nr_cpus_online);
-    Ok(RecordedSchedule { schedule: builder.finish(), online_cpus, events })
+    let (schedule, unassigned_vcpus) = (builder.finish(), threads.unassigned_vcpus());
+    check_span(&schedule)?;
+    Ok(RecordedSchedule { schedule, online_cpus, events, unassigned_vcpus })
 }
 
 /// Refuses files whose sections reach beyond their end, so that no length from the file is trusted.
@@ -144,15 +152,46 @@ fn check_sections(file: &mut (impl Read + Seek)) -> Result<(), PerfDataError> {
     check(number(24), number(32))?;
     let data_end = check(number(40), number(48))?;
     check(number(56), number(64))?;
-    let features: u32 = header[72..].iter().map(|byte| byte.count_ones()).sum();
-    check(data_end, 16 * u64::from(features))?;
+    // A section for each bit, in the order of the bits. The bits are words of the order of bytes.
+    let words = header[72..].chunks(8).map(|word| order.read(word));
+    let features: Vec<u64> = (0..).step_by(64).zip(words).flat_map(|(first, word)| bits(word, first)).collect();
+    check(data_end, 16 * features.len() as u64)?;
     file.seek(SeekFrom::Start(data_end))?;
-    let mut section = [0; 16];
-    for _ in 0..features {
-        file.read_exact(&mut section)?;
-        check(order.read(&section[..8]), order.read(&section[8..]))?;
+    let mut table = vec![0; 16 * features.len()];
+    file.read_exact(&mut table)?;
+    let sections: Vec<(u64, u64)> =
+        table.chunks(16).map(|section| (order.read(&section[..8]), order.read(&section[8..]))).collect();
+    for &(offset, size) in &sections {
+        check(offset, size)?;
     }
+    // They do not overlap in a file of perf, and the library reads each.
+    check(0, sections.iter().fold(0, |total, (_, size)| size.saturating_add(total)))?;
+    let descriptions = features.iter().position(|&feature| feature == EVENT_DESCRIPTIONS);
+    let (offset, size) = sections[descriptions.ok_or(PerfDataError::NoDescriptions)?];
+    file.seek(SeekFrom::Start(offset))?;
+    let mut descriptions = Vec::new();
+    (&mut *file).take(size).read_to_end(&mut descriptions)?;
+    check_event_descriptions(BlockReader::new(&descriptions, order))?;
     file.seek(SeekFrom::Start(0))?;
+    Ok(())
+}
+
+/// The numbers of the bits of a word that are set.
+fn bits(word: u64, first: u64) -> impl Iterator<Item = u64> {
+    (0..64).filter(move |bit| word & 1 << bit != 0).map(move |bit| first + bit)
+}
+
+/// Walks over the descriptions of events (`write_event_desc`, tools/perf/util/header.c): the library reserves memory for
+/// as many as their count says.
+fn check_event_descriptions(mut section: BlockReader<'_>) -> Result<(), EventFormatError> {
+    let (count, attribute_bytes) = (section.number(4)?, section.number(4)?);
+    for _ in 0..count {
+        section.take(attribute_bytes)?;
+        let identifiers = section.number(4)?;
+        let name_bytes = section.number(4)?;
+        section.take(name_bytes)?;
+        section.take(8 * identifiers)?;
+    }
     Ok(())
 }
 
@@ -163,135 +202,34 @@ fn tracepoint_id(attribute: &linux_perf_data::AttributeDescription) -> Option<u6
     }
 }
 
-/// Decodes records of the scheduler.
-struct EventDecoder {
-    order: ByteOrder,
-    switch: SwitchLayout,
-    wakeups: Vec<PlacementLayout>,
-    migrations: Vec<PlacementLayout>,
-}
-
-struct SwitchLayout {
-    format: EventFormat,
-    previous_name: EventField,
-    previous: EventField,
-    previous_state: EventField,
-    next_name: EventField,
-    next: EventField,
-}
-
-/// An event that names a task and a CPU.
-struct PlacementLayout {
-    format: EventFormat,
-    name: EventField,
-    task: EventField,
-    cpu: EventField,
-}
-
-impl PlacementLayout {
-    fn new(formats: &[EventFormat], event: &str, cpu: &'static str) -> Result<Option<Self>, EventFormatError> {
-        let Some(format) = formats.iter().find(|format| format.name == event) else { return Ok(None) };
-        let field = |name| format.field(name).cloned();
-        Ok(Some(Self { name: field("comm")?, task: field("pid")?, cpu: field(cpu)?, format: format.clone() }))
+/// Adds the event of a sample, if it is one of the scheduler.
+fn add_sample(
+    decoder: &EventDecoder,
+    sample: &SampleRecord<'_>,
+    builder: &mut ScheduleBuilder,
+    threads: &mut RecordedThreads,
+) -> Result<(), PerfDataError> {
+    let Some(raw) = &sample.raw else { return Ok(()) };
+    let record = raw.as_slice();
+    if record.len() < 2 {
+        return Ok(());
     }
-}
-
-impl EventDecoder {
-    fn new(formats: &[EventFormat], order: ByteOrder) -> Result<Self, PerfDataError> {
-        let format = formats.iter().find(|format| format.name == "sched_switch").ok_or(PerfDataError::NoSwitches)?;
-        let field = |name| format.field(name).cloned();
-        let switch = SwitchLayout {
-            previous_name: field("prev_comm")?,
-            previous: field("prev_pid")?,
-            previous_state: field("prev_state")?,
-            next_name: field("next_comm")?,
-            next: field("next_pid")?,
-            format: format.clone(),
-        };
-        let wakeups =
-            ["sched_wakeup", "sched_wakeup_new"].map(|event| PlacementLayout::new(formats, event, "target_cpu"));
-        let migrations = [PlacementLayout::new(formats, "sched_migrate_task", "dest_cpu")?];
-        let wakeups = wakeups.into_iter().collect::<Result<Vec<_>, _>>()?;
-        Ok(Self {
-            order,
-            switch,
-            wakeups: wakeups.into_iter().flatten().collect(),
-            migrations: migrations.into_iter().flatten().collect(),
-        })
+    // The event belongs to the thread that runs, which is the previous one of a switch.
+    if let (Some(tid), Some(process)) = (positive(sample.tid), positive(sample.pid)) {
+        threads.set_process(tid, process);
     }
-
-    /// Adds the event of a sample, if it is one of the scheduler.
-    fn add_sample(
-        &self,
-        sample: &SampleRecord<'_>,
-        builder: &mut ScheduleBuilder,
-        threads: &mut RecordedThreads,
-    ) -> Result<(), PerfDataError> {
-        let Some(raw) = &sample.raw else { return Ok(()) };
-        let record = raw.as_slice();
-        let Some(type_bytes) = record.get(..2) else { return Ok(()) };
-        let id = self.order.read(type_bytes);
-        let is = |format: &EventFormat| u64::from(format.id) == id;
-        // The event belongs to the thread that runs, which is the previous one of a switch.
-        if let (Some(tid), Some(process)) = (positive(sample.tid), positive(sample.pid)) {
-            threads.set_process(tid, process);
-        }
-        let kind = if is(&self.switch.format) {
-            let cpu = sample.cpu.ok_or(PerfDataError::MissingAttribute("CPU"))?;
-            self.decode_switch(&record, cpu, threads)?
-        } else if let Some(layout) = self.wakeups.iter().find(|layout| is(&layout.format)) {
-            let (task, cpu) = self.decode_placement(layout, &record, threads)?;
-            SchedulerEventKind::Wakeup { task, cpu }
-        } else if let Some(layout) = self.migrations.iter().find(|layout| is(&layout.format)) {
-            let (task, cpu) = self.decode_placement(layout, &record, threads)?;
-            SchedulerEventKind::Migrate { task, cpu }
-        } else {
-            return Ok(());
-        };
+    if decoder.is_scheduler_event(&record) {
+        let cpu = sample.cpu.ok_or(PerfDataError::MissingAttribute("CPU"))?;
         let time = sample.timestamp.ok_or(PerfDataError::MissingAttribute("time"))?;
-        builder.add_event(SchedulerEvent { time, kind });
-        Ok(())
-    }
-
-    fn decode_switch(
-        &self,
-        record: &[u8],
-        cpu: u32,
-        threads: &mut RecordedThreads,
-    ) -> Result<SchedulerEventKind, EventFormatError> {
-        let SwitchLayout { format, previous_name, previous, previous_state, next_name, next } = &self.switch;
-        let number = |field: &EventField| Ok(self.order.read(format.field_bytes(field, record)?));
-        let (previous, next) = (number(previous)? as Tid, number(next)? as Tid);
-        for (tid, name) in [(previous, previous_name), (next, next_name)] {
-            threads.add_event(tid);
-            threads.set_name(tid, &text(format.field_bytes(name, record)?));
+        if let Some(kind) = decoder.decode(&record, cpu, threads)? {
+            builder.add_event(SchedulerEvent { time, kind });
         }
-        let previous_runnable = number(previous_state)? & SLEEP_STATES == 0;
-        Ok(SchedulerEventKind::Switch { cpu, previous, previous_runnable, next })
     }
-
-    fn decode_placement(
-        &self,
-        layout: &PlacementLayout,
-        record: &[u8],
-        threads: &mut RecordedThreads,
-    ) -> Result<(Tid, u32), EventFormatError> {
-        let bytes = |field: &EventField| layout.format.field_bytes(field, record);
-        let task = self.order.read(bytes(&layout.task)?) as Tid;
-        threads.add_event(task);
-        threads.set_name(task, &text(bytes(&layout.name)?));
-        Ok((task, self.order.read(bytes(&layout.cpu)?) as u32))
-    }
+    Ok(())
 }
 
 fn positive(number: Option<i32>) -> Option<u32> {
     number.and_then(|number| u32::try_from(number).ok()).filter(|&number| number > 0)
-}
-
-/// A string that ends at its first zero byte.
-fn text(bytes: &[u8]) -> String {
-    let end = bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len());
-    String::from_utf8_lossy(&bytes[..end]).into_owned()
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Which threads of a recording are vCPUs, and of which machine.
 
 use crate::schedule::{IDLE, ScheduleBuilder, Task, Tid};
+use pagefold_base::IdSet;
 use pagefold_base::identity::thread_role::ThreadRole;
 use regex::Regex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,6 +14,8 @@ pub enum Grouping<'a> {
     /// Threads whose names match belong together if their first capture is equal, or, without a capture, if their
     /// processes are equal. All of them count as vCPUs, numbered by ascending thread.
     Pattern(&'a Regex),
+    /// The threads of each named machine, whatever their names. All of them count as vCPUs, numbered by ascending thread.
+    Threads(&'a [(String, IdSet)]),
 }
 
 /// The threads of a recording.
@@ -100,9 +103,23 @@ impl RecordedThreads {
                     vcpus.insert(tid, (name, *number));
                     *number += 1;
                 }
+                Grouping::Threads(machines) => {
+                    let Some((name, _)) = machines.iter().find(|(_, tids)| tids.contains(tid)) else { continue };
+                    let number = members.entry(name.clone()).or_default();
+                    vcpus.insert(tid, (name.clone(), *number));
+                    *number += 1;
+                }
             }
         }
         vcpus
+    }
+
+    /// Threads with names of vCPUs whose processes are not known.
+    pub fn unassigned_vcpus(&self) -> Vec<Tid> {
+        let is_vcpu = |thread: &RecordedThread| {
+            thread.process.is_none() && matches!(ThreadRole::from_thread_name(&thread.name), ThreadRole::Vcpu(_))
+        };
+        self.threads.iter().filter(|(_, thread)| is_vcpu(thread)).map(|(&tid, _)| tid).collect()
     }
 
     /// The name of a process is that of its first thread. The number keeps processes of equal names apart.
@@ -201,5 +218,11 @@ mod tests {
         let mut builder = ScheduleBuilder::new();
         threads.describe(&mut builder, Grouping::Machines);
         assert_eq!(builder.finish().tasks[0].vm, None);
+        assert_eq!(threads.unassigned_vcpus(), [7]);
+        let machines = [("web".to_owned(), [6, 7].into_iter().collect())];
+        let mut builder = ScheduleBuilder::new();
+        threads.describe(&mut builder, Grouping::Threads(&machines));
+        let schedule = builder.finish();
+        assert_eq!((schedule.vms[0].name.as_str(), schedule.tasks[0].vcpu), ("web", Some(0)));
     }
 }

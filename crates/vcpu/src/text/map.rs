@@ -111,7 +111,8 @@ fn notes(report: &VcpuMapReport) -> Vec<String> {
     }
     if report.lost_events > 0 {
         notes.push(format!(
-            "The recorder lost {} events, so figures are approximate: record with a larger buffer, such as -m 4096.",
+            "The recorder lost {} events, so figures are approximate: record with larger buffers, by --buffer of \
+             `pagefold vcpu record` or -m of `perf record`.",
             format_number(report.lost_events)
         ));
     }
@@ -126,7 +127,7 @@ fn notes(report: &VcpuMapReport) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::schedule::{CpuSchedule, ScheduledVm};
-    use crate::sources::perf_data::RecordedSchedule;
+    use crate::sources::RecordedSchedule;
 
     #[test]
     fn missing_data_is_named_with_a_remedy() {
@@ -138,7 +139,7 @@ mod tests {
             lost_events: 7,
             ..CpuSchedule::default()
         };
-        let recorded = RecordedSchedule { schedule, online_cpus: Some(3), events: 1 };
+        let recorded = RecordedSchedule { schedule, online_cpus: Some(3), events: 1, unassigned_vcpus: Vec::new() };
         let text = render(&VcpuMapReport::new("perf.data".to_owned(), &recorded), TextStyle::default());
         let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
         for expected in [

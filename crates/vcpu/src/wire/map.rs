@@ -1,7 +1,7 @@
 //! The measures of a recorded schedule in JSON.
 
 use crate::decide::measures::{DelayMeasures, ScheduleMeasures, VmMeasures, measure};
-use crate::sources::perf_data::RecordedSchedule;
+use crate::sources::RecordedSchedule;
 use schemars::JsonSchema;
 use serde::Serialize;
 

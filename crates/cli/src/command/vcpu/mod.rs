@@ -2,6 +2,7 @@
 
 mod gang;
 mod map;
+mod record;
 mod sim;
 mod spread;
 mod status;
@@ -33,8 +34,10 @@ enum VcpuCommand {
     Gang(gang::GangArguments),
     /// Keep the vCPUs of each virtual machine on different run queues, by CPU affinity
     Spread(spread::SpreadArguments),
-    /// Draw and measure a schedule that perf recorded
-    Map(map::MapArguments),
+    /// Draw and measure a schedule: that of this host, or a recorded one
+    Map(Box<map::MapArguments>),
+    /// Record the schedule of this host into a file
+    Record(Box<record::VcpuRecordArguments>),
     /// Simulate over-committed vCPUs under several policies, by a model
     Sim(Box<sim::SimArguments>),
 }
@@ -46,6 +49,7 @@ pub fn run(options: &VcpuArguments, global: &GlobalOptions) -> anyhow::Result<Co
         VcpuCommand::Gang(options) => gang::run(options, global),
         VcpuCommand::Spread(options) => spread::run(options, global),
         VcpuCommand::Map(options) => map::run(options, global),
+        VcpuCommand::Record(options) => record::run(options, global),
         VcpuCommand::Sim(options) => sim::run(options, global),
     }
 }
