@@ -41,6 +41,11 @@ soak: setup ## Enroll and unenroll busy programs, including a database under loa
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --lib protocol
 
+.PHONY: lab
+lab: ## Repeat an experiment of docs/experiments.md and write its report (as root; minutes; ARGS: its name)
+	$(CARGO) build $(LOCKED) -p pagefold
+	labs/experiments/run $(ARGS)
+
 .PHONY: bench
 bench: ## Measure the performance that the documentation claims (minutes; needs an idle machine)
 	$(CARGO) run $(LOCKED) --release -p pagefold-benchmarks -- $(ARGS)
