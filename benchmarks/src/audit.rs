@@ -12,7 +12,7 @@ use std::time::Instant;
 
 /// The recorded host with one virtual machine, and the number of its process.
 const RECORDING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../fixtures/recordings/two-nodes");
-const RECORDED_PID: u32 = 157;
+const RECORDED_PID: u32 = 161;
 
 /// The name and the UUID of the recorded machine.
 const RECORDED_NAME: &str = "big";

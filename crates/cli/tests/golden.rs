@@ -414,10 +414,10 @@ fn recorded_domain_has_both_virtual_nodes_on_one_of_two_nodes() {
 
 #[test]
 fn machine_is_selected_by_its_uuid() {
-    const UUID: &str = "0EC88FE6-39e9-44c7-9579-be3b71cb24fa";
+    const UUID: &str = "75456A3F-32b5-4a96-8928-6c2058a9e71e";
     let map = json_on_recording("libvirt-domain", &["numa", "map", "--json", "--vm", UUID]);
     assert_eq!(map["processes"].as_array().map(Vec::len), Some(1), "{map}");
-    let others = ["0ec88fe6-0000-44c7-9579-be3b71cb24fa", "db9"];
+    let others = ["75456a3f-0000-4a96-8928-6c2058a9e71e", "db9"];
     for (command, vm) in [(&["census"][..], others[0]), (&["account"], others[1]), (&["numa", "plan"], others[1])] {
         let output = run_on_recording("libvirt-domain", &[command, &["--vm", vm]].concat());
         let error = String::from_utf8_lossy(&output.stderr);

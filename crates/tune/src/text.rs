@@ -107,10 +107,10 @@ fn render_rest(report: &TunePlanReport, style: TextStyle) -> String {
     let refused =
         report.refused.iter().map(|refusal| format!("{} [{}]: {}", refusal.change, refusal.rule, refusal.why));
     section("Refused", refused.collect());
-    let left = report.left_to_operator.iter().map(|finding| {
+    let left = report.left_to_operator.iter().flat_map(|finding| {
         let times = if finding.count > 1 { format!(", {} times", finding.count) } else { String::new() };
-        let remedy: Vec<&str> = finding.remedy.iter().map(|line| line.trim_start_matches("# ")).collect();
-        format!("{} [{}]{times}: {}", finding.title, finding.rule, remedy.join("; "))
+        let remedy = finding.remedy.iter().map(|line| format!("    {line}"));
+        [format!("{} [{}]{times}", finding.title, finding.rule)].into_iter().chain(remedy)
     });
     section("Left to the operator", left.collect());
     let conflicts = report

@@ -69,7 +69,7 @@ fn page_shows_the_status() {
         status.findings[0].title.as_str(),
         status.domains[0].name.as_str(),
         "pages_sharing",
-        "all 8 virtual machines are well placed",
+        "placed 1 of 8 virtual machines: 4.00 GiB moved, for a gain of 285 CPU s/h",
         "12.0 GiB",
     ] {
         assert!(text.contains(shown), "{shown:?} is not in {text}");
