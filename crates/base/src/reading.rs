@@ -1,7 +1,6 @@
 //! A reading of the host: a value, or the reason why it is absent.
 //!
-//! Absent is not zero. The reason may be that this kernel does not have the counter, that reading is not
-//! permitted, or that the process has ended. None of them means 0.
+//! Absent is not zero. The kernel may not have the counter, reading may not be permitted, or the process may have ended.
 
 /// Why there is no value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]

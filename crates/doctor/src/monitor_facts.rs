@@ -4,7 +4,7 @@
 //! virtual CPUs without names of their own. It is separate from the other facts because the daemon, which examines a
 //! host often, asks no monitor.
 //!
-//! Limits: monitors that another client uses are left alone, so those of libvirt's domains do not answer.
+//! Limits: monitors that another client uses are left alone, so those of libvirt's domains are not asked.
 
 use crate::decide::audit::facts::VmFacts;
 use crate::setting_facts::read_threads;

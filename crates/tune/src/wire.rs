@@ -363,7 +363,7 @@ pub struct TuneVerifyReport {
     /// Counters that show the effect of the changes.
     pub counters: Vec<CounterReport>,
     /// The vCPUs of machines that run by KVM.
-    pub machines: Vec<VcpuReport>,
+    pub machines: Vec<VcpuCheckReport>,
     /// What `pagefold doctor` finds about guests by their agents, such as CPUs that are not online; empty unless agents
     /// were asked.
     pub guests: Vec<FindingReport>,
@@ -412,7 +412,7 @@ pub struct CounterReport {
 
 /// The vCPUs of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct VcpuReport {
+pub struct VcpuCheckReport {
     /// The name of the machine.
     pub name: String,
     /// Its process.
@@ -457,7 +457,7 @@ impl TuneVerifyReport {
             value: counter.value,
             growth: growth(counter),
         });
-        let machines = machines.iter().map(|machine| VcpuReport {
+        let machines = machines.iter().map(|machine| VcpuCheckReport {
             name: machine.name.clone(),
             pid: machine.process.pid.0,
             declared: machine.declared,

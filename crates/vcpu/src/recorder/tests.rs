@@ -53,7 +53,7 @@ fn sample(id: u64, (process, tid): (u32, u32), time: u64, cpu: u32, raw: &[u8]) 
 
 /// A thread: its process, number and name.
 type Thread = (u32, u32, &'static str);
-const IDLE: Thread = (0, 0, "swapper");
+const IDLE_THREAD: Thread = (0, 0, "swapper");
 const VCPU: Thread = (100, 101, "CPU 0/KVM");
 const OTHER: Thread = (200, 201, "CPU 7/KVM");
 
@@ -123,13 +123,13 @@ fn recorded(records: Vec<Vec<u8>>, threads: &[Thread], processes: &[u32]) -> (Ve
 
 fn two_vms() -> Vec<Vec<u8>> {
     vec![
-        switch(1000, 0, IDLE, VCPU),
-        switch(1010, 1, IDLE, OTHER),
+        switch(1000, 0, IDLE_THREAD, VCPU),
+        switch(1010, 1, IDLE_THREAD, OTHER),
         wakeup(1020, VCPU, 0),
         comm(OTHER),
         lost(5),
         switch(1040, 0, VCPU, OTHER),
-        switch(1090, 1, OTHER, IDLE),
+        switch(1090, 1, OTHER, IDLE_THREAD),
     ]
 }
 
@@ -161,7 +161,8 @@ fn names_of_other_processes_are_left_out_and_their_runs_stay() {
 fn threads_that_a_selected_process_starts_keep_their_names() {
     let started = (100, 102, "CPU 1/KVM");
     let reused = (200, 101, "CPU 9/KVM");
-    let records = vec![fork(100, 102), switch(10, 0, IDLE, started), fork(200, 101), switch(20, 0, started, reused)];
+    let records =
+        vec![fork(100, 102), switch(10, 0, IDLE_THREAD, started), fork(200, 101), switch(20, 0, started, reused)];
     let (bytes, _) = recorded(records, &[VCPU], &[100]);
     let has = |name: &[u8]| bytes.windows(name.len()).any(|part| part == name);
     assert!(has(b"CPU 1/KVM") && !has(b"CPU 9/KVM"));

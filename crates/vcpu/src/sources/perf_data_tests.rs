@@ -124,7 +124,7 @@ fn file(events: &[(u64, &str)], records: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
-const BOTH: [(u64, &str); 2] = [(SWITCH_EVENT, "sched:sched_switch"), (WAKEUP_EVENT, "sched:sched_wakeup")];
+const BOTH_EVENTS: [(u64, &str); 2] = [(SWITCH_EVENT, "sched:sched_switch"), (WAKEUP_EVENT, "sched:sched_wakeup")];
 const IDLE_THREAD: NamedThread<'_> = (0, "swapper/0");
 const VCPU0: NamedThread<'_> = (101, "CPU 0/KVM");
 const VCPU1: NamedThread<'_> = (102, "CPU 1/KVM");
@@ -135,7 +135,7 @@ const SLEEPS: u64 = 1;
 /// A machine of two vCPUs on two CPUs, with times in units of `unit` nanoseconds.
 fn two_vcpus_in_units(unit: u64) -> Vec<u8> {
     file(
-        &BOTH,
+        &BOTH_EVENTS,
         &[
             comm((100, "qemu-system-x86"), 100),
             comm(VCPU0, 100),
@@ -204,7 +204,7 @@ fn fixture_of_the_command_is_the_file_of_these_tests() {
 #[test]
 fn file_without_wakeups_says_so() {
     let schedule = read(file(
-        &BOTH[..1],
+        &BOTH_EVENTS[..1],
         &[switch(10, 0, 0, IDLE_THREAD, RUNNABLE, VCPU0), switch(30, 0, 100, VCPU0, SLEEPS, IDLE_THREAD)],
     ));
     let schedule = schedule.unwrap().schedule;
@@ -219,7 +219,7 @@ fn files_of_other_kinds_are_refused_with_a_remedy() {
     assert!(matches!(read(Vec::new()), Err(PerfDataError::Signature)));
     let stream = [b"PERFILE2".to_vec(), 16u64.to_le_bytes().to_vec()].concat();
     assert!(matches!(read(stream), Err(PerfDataError::Stream)));
-    let empty = read(file(&BOTH, &[]));
+    let empty = read(file(&BOTH_EVENTS, &[]));
     assert!(matches!(&empty, Err(error @ PerfDataError::NoSwitches) if error.to_string().contains("perf record -e")));
 }
 

@@ -54,7 +54,7 @@ const VISIT_STEPS: [&str; 20] = [
 ];
 
 /// The days after which each step of a visit was chosen.
-const DAYS_FOR_ALL_VISIT_STEPS: u64 = 10;
+const DAYS_FOR_ALL_VISIT_STEPS: u64 = 4;
 
 const SECONDS_PER_DAY: u64 = 86_400;
 
