@@ -86,6 +86,8 @@ u64 slot_start, slot_end, last_rotation, vtime_now, ordinary_vtime;
 s64 ordinary_credit;
 // Whether threads may wait in the queue of a CPU that is offline (policies spread and throttled-yield).
 u32 has_stranded;
+// Whether a CPU was not kicked because the one that had to do it was offline.
+u32 has_missed_kick;
 // The maps, and with them all these variables, outlast the scheduler: user space may attach it again.
 u32 is_attached;
 
@@ -138,6 +140,29 @@ INLINE void set_slice(struct task_struct *p, u64 slice)
 		scx_bpf_task_set_slice(p, slice);
 	else
 		p->scx.slice = slice;
+}
+
+// Makes a CPU schedule anew. The kernel does it in interrupt work of the CPU on which this runs. A CPU that goes offline
+// may have stopped such work: it would be pending for ever, and the kernel waits for it when the scheduler is removed.
+static void kick(s32 cpu, u64 flags)
+{
+	if (cpu_at(bpf_get_smp_processor_id())->is_online)
+		scx_bpf_kick_cpu(cpu, flags);
+	else
+		has_missed_kick = 1;
+}
+
+// Kicks idle CPUs, in place of kicks by a CPU that was offline. The end of its shutdown wakes a thread, which gets here.
+GLOBAL u32 make_up_for_kicks(void)
+{
+	s32 cpu;
+	if (!has_missed_kick || !cpu_at(bpf_get_smp_processor_id())->is_online)
+		return 0;
+	has_missed_kick = 0;
+	FOR_EACH_NUMBER(cpu, 0, settings.cpus)
+		if (cpu_at(cpu)->is_online)
+			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+	return 0;
 }
 
 // ---- membership ----
@@ -348,16 +373,16 @@ static bool kick_own_cpu(struct task_struct *p, u32 gang)
 		    !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 			continue;
 		if (c->running_kind == VCPU || !c->since)
-			scx_bpf_kick_cpu(cpu, c->since ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
+			kick(cpu, c->since ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
 		else if (c->light_ns <= 0)
-			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
+			kick(cpu, SCX_KICK_PREEMPT);
 		return true;
 	}
 	FOR_EACH_NUMBER(i, -1, settings.cpus) {
 		s32 cpu = i < 0 ? last : i;
 		struct cpu *c = cpu_at(cpu);
 		if (!c->owner && !c->since && bpf_cpumask_test_cpu(cpu, p->cpus_ptr)) {
-			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+			kick(cpu, SCX_KICK_IDLE);
 			return true;
 		}
 	}
@@ -373,6 +398,7 @@ void gang_enqueue(u64 *arguments)
 	s32 number = scx_bpf_task_cpu(p);
 	struct cpu *cpu = cpu_at(number);
 	u64 slice = settings.slice_ns;
+	make_up_for_kicks();
 	if (!t || (p->flags & PF_KTHREAD && p->nr_cpus_allowed == 1)) {
 		// The kernel's own threads of a CPU: softirqs, work queues.
 		scx_bpf_dsq_insert(p, SCX_DSQ_LOCAL, slice, flags | (flags & SCX_ENQ_WAKEUP ? SCX_ENQ_PREEMPT : 0));
@@ -386,7 +412,7 @@ void gang_enqueue(u64 *arguments)
 		scx_bpf_dsq_insert(p, DSQ_LIGHT, slice, flags);
 		if (settings.policy != GANG)
 			move_count(t, -1);
-		scx_bpf_kick_cpu(number, cpu->since && takes_light(cpu, now) ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
+		kick(number, cpu->since && takes_light(cpu, now) ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
 	} else if (settings.policy != GANG) {
 		u64 weight = t->gang ? settings.weights[t->gang & (MAX_GANGS - 1)] : p->scx.weight;
 		if (!(flags & SCX_ENQ_WAKEUP) || !cpu->is_online)
@@ -395,7 +421,7 @@ void gang_enqueue(u64 *arguments)
 			has_stranded = 1;
 		move_count(t, number);
 		scx_bpf_dsq_insert(p, DSQ_CPU(number), slice * (weight ?: 100) / 100, flags);
-		scx_bpf_kick_cpu(number, SCX_KICK_IDLE);
+		kick(number, SCX_KICK_IDLE);
 	} else if (t->kind == VCPU) {
 		scx_bpf_dsq_insert(p, DSQ_GANG(t->gang), 4 * settings.slot_ns, flags);
 		// In a gang wider than its CPUs, a vCPU that yields leaves its CPU to a sibling, and the others are busy.
@@ -406,7 +432,7 @@ void gang_enqueue(u64 *arguments)
 		if (is_before(vtime, ordinary_vtime - slice))
 			vtime = ordinary_vtime - slice;
 		scx_bpf_dsq_insert_vtime(p, DSQ_ORDINARY, slice, vtime, flags);
-		scx_bpf_kick_cpu(number, SCX_KICK_IDLE);
+		kick(number, SCX_KICK_IDLE);
 	}
 }
 
@@ -901,10 +927,10 @@ GLOBAL u32 apply_owners(void)
 		if (!c->is_online)
 			continue;
 		if (owner && runs && (!is_own || (is_gang(owner) && gang_at(owner)->runnable > gang_at(owner)->granted))) {
-			scx_bpf_kick_cpu(cpu, SCX_KICK_PREEMPT);
+			kick(cpu, SCX_KICK_PREEMPT);
 			report.kicks++;
 		} else if (!runs) {
-			scx_bpf_kick_cpu(cpu, SCX_KICK_IDLE);
+			kick(cpu, SCX_KICK_IDLE);
 		}
 	}
 	return 0;
