@@ -3,7 +3,9 @@
 use pagefold_ab::decide::design::{BlockKind, Schedule};
 use pagefold_ab::experiment::Experiment;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn experiments() -> Vec<(PathBuf, Experiment)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("experiments");
@@ -40,4 +42,41 @@ fn programs_of_each_experiment_are_in_the_source_tree() {
             assert!(root.join(word).is_file(), "{}: {word} is missing", folder.display());
         }
     }
+}
+
+#[test]
+fn each_experiment_has_a_row_in_the_documentation_and_scripts_that_a_shell_can_read() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("docs").join("experiments.md");
+    let page = fs::read_to_string(page).unwrap();
+    let experiments = experiments();
+    let names: Vec<_> = experiments.iter().map(|(folder, _)| folder.file_name().unwrap().to_str().unwrap()).collect();
+    for name in ["clocksource", "iothread", "ksm-compute", "ksm-database", "npt", "vnuma"] {
+        assert!(names.contains(&name), "{name} is missing among {names:?}");
+    }
+    for (folder, _) in &experiments {
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        assert!(page.contains(&format!("`sudo make lab ARGS={name}`")), "docs/experiments.md does not name {name}");
+        for script in ["setup", "boot", "init", "cleanup"].map(|name| folder.join(name)) {
+            let Ok(metadata) = fs::metadata(&script) else { continue };
+            assert_ne!(metadata.permissions().mode() & 0o111, 0, "{} is not executable", script.display());
+            let shell = if fs::read_to_string(&script).unwrap().starts_with("#!/bin/bash") { "bash" } else { "sh" };
+            let output = Command::new(shell).arg("-n").arg(&script).output().unwrap();
+            assert!(output.status.success(), "{}: {output:?}", script.display());
+        }
+    }
+}
+
+/// The arms of an experiment with guests differ in a variable, which the script that boots them must read.
+#[test]
+fn guests_read_the_variable_in_which_the_arms_differ() {
+    let mut guests = 0;
+    for (folder, experiment) in experiments() {
+        let Ok(boot) = fs::read_to_string(folder.join("boot")) else { continue };
+        guests += 1;
+        assert_ne!(experiment.a.environment, experiment.b.environment, "{}", folder.display());
+        for variable in experiment.a.environment.keys().chain(experiment.b.environment.keys()) {
+            assert!(boot.contains(&format!("${variable}")), "{} does not read {variable}", folder.display());
+        }
+    }
+    assert!(guests >= 4, "{guests} experiments boot a guest");
 }
