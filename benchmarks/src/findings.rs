@@ -1,5 +1,6 @@
 //! The findings of a section: tables, targets that are met or missed, and every sample.
 
+use pagefold_ab::decide::analysis::{AnalysisOptions, estimate_effect};
 use std::fmt::{self, Write as _};
 
 /// The findings of a section.
@@ -141,6 +142,39 @@ impl SampleSpread {
     }
 }
 
+/// The ratio of two variants that ran in turns, by the analysis of `pagefold ab` with a round as a block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PairedRatio {
+    /// The geometric mean of the ratios of the rounds.
+    pub ratio: f64,
+    /// Its 95 % interval; `None` for one round.
+    pub interval: Option<(f64, f64)>,
+}
+
+impl PairedRatio {
+    /// The ratio from that of each round. `None` without rounds.
+    pub fn from_rounds(ratios: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let log_ratios: Vec<f64> = ratios.into_iter().map(f64::ln).collect();
+        let rounds = log_ratios.len();
+        let options = AnalysisOptions::new(Vec::new(), 0);
+        let estimate = (rounds > 0).then(|| estimate_effect(log_ratios, &options))?;
+        let interval = (rounds > 1).then_some((estimate.interval.low, estimate.interval.high));
+        Some(Self { ratio: estimate.ratio, interval })
+    }
+
+    /// As percentages: `91.3 % (90.8 to 92.0)`.
+    pub fn format_percent(self) -> String {
+        let interval = self.interval.map(|(low, high)| format!(" ({:.1} to {:.1})", low * 100.0, high * 100.0));
+        format!("{:.1} %{}", self.ratio * 100.0, interval.unwrap_or_default())
+    }
+
+    /// As a factor: `1.93 (1.90 to 1.95)`.
+    pub fn format_factor(self) -> String {
+        let interval = self.interval.map(|(low, high)| format!(" ({low:.2} to {high:.2})"));
+        format!("{:.2}{}", self.ratio, interval.unwrap_or_default())
+    }
+}
+
 /// A straight line fitted by least squares.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearFit {
@@ -174,6 +208,24 @@ mod tests {
         assert_eq!(SampleSpread::from_samples([3.0, 1.0, 2.0]), SampleSpread { median: 2.0, min: 1.0, max: 3.0 });
         assert_eq!(SampleSpread::from_samples([4.0, 1.0, 2.0, 3.0]).median, 2.5);
         assert_eq!(SampleSpread::from_samples([0.913]).format_percent(), "91.3 % (91.3 to 91.3)");
+    }
+
+    #[test]
+    fn interval_of_a_ratio_uses_student_t() {
+        // Logarithms 0 and 1: mean 1/2, deviation of the mean 1/2. The quantile 0.975 for one degree of freedom is
+        // tan(0.475 pi).
+        let paired = PairedRatio::from_rounds([1.0, std::f64::consts::E]).unwrap();
+        let (low, high) = paired.interval.unwrap();
+        let margin = (0.475 * std::f64::consts::PI).tan() / 2.0;
+        assert!((paired.ratio.ln() - 0.5).abs() < 1e-12);
+        assert!((low.ln() - (0.5 - margin)).abs() < 1e-9 && (high.ln() - (0.5 + margin)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn few_rounds_have_no_interval() {
+        let once = PairedRatio::from_rounds([2.0]).unwrap();
+        assert_eq!((once.format_factor(), once.format_percent()), ("2.00".to_owned(), "200.0 %".to_owned()));
+        assert_eq!(PairedRatio::from_rounds([]), None);
     }
 
     #[test]

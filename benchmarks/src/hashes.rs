@@ -2,9 +2,9 @@
 //! `process_vm_readv` has just filled. A second measurement uses pages that stay in the cache.
 
 use crate::BenchmarkEffort;
-use crate::findings::{Findings, MarkdownTable, SampleSpread};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread};
 use crate::target_process::{TargetLayout, TargetProcesses};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use pagefold_linux::BATCH_BYTES;
 use pagefold_sys::fingerprint::Hasher;
@@ -115,7 +115,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     table.text_columns = 2;
     for (i, candidate) in candidates.iter().enumerate() {
         let relative_rate =
-            SampleSpread::from_samples(with_read[i].iter().zip(&with_read[0]).map(|(rate, baseline)| rate / baseline));
+            PairedRatio::from_rounds(with_read[i].iter().zip(&with_read[0]).map(|(rate, baseline)| rate / baseline))
+                .context("no rounds")?;
         let median = |samples: &[f64]| format!("{:.1}", SampleSpread::from_samples(samples.iter().copied()).median);
         table.rows.push(vec![
             candidate.name.to_owned(),
@@ -128,8 +129,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     }
     table.notes.push(
         "Base pages, read by `process_vm_readv`. \"Rate against ours\" compares reading and hashing together, which is \
-         what a census does: medians of the ratios within rounds, with the least and the greatest. Ours also tells \
-         pages of zeros apart."
+         what a census does: geometric means of the ratios within rounds, with 95 % intervals. Ours also tells pages \
+         of zeros apart."
             .to_owned(),
     );
     if cfg!(not(target_feature = "aes")) {

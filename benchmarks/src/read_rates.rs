@@ -11,7 +11,7 @@
 //!   the read method of the case.
 
 use crate::BenchmarkEffort;
-use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Context, Result, ensure};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -126,10 +126,9 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         };
         // Ratios of rates are inverse ratios of seconds.
         let ratio = |a: ReadLoop, b: ReadLoop| {
-            let pairs: Vec<f64> = samples[b as usize].iter().zip(&samples[a as usize]).map(|(b, a)| b / a).collect();
-            (!pairs.is_empty()).then(|| SampleSpread::from_samples(pairs))
+            PairedRatio::from_rounds(samples[b as usize].iter().zip(&samples[a as usize]).map(|(b, a)| b / a))
         };
-        let percent = |ratio: Option<SampleSpread>| ratio.map_or("-".to_owned(), SampleSpread::format_percent);
+        let percent = |ratio: Option<PairedRatio>| ratio.map_or("-".to_owned(), PairedRatio::format_percent);
         let hashing = ratio(ReadLoop::Hash, ReadLoop::Read);
         let mut row = vec![case.name.to_owned()];
         row.extend(READ_LOOPS.map(rate));
@@ -141,15 +140,15 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             findings.checks.push(ThresholdCheck {
                 claim: format!("{}: hashing keeps at least {:.0} % of the rate of reading", case.name, bar * 100.0),
                 measured: hashing.format_percent(),
-                met: hashing.median >= bar,
+                met: hashing.ratio >= bar,
             });
         }
     }
     let hasher = Hasher::with_random_key(host.page_size().as_len())?;
     table.notes.push(format!(
         "`raw` is system calls alone, `read` adds the checks that keep a census free of side effects, `hash` adds the \
-         fingerprint ({}), `census` adds the index. Ratios are medians of the ratios within rounds, with the least and \
-         the greatest. Buffers of {} KiB.",
+         fingerprint ({}), `census` adds the index. Ratios are geometric means of the ratios within rounds, with 95 % \
+         intervals. Buffers of {} KiB.",
         hasher.implementation(),
         BATCH_BYTES >> 10
     ));

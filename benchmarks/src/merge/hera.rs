@@ -16,11 +16,11 @@ use super::compare::shuffle;
 use super::policies::PagefoldProgram;
 use super::readings::{KsmCounters, ksmd_pid};
 use super::running_program::command_through_hold;
-use super::simulations::{BenchmarkCgroup, CompanionMeter, geometric_mean};
+use super::simulations::{BenchmarkCgroup, CompanionMeter};
 use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
 use super::writable_ksm_settings;
 use crate::chart::{self, text_style};
-use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use pagefold_labs::ksm::KsmTestGuard;
@@ -365,10 +365,10 @@ fn memory_gain(runs: &[HeraRun], mode: HeraMode) -> SampleSpread {
 }
 
 fn slowdown(runs: &[HeraRun], mode: HeraMode) -> (f64, Option<(f64, f64)>) {
-    let ratios: Vec<f64> =
-        pairs_with_plain(runs, mode).iter().map(|(run, plain)| run.seconds / plain.seconds).collect();
-    let (mean, interval) = geometric_mean(&ratios);
-    (mean - 1.0, interval.map(|(low, high)| (low - 1.0, high - 1.0)))
+    let paired =
+        PairedRatio::from_rounds(pairs_with_plain(runs, mode).iter().map(|(run, plain)| run.seconds / plain.seconds));
+    let interval = paired.and_then(|paired| paired.interval).map(|(low, high)| (low - 1.0, high - 1.0));
+    (paired.map_or(f64::NAN, |paired| paired.ratio - 1.0), interval)
 }
 
 /// The table, the checks and the samples of a case.

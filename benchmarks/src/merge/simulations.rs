@@ -44,12 +44,11 @@ use super::thresholds::{MAX_SIMULATION_SLOWDOWN, MIN_SIMULATION_SAVINGS_SHARE};
 use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
 use super::workloads::lab_file;
 use super::writable_ksm_settings;
-use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
 use anyhow::{Context, Result, ensure};
 use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use pagefold_labs::ksm::KsmTestGuard;
 use rustix::process::{Pid, Signal};
-use statrs::distribution::{ContinuousCDF, StudentsT};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -285,11 +284,12 @@ impl SimulationRuns<'_> {
         let [relative, interval, mean_savings, lasting_savings] = if mode == SimulationMode::Off {
             ["-"; 4].map(str::to_owned)
         } else {
-            let (mean, interval) = geometric_mean(&self.slowdowns(mode));
+            let slowdown = PairedRatio::from_rounds(self.slowdowns(mode));
+            let interval = slowdown.and_then(|slowdown| slowdown.interval);
             let interval = interval.map(|(low, high)| format!("{} to {}", percent(low), percent(high)));
             let spread = |savings| SampleSpread::from_samples(savings).format_percent();
             [
-                percent(mean),
+                slowdown.map_or("-".to_owned(), |slowdown| percent(slowdown.ratio)),
                 interval.unwrap_or_else(|| "-".to_owned()),
                 spread(self.mean_savings(mode)),
                 spread(self.lasting_savings(mode)),
@@ -312,7 +312,8 @@ impl SimulationRuns<'_> {
     fn build_checks(&self, cpu_percent: u32, cpus: usize) -> Vec<ThresholdCheck> {
         let SimulationCode { name, is_held_out, .. } = self.code;
         let max_slowdown = f64::from(cpu_percent) / 100.0 / cpus as f64 + MAX_SIMULATION_SLOWDOWN;
-        let slowdown = geometric_mean(&self.slowdowns(SimulationMode::Guided)).0 - 1.0;
+        let slowdown = PairedRatio::from_rounds(self.slowdowns(SimulationMode::Guided));
+        let slowdown = slowdown.map_or(f64::NAN, |slowdown| slowdown.ratio - 1.0);
         let lasting = |mode| SampleSpread::from_samples(self.lasting_savings(mode)).median;
         let whole = self.code.whole_pages_to_scan.iter().map(|&pages| lasting(SimulationMode::Whole(pages)));
         let best_whole = whole.fold(0.0, f64::max);
@@ -338,18 +339,6 @@ impl SimulationRuns<'_> {
             },
         ]
     }
-}
-
-/// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; no interval for one ratio.
-pub fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
-    let count = ratios.len() as f64;
-    let mean = ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / count;
-    let variance = ratios.iter().map(|ratio| (ratio.ln() - mean).powi(2)).sum::<f64>() / (count - 1.0);
-    let interval = StudentsT::new(0.0, 1.0, count - 1.0).ok().map(|distribution| {
-        let margin = distribution.inverse_cdf(0.975) * (variance / count).sqrt();
-        ((mean - margin).exp(), (mean + margin).exp())
-    });
-    (mean.exp(), interval)
 }
 
 fn run_code(
@@ -682,19 +671,5 @@ mod tests {
         }
         assert!(SIMULATION_CODES.iter().any(|code| code.is_held_out));
         assert_eq!(DEBIAN_CODES.iter().filter(|code| code.is_held_out).count(), 5);
-    }
-
-    #[test]
-    fn confidence_interval_uses_student_t() {
-        let (mean, interval) = geometric_mean(&[1.1, 1.1, 1.1]);
-        assert!((mean - 1.1).abs() < 1e-12 && interval.is_some_and(|(low, high)| high - low < 1e-9));
-        // Logarithms 0 and 1: mean 1/2, deviation of the mean 1/2.
-        let (mean, interval) = geometric_mean(&[1.0, std::f64::consts::E]);
-        let (low, high) = interval.unwrap();
-        assert!((mean.ln() - 0.5).abs() < 1e-12);
-        // The quantile 0.975 for one degree of freedom is tan(0.475 pi).
-        let margin = (0.475 * std::f64::consts::PI).tan() / 2.0;
-        assert!((low.ln() - (0.5 - margin)).abs() < 1e-9 && (high.ln() - (0.5 + margin)).abs() < 1e-9);
-        assert_eq!(geometric_mean(&[2.0]).1, None);
     }
 }

@@ -20,7 +20,7 @@ use super::compare::shuffle;
 use super::readings::{KsmCounters, ksmd_pid};
 use super::running_program::command_through_hold;
 use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
-use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::ksm::KsmTestGuard;
 use std::io::{BufRead, BufReader, Write};
@@ -183,13 +183,12 @@ impl ThroughputTrials<'_> {
         memory: ThroughputMemory,
         method: ThroughputMethod,
         baseline: ThroughputMethod,
-    ) -> Option<SampleSpread> {
+    ) -> Option<PairedRatio> {
         let ratio = |trial: &ThroughputTrial| {
             let other = self.select(memory, baseline).find(|other| other.round == trial.round)?;
             Some(trial.bytes_per_second()? / other.bytes_per_second()?)
         };
-        let ratios: Vec<f64> = self.select(memory, method).filter_map(ratio).collect();
-        (!ratios.is_empty()).then(|| SampleSpread::from_samples(ratios))
+        PairedRatio::from_rounds(self.select(memory, method).filter_map(ratio))
     }
 
     /// The table of memory shapes that differ only in the length of runs.
@@ -223,7 +222,7 @@ impl ThroughputTrials<'_> {
                 }
             };
             let factor = |method, baseline| {
-                self.speedup(shape, method, baseline).map_or("-".to_owned(), SampleSpread::format_factor)
+                self.speedup(shape, method, baseline).map_or("-".to_owned(), PairedRatio::format_factor)
             };
             table.rows.push(vec![
                 shape.run_pages.to_string(),
@@ -249,8 +248,8 @@ impl ThroughputTrials<'_> {
                     "{processes} processes, runs of {run_pages} pages, {order}: at least \
                      {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
                 ),
-                measured: speedup.map_or("not all pages were merged".to_owned(), SampleSpread::format_factor),
-                met: speedup.is_some_and(|speedup| speedup.median >= MIN_ENGINE_TO_KSMD_RATIO),
+                measured: speedup.map_or("not all pages were merged".to_owned(), PairedRatio::format_factor),
+                met: speedup.is_some_and(|speedup| speedup.ratio >= MIN_ENGINE_TO_KSMD_RATIO),
             }
         })
     }
