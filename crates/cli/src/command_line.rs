@@ -238,6 +238,14 @@ pub fn parse_bytes(text: &str) -> Result<Bytes, String> {
     }
 }
 
+/// Bytes in a second, such as `500MiB`, and more than none.
+pub fn parse_bandwidth(text: &str) -> Result<Bytes, String> {
+    match parse_bytes(text)? {
+        Bytes::ZERO => Err("nothing would ever be moved; write for example 500MiB".to_owned()),
+        bandwidth => Ok(bandwidth),
+    }
+}
+
 /// A probability above 0 and at most 1, as `0.05` or `5%`.
 pub fn parse_probability(text: &str) -> Result<f64, String> {
     let (number, scale) = text.strip_suffix('%').map_or((text, 1.0), |number| (number, 100.0));
@@ -264,6 +272,14 @@ mod tests {
             let error = CommandLine::try_parse_from(arguments).err().map(|error| error.to_string());
             assert_eq!(error.is_none(), cfg!(feature = "parquet"), "{error:?}");
             assert!(error.is_none_or(|message| message.contains("--features parquet")));
+        }
+    }
+
+    #[test]
+    fn bandwidth_is_above_zero() {
+        assert_eq!(parse_bandwidth("500MiB"), Ok(Bytes(500 << 20)));
+        for text in ["0", "0MiB", "fast"] {
+            assert!(parse_bandwidth(text).is_err_and(|message| message.contains("write for example")), "{text}");
         }
     }
 

@@ -53,7 +53,8 @@ const VM_COMMANDS: &[(&str, &[&str])] = &[
     ("numa-predict.txt", &["numa", "predict", "--vm", "*", "--to", "0"]),
     // The host with one node has no node 1.
     ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
-    ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "0", "--json"]),
+    ("numa-predict-split.txt", &["numa", "predict", "--vm", "*", "--to", "0=0,1=1"]),
+    ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "1", "--json"]),
     ("numa-apply.txt", &["numa", "apply", "--dry-run", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
 ];
 

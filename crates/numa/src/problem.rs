@@ -210,13 +210,10 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
         || pinned > 0 && pinned >= placement.pages.resident().0 / PINNED_PAGES_RATIO;
-    let permitted_cpus: IdSet = threads.iter().flat_map(|thread| thread.permitted_cpus.iter()).collect();
-    let cpu_nodes = topology.nodes_of_cpus(&permitted_cpus);
     let strict_nodes = placement.libvirt.as_ref().and_then(|domain| domain.strict_nodes.as_deref());
     let strict_nodes: Option<IdSet> = strict_nodes.and_then(|nodes| nodes.parse().ok());
     let is_permitted = |node: &u32| {
         strict_nodes.as_ref().is_none_or(|nodes| nodes.contains(*node))
-            && (permitted_cpus.is_empty() || cpu_nodes.contains(*node))
             && placement.allowed_nodes.as_ref().is_ok_and(|nodes| nodes.contains(*node))
     };
     let mut vm = PlannedVm {
@@ -255,12 +252,17 @@ fn planned_part(topology: &Topology, threads: &[&ThreadPlacement], pages: &PageN
         huge_share: pages.huge_share(),
         hotness,
         bound_nodes: None,
+        cpu_nodes: threads
+            .iter()
+            .map(|thread| topology.nodes_of_cpus(&thread.permitted_cpus))
+            .reduce(|left, right| left.intersection(&right)),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::threads::ThreadRole;
     use crate::topology::NodeMemory;
     use pagefold_base::identity::virtual_nodes;
     use pagefold_base::process::Process;
@@ -268,14 +270,19 @@ mod tests {
 
     /// The plan's view of a machine on a host with four nodes, by the command line of QEMU. Each virtual node has pages.
     fn vm(command: &str) -> PlannedVm {
+        vm_with_threads(command, Err(Absent::Denied))
+    }
+
+    /// As [`vm`], with threads. Each node has two CPUs.
+    fn vm_with_threads(command: &str, threads: Reading<Vec<ThreadPlacement>>) -> PlannedVm {
         let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-        let node = || NumaNode {
-            cpus: IdSet::default(),
+        let node = |id| NumaNode {
+            cpus: [2 * id, 2 * id + 1].into_iter().collect(),
             memory: Err(Absent::Denied),
             free_hugetlb: Err(Absent::Denied),
             distances: BTreeMap::new(),
         };
-        let topology = Topology { nodes: (0..4).map(|id| (id, node())).collect() };
+        let topology = Topology { nodes: (0..4).map(|id| (id, node(id))).collect() };
         let kinds = PageKinds { small: Pages(100), ..PageKinds::default() };
         let pages = || PageNodes { by_node: [(0, kinds)].into(), ..PageNodes::default() };
         let nodes = virtual_nodes::virtual_nodes(&arguments);
@@ -287,7 +294,7 @@ mod tests {
                 .into_iter()
                 .map(|node| VirtualNodePlacement { node, pages: Some(pages()), cost: None })
                 .collect(),
-            threads: Err(Absent::Denied),
+            threads,
             allowed_nodes: Ok((0..3).collect()),
             libvirt: None,
             machine: None,
@@ -313,6 +320,41 @@ mod tests {
         assert_eq!(node_capacity((1, &node), used, page_size, limits), expected);
         node.free_hugetlb = Err(Absent::NotOnThisKernel);
         assert_eq!(node_capacity((1, &node), used, page_size, limits).hugetlb_pages, 1024.0, "only what they use");
+    }
+
+    #[test]
+    fn affinity_of_virtual_cpus_permits_nodes_and_that_of_other_threads_does_not_matter() {
+        let thread = |(tid, name, cpus): (u32, &str, &str)| ThreadPlacement {
+            tid: Pid(tid),
+            start_time: 1,
+            role: ThreadRole::from_thread_name(name),
+            last_cpu: 0,
+            allowed_cpus: cpus.parse().unwrap(),
+            permitted_cpus: cpus.parse().unwrap(),
+            cpu_ticks: 1,
+        };
+        let with_cpus = |command: &str, cpus: [&str; 3]| {
+            let names = ["qemu-system-x86", "CPU 0/KVM", "CPU 1/KVM"];
+            let threads = (1..).zip(names).zip(cpus).map(|((tid, name), cpus)| thread((tid, name, cpus)));
+            vm_with_threads(command, Ok(threads.collect()))
+        };
+        let permitted = |vm: &PlannedVm| -> Vec<Vec<u32>> {
+            vm.parts.iter().map(|part| (0..4).filter(|&node| vm.permits(part, node)).collect()).collect()
+        };
+        let plain = "qemu-system-x86_64 -m 1G";
+        let free = with_cpus(plain, ["0-7", "0-7", "0-7"]);
+        assert_eq!((permitted(&free), free.fixed), (vec![vec![0, 1, 2]], false), "the cpuset has the nodes 0-2");
+        let one_node = with_cpus(plain, ["0-7", "2-3", "2-3"]);
+        assert_eq!((permitted(&one_node), one_node.fixed), (vec![vec![1]], false));
+        let emulator = with_cpus(plain, ["0-1", "2-3", "2-5"]);
+        assert_eq!((permitted(&emulator), emulator.fixed), (vec![vec![1]], false));
+        let apart = with_cpus(plain, ["0-7", "0", "2"]);
+        assert_eq!((permitted(&apart), apart.fixed), (vec![vec![]], true), "no node has CPUs for both");
+
+        let ram = |id: &str| format!("-object memory-backend-ram,id={id},size=1M ");
+        let numa = "-numa node,cpus=0,memdev=a -numa node,cpus=1,memdev=b";
+        let split = with_cpus(&format!("qemu-system-x86_64 {}{}{numa}", ram("a"), ram("b")), ["0-7", "0", "2"]);
+        assert_eq!((permitted(&split), split.fixed), (vec![vec![0], vec![1]], false));
     }
 
     fn bound_nodes(vm: &PlannedVm) -> Vec<Option<String>> {

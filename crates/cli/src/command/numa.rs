@@ -3,7 +3,7 @@
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
 use super::recover;
 use crate::command_line::{
-    GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
+    GlobalOptions, ProcessOptions, parse_bandwidth, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
 };
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output, stop_signal};
@@ -149,7 +149,7 @@ struct PredictArguments {
     #[arg(long, value_name = "NODES")]
     to: RequestedNodes,
     /// Bytes of memory that are moved in a second
-    #[arg(long, value_name = "BYTES", default_value = "1GiB", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", default_value = "1GiB", value_parser = parse_bandwidth)]
     bandwidth: Bytes,
     /// Share of each node's memory that stays free
     #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]

@@ -2,7 +2,7 @@
 
 use super::numa::{PlanOptions, read_map, read_placeable_map};
 use super::recover::{self, open_live_host, with_remedy};
-use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes};
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_bandwidth};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -74,7 +74,7 @@ pub struct ApplyArguments {
     #[arg(long, value_name = "NODES", conflicts_with = "working_set")]
     to: Option<RequestedNodes>,
     /// Bytes of memory to move in a second at most, on average [default: no limit]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_bandwidth)]
     bandwidth: Option<Bytes>,
     #[command(flatten)]
     plan: PlanOptions,
@@ -225,9 +225,17 @@ fn check_permitted(vm: &plan::PlannedVm, pattern: &Pattern) -> anyhow::Result<()
         let refuses = |permitted: &Option<IdSet>| permitted.clone().filter(|nodes| !nodes.contains(node));
         if let Some(allowed) = refuses(&vm.allowed_nodes) {
             bail!(
-                "--to: {} may not use node {node}: the CPUs of its threads and its cpuset permit {}; change these first",
+                "--to: {} may not use node {node}: its cpuset and strict policies of libvirt permit {}; change these first",
                 vm.name,
                 describe(&allowed)
+            );
+        }
+        if let Some(usable) = refuses(&part.cpu_nodes) {
+            bail!(
+                "--to: {} may not use node {node}: the affinity of its virtual CPUs, or threads, permits {}; change it \
+                 first (libvirt: <vcpupin>)",
+                vm.name,
+                describe(&usable)
             );
         }
         if let Some(bound) = refuses(&part.bound_nodes) {

@@ -1,7 +1,7 @@
 //! `[daemon]`: the settings of `pagefold daemon`.
 
 use super::{Config, ConfigText, GroupConditions, schema};
-use crate::command_line::{check_vcpus_per_cpu, parse_bytes, parse_cpu_share, parse_duration};
+use crate::command_line::{check_vcpus_per_cpu, parse_bandwidth, parse_bytes, parse_cpu_share, parse_duration};
 use pagefold_daemon::decide::{DaemonMode, DaemonRules, DailyHours};
 use pagefold_daemon::run::DaemonSettings;
 use pagefold_numa::decide::pricing::OperatorPrices;
@@ -215,7 +215,7 @@ impl DaemonConfigSection {
             interval: time(&mut self.placement_interval, Duration::from_secs(30))?,
             replan_interval: time(&mut self.replan_interval, Duration::from_secs(3600))?,
             limits,
-            bandwidth: config_text.convert_optional(self.placement_bandwidth.take(), |text| parse_bytes(&text))?,
+            bandwidth: config_text.convert_optional(self.placement_bandwidth.take(), |text| parse_bandwidth(&text))?,
         };
         let is_on = self.placement.take().is_some_and(|mode| mode != PlacementModeArgument::Off);
         Ok(is_on.then_some(settings))

@@ -79,6 +79,8 @@ pub struct PlannedPart {
     pub hotness: f64,
     /// The nodes to which a policy strictly binds its memory (`MPOL_BIND`); `None` if there is no such policy.
     pub bound_nodes: Option<IdSet>,
+    /// The nodes on which each of its virtual CPUs may run by the affinity that its owner gave it; `None` if unknown.
+    pub cpu_nodes: Option<IdSet>,
 }
 
 impl PlannedPart {
@@ -110,7 +112,10 @@ pub struct PlannedVm {
 impl PlannedVm {
     /// Whether it may have a part on a node.
     pub fn permits(&self, part: &PlannedPart, node: u32) -> bool {
-        [&self.allowed_nodes, &part.bound_nodes].into_iter().flatten().all(|nodes| nodes.contains(node))
+        [&self.allowed_nodes, &part.bound_nodes, &part.cpu_nodes]
+            .into_iter()
+            .flatten()
+            .all(|nodes| nodes.contains(node))
     }
 
     /// Whether it may have each part on one of the nodes of the host at least.
