@@ -68,7 +68,9 @@ pub fn check_any_seen(
              container's) are not valid here: give PIDs of this namespace, or run pagefold in the other one",
             first.pid
         ),
-        Absent::Vanished => bail!("there is no process {}: it is not in the recording", first.pid),
+        Absent::Vanished | Absent::NotOnThisKernel if global.host != "live" => {
+            bail!("there is no process {}: it is not in the recording", first.pid)
+        }
         Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, permission_remedy(global)),
         _ => bail!("process {} ({name}): {}", first.pid, first.why),
     }

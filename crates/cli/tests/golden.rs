@@ -40,6 +40,7 @@ const HOST_COMMANDS: &[(&str, &[&str])] = &[
     ("tune-database.txt", &["tune", "plan", "--profile", "database"]),
     ("tune-htc.txt", &["tune", "plan", "--profile", "htc"]),
     ("tune-verify.txt", &["tune", "verify", "--guest-agent"]),
+    ("tune-export.conf", &["tune", "export", "--format", "modprobe"]),
     // No recording has a state directory, so no placement is in force.
     ("numa-verify.txt", &["--state", "/nonexistent/pagefold", "numa", "verify"]),
     ("numa-verify.json", &["--state", "/nonexistent/pagefold", "numa", "verify", "--json"]),
@@ -55,6 +56,8 @@ const VM_COMMANDS: &[(&str, &[&str])] = &[
     ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
     ("numa-predict-split.txt", &["numa", "predict", "--vm", "*", "--to", "0=0,1=1"]),
     ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "1", "--json"]),
+    ("numa-predict-crowded.txt", &["numa", "predict", "--vm", "*", "--to", "0", "--vcpus-per-cpu", "0.25"]),
+    ("numa-apply-crowded.txt", &["numa", "apply", "--dry-run", "--vm", "*", "--to", "0", "--vcpus-per-cpu", "0.25"]),
     ("numa-apply.txt", &["numa", "apply", "--dry-run", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
 ];
 

@@ -140,6 +140,25 @@ pub fn read_map_and_frames(
     Ok((map, readers))
 }
 
+/// The virtual CPUs of virtual machines that a map does not have, by the node on which they run.
+///
+/// # Errors
+/// If processes cannot be listed.
+pub fn read_other_vcpus(host: &dyn Host, map: &NumaMap) -> Result<BTreeMap<u32, f64>, MapError> {
+    let is_other = |process: &Process| map.processes.iter().all(|placement| placement.process.id.pid != process.id.pid);
+    let (machines, _) = scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
+        let is_machine = process.identity.vm.is_some() && is_other(&process);
+        if is_machine { threads::read_threads(host, handle, true) } else { Ok(Vec::new()) }
+    })?;
+    let mut vcpus: BTreeMap<u32, f64> = BTreeMap::new();
+    for threads in &machines {
+        let count = threads::working_threads(threads).count() as f64;
+        let shares = threads::cpu_shares(&map.topology, threads::working_threads(threads));
+        shares.into_iter().for_each(|(node, share)| *vcpus.entry(node).or_default() += share * count);
+    }
+    Ok(vcpus)
+}
+
 /// The maximum number of pairs of processes that are counted for each frame, over all frames: less than a second's work.
 const MAX_FRAME_PAIRS: u64 = 4_000_000;
 

@@ -39,11 +39,15 @@ pub struct PlacementPrediction {
     pub copies_after: Pages,
 }
 
-/// Memory that would come to a node.
+/// Memory and virtual CPUs that would come to a node.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeArrival {
     /// The node.
     pub node: u32,
+    /// Virtual CPUs on it then: those of the machine that come to it, and those of other machines, where they run now.
+    pub vcpus: f64,
+    /// Virtual CPUs that it may run.
+    pub vcpu_capacity: f64,
     /// What would come to it, without hugetlb pages.
     pub arriving: Bytes,
     /// Free memory and pages of files there, without the headroom.
@@ -56,8 +60,18 @@ pub struct NodeArrival {
 }
 
 impl NodeArrival {
-    /// Whether all of it fits; `None` if the room is not known.
+    /// Whether its CPUs suffice.
+    pub fn cpus_suffice(&self) -> bool {
+        self.vcpus <= self.vcpu_capacity + plan::VCPU_TOLERANCE
+    }
+
+    /// Whether its CPUs and its memory suffice; `None` if the room for memory is not known.
     pub fn fits(&self) -> Option<bool> {
+        if self.cpus_suffice() { self.memory_suffices() } else { Some(false) }
+    }
+
+    /// Whether its memory suffices; `None` if the room is not known.
+    pub fn memory_suffices(&self) -> Option<bool> {
         let room = self.room.as_ref().ok()?;
         let hugetlb_fits = match &self.free_hugetlb {
             _ if self.arriving_hugetlb == Bytes::ZERO => true,
@@ -89,8 +103,7 @@ pub fn predict(
     let copies_after = frame_sharing::copies_for_nodes(&readers, node_of_frame);
     let memory = part_memory(placement, target.parts.len());
     let arrivals = arrivals(&memory, &target.parts);
-    let page = host.page_size();
-    let nodes = arrivals.iter().map(|(&node, kinds)| node_arrival(map, (node, *kinds), page, headroom_share)).collect();
+    let nodes = node_arrivals((map, problem), target, &arrivals, host.page_size(), headroom_share);
     Ok(PlacementPrediction {
         gain: plan::gain_of_placement(problem, &problem.vms[target.position], &target.parts),
         cost_before: placement.cost,
@@ -160,16 +173,31 @@ fn kept_pages(parts: &[PageNodes], targets: &[PartNodes]) -> PageKinds {
     kept
 }
 
-fn node_arrival(map: &NumaMap, (node, arriving): (u32, PageKinds), page: PageSize, headroom_share: f64) -> NodeArrival {
-    let on_node = map.topology.nodes.get(&node);
-    let memory = on_node.map(|node| node.memory.clone());
-    NodeArrival {
-        node,
-        arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
-        room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),
-        arriving_hugetlb: page.bytes_of(arriving.hugetlb),
-        free_hugetlb: on_node.map_or(Ok(Bytes::ZERO), |node| node.free_hugetlb.clone()),
-    }
+fn node_arrivals(
+    (map, problem): (&NumaMap, &PlacementProblem),
+    target: &MachineTarget,
+    arrivals: &BTreeMap<u32, PageKinds>,
+    page: PageSize,
+    headroom_share: f64,
+) -> Vec<NodeArrival> {
+    let is_machine = |position: &usize| map.processes[*position].process.identity.vm.is_some();
+    let machines = (0..map.processes.len()).filter(|position| is_machine(position) || *position == target.position);
+    let vcpus = plan::vcpus_on_nodes(problem, machines, &[(target.position, &target.parts[..])].into());
+    let node_arrival = |(&node, arriving): (&u32, &PageKinds)| {
+        let on_node = map.topology.nodes.get(&node);
+        let memory = on_node.map(|node| node.memory.clone());
+        let capacity = problem.nodes.iter().find(|known| known.id == node);
+        NodeArrival {
+            node,
+            vcpus: vcpus.get(&node).copied().unwrap_or(0.0),
+            vcpu_capacity: capacity.map_or(0.0, |node| node.vcpus),
+            arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
+            room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),
+            arriving_hugetlb: page.bytes_of(arriving.hugetlb),
+            free_hugetlb: on_node.map_or(Ok(Bytes::ZERO), |node| node.free_hugetlb.clone()),
+        }
+    };
+    arrivals.iter().map(node_arrival).collect()
 }
 
 #[cfg(test)]

@@ -3,8 +3,9 @@
 //! A value that another program has written since is drift. It is reported and stays: the undo leaves it, too.
 
 use crate::decide::export::Settings;
-use crate::decide::{Effect, TunePlan};
+use crate::decide::{Effect, TunePlan, describe_change};
 use pagefold_base::{Absent, Reading};
+use pagefold_doctor::decide::change::SettingChange;
 use pagefold_host::action::{Action, domain_definition_path};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
@@ -214,7 +215,8 @@ pub fn read_counters(host: &dyn Host, kept: &[KeptChange]) -> Vec<Counter> {
     sources.into_iter().filter_map(read).collect()
 }
 
-/// The settings in force by `tune` and those of a plan, for an export. The plan wins.
+/// The settings in force by `tune` and those of a plan, for an export. The plan wins. Changes that the plan refuses only
+/// for now, because a module is in use or the boot loader is not known, are part of it.
 pub fn export_settings(kept: &[KeptChange], plan: &TunePlan) -> Settings {
     let mut settings = Settings::default();
     for change in kept {
@@ -238,7 +240,30 @@ pub fn export_settings(kept: &[KeptChange], plan: &TunePlan) -> Settings {
                 settings.boot.0.extend(remove.clone());
                 settings.boot.1.extend(add.clone());
             }
-            Effect::Machine { .. } => {}
+            Effect::Machine { name, .. } => {
+                let why = "`pagefold tune plan` shows the patch of its definition".to_owned();
+                settings.omitted.push((format!("change virtual machine {name}"), why));
+            }
+        }
+    }
+    for refusal in &plan.refusals {
+        if refusal.deferred.is_empty() {
+            settings.omitted.push((refusal.change.clone(), refusal.why.clone()));
+        }
+        for change in &refusal.deferred {
+            match change.clone() {
+                SettingChange::ModuleParameter { module, parameter, value } => {
+                    settings.modules.entry(module).or_default().insert(parameter, value);
+                }
+                SettingChange::BootParameter { remove, add } => {
+                    settings.boot.0.extend(remove);
+                    settings.boot.1.extend(add);
+                }
+                SettingChange::Write { path, value } => _ = settings.writes.insert(path, value),
+                change @ SettingChange::VmDefinition { .. } => {
+                    settings.omitted.push((describe_change(&change), refusal.why.clone()));
+                }
+            }
         }
     }
     settings

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
-use pagefold_base::{Bytes, PageSize, Reading};
+use pagefold_base::{Bytes, Reading};
 use pagefold_host::Host;
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::resource::ResourceClass;
@@ -30,6 +30,7 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_numa::working_set::{self, MachineToMeasure, MeasureError};
 use pagefold_output::wire;
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -65,7 +66,8 @@ Examples:
   pagefold --host recording:DIR numa predict --pid 4711 --to 1 --json
 
 It changes nothing. It reads all processes of the host, because merged frames may belong to any of them. Each machine \
-is predicted as if it alone were placed.
+is predicted as if it alone were placed. It fits if its new nodes have room for its memory, and if no more vCPUs of \
+virtual machines would run there than they may; those of other machines count where they run now.
 
 Exit status: 0 done, 1 a machine does not fit, 2 usage error or failure, 3 something could not be read.";
 
@@ -151,6 +153,9 @@ struct PredictArguments {
     /// Bytes of memory that are moved in a second
     #[arg(long, value_name = "BYTES", default_value = "1GiB", value_parser = parse_bandwidth)]
     bandwidth: Bytes,
+    /// vCPUs that a node may run for each of its CPUs
+    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_vcpus_per_cpu)]
+    vcpus_per_cpu: f64,
     /// Share of each node's memory that stays free
     #[arg(long, value_name = "PERCENT", default_value = "5%", value_parser = parse_cpu_share)]
     headroom: f64,
@@ -264,13 +269,14 @@ impl PlanOptions {
     /// The planning problem of a map.
     pub(super) fn problem(
         &self,
+        host: &dyn Host,
         map: &NumaMap,
-        page_size: PageSize,
         global: &GlobalOptions,
     ) -> anyhow::Result<PlacementProblem> {
         let prices = configured_prices(global)?;
+        let other_vcpus = map::read_other_vcpus(host, map)?;
         let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom, prices };
-        Ok(placement_problem(map, page_size, limits))
+        Ok(placement_problem(map, &other_vcpus, host.page_size(), limits))
     }
 
     /// Measure the working sets of the machines of a map, if requested, and weight their problem by them.
@@ -322,7 +328,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
+    let mut problem = options.plan.problem(&*host, &map, global)?;
     let hotness = match options.plan.working_set {
         Some(_) => {
             let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
@@ -352,9 +358,13 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
     let everything = host_selection::process_selection(&ProcessOptions::default(), global)?;
     let (map, readers) = map::read_map_and_frames(&*host, &everything, Some(MonitorAccess::Socket))
         .map_err(|error| explain_map_error(error, global))?;
-    // The limits of a plan do not matter for requested nodes. The prices do.
-    let limits = PlanLimits { prices: configured_prices(global)?, ..PlanLimits::default() };
-    let problem = placement_problem(&map, host.page_size(), limits);
+    let limits = PlanLimits {
+        vcpus_per_cpu: options.vcpus_per_cpu,
+        headroom_share: options.headroom,
+        prices: configured_prices(global)?,
+    };
+    // The map has all machines.
+    let problem = placement_problem(&map, &BTreeMap::new(), host.page_size(), limits);
     let is_selected = |position: &usize| {
         let id = map.processes[*position].process.id;
         selected.processes.iter().any(|placement| placement.process.id == id)

@@ -116,7 +116,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     // The locks are taken before the map is read, so that no other pagefold moves memory in between.
     let sessions = if options.dry_run { None } else { Some(begin_sessions(&*host, global)?) };
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
+    let mut problem = options.plan.problem(&*host, &map, global)?;
     let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
@@ -144,7 +144,9 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
-    let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, &hotness);
+    let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
+    let crowded = plan::crowded_nodes(&problem, &placed_parts);
+    let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
         report = carry_out(sessions, (&prepared, placed), options, global, &stop, report)?;

@@ -22,6 +22,14 @@ pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) ->
             text.push_str(&style.format_paragraph(&format!("{name} ({}): {note}", machine.pid), 4));
         }
     }
+    for node in &report.crowded_nodes {
+        let verb = if report.dry_run { "would run" } else { "run" };
+        let note = format!(
+            "Node {}: {:.1} vCPUs {verb} there, more than the {:.1} that it has room for.",
+            node.node, node.vcpus, node.vcpu_capacity
+        );
+        text.push_str(&style.format_paragraph(&note, 4));
+    }
     for failed in &report.failed_undos {
         text.push_str(&style.format_paragraph(&format!("Not undone: {}", escape_unprintable(failed)), 4));
     }

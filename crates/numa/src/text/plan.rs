@@ -140,7 +140,7 @@ fn describe_reason(reason: &str) -> &'static str {
         "no_permitted_node" => "stays: no node is permitted by its CPUs, its cpuset and policies of its memory",
         "already_local" => "stays: all of it is local",
         "no_better_placement" => "stays: no placement is better",
-        "not_worth_moving" => "stays: moving costs more than remote reads",
+        "not_worth_moving" => "stays: moving gains less than it costs",
         "nodes_full" => "stays: others need the nodes more",
         "near_equal_pages" => "near machines with equal pages",
         "one_node" => "fits on one node",

@@ -65,7 +65,9 @@ fn machine_lines(report: &NumaPredictReport, machine: &MachinePredictionReport) 
     let bytes = |pages: u64| format_bytes(pages * report.page_size);
     let kinds = machine.moved_pages;
     if machine.moved_bytes == 0 {
-        return vec!["All memory that can be moved is there already.".to_owned()];
+        let mut lines = vec!["All memory that can be moved is there already.".to_owned()];
+        lines.extend(machine.nodes.iter().map(cpu_line));
+        return lines;
     }
     let mut lines = vec![format!(
         "To move: {} ({} huge, {} hugetlb, {} shared), {:.1} s at {}/s.",
@@ -76,7 +78,7 @@ fn machine_lines(report: &NumaPredictReport, machine: &MachinePredictionReport) 
         machine.seconds,
         format_bytes(report.bandwidth),
     )];
-    lines.extend(machine.nodes.iter().map(node_line));
+    lines.extend(machine.nodes.iter().flat_map(|node| [memory_line(node), cpu_line(node)]));
     if machine.kept_merged_pages + machine.kept_file_pages > 0 {
         lines.push(format!(
             "Stays on other nodes: {} merged by KSM, {} of files.",
@@ -107,7 +109,7 @@ fn machine_lines(report: &NumaPredictReport, machine: &MachinePredictionReport) 
     lines
 }
 
-fn node_line(node: &NodeArrivalReport) -> String {
+fn memory_line(node: &NodeArrivalReport) -> String {
     let room = node.room_bytes.map_or_else(|| "an unknown amount".to_owned(), format_bytes);
     let mut line =
         format!("Node {} has room for {room}, and {} would come.", node.node, format_bytes(node.arriving_bytes));
@@ -118,10 +120,18 @@ fn node_line(node: &NodeArrivalReport) -> String {
             format_bytes(node.arriving_hugetlb_bytes)
         ));
     }
-    line.push_str(match node.fits {
+    line.push_str(match node.memory_suffices {
         Some(true) => " It fits.",
         Some(false) => " It does not fit.",
         None => "",
     });
     line
+}
+
+fn cpu_line(node: &NodeArrivalReport) -> String {
+    let verdict = if node.cpus_suffice { "They fit." } else { "They do not fit." };
+    format!(
+        "Node {} may run {:.1} vCPUs, and {:.1} of all machines would run there. {verdict}",
+        node.node, node.vcpu_capacity, node.vcpus
+    )
 }

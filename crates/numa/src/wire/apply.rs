@@ -2,6 +2,7 @@
 
 use crate::apply::{ApplyOutcome, MachineOutcome, PartNodes, PreparedMachine};
 use crate::decide::balancing::{self, BalancingAdvice};
+use crate::decide::plan::CrowdedNode;
 use crate::decide::working_set::HotnessSource;
 use crate::map::NumaMap;
 use crate::placement_record::{PlacedMachine, VerifiedMachine};
@@ -29,6 +30,8 @@ pub struct NumaApplyReport {
     pub hotness_source: HotnessSourceReport,
     /// The machines that were to be placed.
     pub machines: Vec<MachineApplyReport>,
+    /// Nodes of these machines that would run more virtual CPUs than they may.
+    pub crowded_nodes: Vec<CrowdedNodeReport>,
     /// Pages that were moved.
     pub moved_pages: u64,
     /// Seconds in which memory was moved, with pauses.
@@ -100,6 +103,17 @@ impl From<&PartNodes> for PartNodesReport {
     }
 }
 
+/// A node that would run more virtual CPUs than it may.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct CrowdedNodeReport {
+    /// The node.
+    pub node: u32,
+    /// Virtual CPUs of the selected machines that would run on it; those of machines that stay count where they run now.
+    pub vcpus: f64,
+    /// Virtual CPUs that it may run, without those of other machines.
+    pub vcpu_capacity: f64,
+}
+
 /// A thread that stays where it was.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct KeptThreadReport {
@@ -116,8 +130,13 @@ impl NumaApplyReport {
         page_size: PageSize,
         map: &NumaMap,
         machines: &[(PlacedMachine, PreparedMachine, u64)],
+        crowded_nodes: Vec<CrowdedNode>,
         hotness: &HotnessSource,
     ) -> Self {
+        let crowded_nodes = crowded_nodes
+            .into_iter()
+            .map(|CrowdedNode { node, vcpus, vcpu_capacity }| CrowdedNodeReport { node, vcpus, vcpu_capacity })
+            .collect();
         let report = |(placed, prepared, planned_pages): &(PlacedMachine, PreparedMachine, u64)| MachineApplyReport {
             pid: placed.pid,
             start_time: placed.start_time,
@@ -144,6 +163,7 @@ impl NumaApplyReport {
             seconds: 0.0,
             hotness_source: hotness.into(),
             machines: machines.iter().map(report).collect(),
+            crowded_nodes,
             moved_pages: 0,
             moving_seconds: 0.0,
             pause_seconds: 0.0,

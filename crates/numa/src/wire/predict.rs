@@ -87,11 +87,17 @@ pub struct MovedPagesReport {
     pub shared: u64,
 }
 
-/// Memory that would come to a node.
+/// Memory and virtual CPUs that would come to a node.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct NodeArrivalReport {
     /// The node.
     pub node: u32,
+    /// Virtual CPUs on it then: those of the machine that come to it, and those of other machines, where they run now.
+    pub vcpus: f64,
+    /// Virtual CPUs that it may run.
+    pub vcpu_capacity: f64,
+    /// Whether its CPUs suffice.
+    pub cpus_suffice: bool,
     /// Bytes that would come to it, without hugetlb pages.
     pub arriving_bytes: u64,
     /// Free memory and pages of files there, without the headroom; absent if unknown.
@@ -102,7 +108,10 @@ pub struct NodeArrivalReport {
     /// Bytes of free hugetlb pages there; absent if there are pools of several sizes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub free_hugetlb_bytes: Option<u64>,
-    /// Whether all of it fits; absent if unknown.
+    /// Whether its memory suffices; absent if the room is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_suffices: Option<bool>,
+    /// Whether its CPUs and its memory suffice; absent if the room for memory is unknown.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fits: Option<bool>,
 }
@@ -188,10 +197,14 @@ fn machine_report(
 fn arrival_report(arrival: &NodeArrival) -> NodeArrivalReport {
     NodeArrivalReport {
         node: arrival.node,
+        vcpus: arrival.vcpus,
+        vcpu_capacity: arrival.vcpu_capacity,
+        cpus_suffice: arrival.cpus_suffice(),
         arriving_bytes: arrival.arriving.0,
         room_bytes: arrival.room.as_ref().ok().map(|room| room.0),
         arriving_hugetlb_bytes: arrival.arriving_hugetlb.0,
         free_hugetlb_bytes: arrival.free_hugetlb.as_ref().ok().map(|free| free.0),
+        memory_suffices: arrival.memory_suffices(),
         fits: arrival.fits(),
     }
 }

@@ -43,7 +43,7 @@ pub fn identify_loader(os_release: &str, has_proxmox_boot: bool) -> BootLoader {
 }
 
 /// Whether a parameter can be put into a shell command and into the configuration of a boot loader as it is.
-fn is_plain(parameter: &str) -> bool {
+pub(super) fn is_plain(parameter: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | ',' | '=' | ':' | '/');
     !parameter.is_empty() && parameter.chars().all(is_plain)
 }

@@ -26,6 +26,8 @@ pub struct Settings {
     pub modules: ModuleOptions,
     /// Parameters that are removed from the kernel's command line, and those that are added.
     pub boot: (Vec<String>, Vec<String>),
+    /// Changes that no format expresses, each with the reason.
+    pub omitted: Vec<(String, String)>,
 }
 
 /// The beginning of the message about a parameter of the kernel's command line in tasks for Ansible. No module of Ansible
@@ -36,12 +38,17 @@ const NOTE: &str = "Written by `pagefold tune export`.";
 
 /// The settings in a format. What the format cannot express is named in comments.
 pub fn render(settings: &Settings, format: ExportFormat) -> String {
-    match format {
+    let mut text = match format {
         ExportFormat::Tuned => render_tuned(settings),
         ExportFormat::Sysctl => render_sysctl(settings),
         ExportFormat::Modprobe => render_modprobe(settings),
         ExportFormat::Ansible => render_ansible(settings),
+    };
+    for (change, why) in &settings.omitted {
+        let comment = format!("not exported: {change} ({why})");
+        let _ = writeln!(text, "# {}", comment.replace(char::is_control, " "));
     }
+    text
 }
 
 /// The name of a sysctl: `vm.swappiness`. A dot in a name becomes a slash (sysctl.d(5)).
@@ -127,7 +134,19 @@ fn render_sysctl(settings: &Settings) -> String {
     for (path, value) in other_writes(settings) {
         let _ = writeln!(text, "# not a sysctl: /{path} = {value}");
     }
+    for (module, options) in &settings.modules {
+        let _ = writeln!(text, "# not a sysctl: options {module} {}", join(options));
+    }
+    push_boot_comments(settings, &mut text);
     text
+}
+
+/// The parameters of the kernel's command line as comments.
+fn push_boot_comments(settings: &Settings, text: &mut String) {
+    let (removed, added) = &settings.boot;
+    for parameter in removed.iter().map(|remove| format!("without {remove}")).chain(added.iter().cloned()) {
+        let _ = writeln!(text, "# for the kernel command line: {parameter}");
+    }
 }
 
 fn render_modprobe(settings: &Settings) -> String {
@@ -138,6 +157,7 @@ fn render_modprobe(settings: &Settings) -> String {
     for (path, value) in settings.writes.iter().filter(|(path, _)| !path.starts_with("sys/module/")) {
         let _ = writeln!(text, "# not a parameter of a module: /{path} = {value}");
     }
+    push_boot_comments(settings, &mut text);
     text
 }
 
@@ -217,6 +237,7 @@ mod tests {
             ]),
             modules: [("kvm_amd".to_owned(), pairs(&[("npt", "1")]))].into(),
             boot: (vec!["quiet".to_owned()], vec!["clocksource=tsc".to_owned()]),
+            omitted: vec![("set /x to 1\n2".to_owned(), "Pagefold does not write it".to_owned())],
         }
     }
 
@@ -240,6 +261,29 @@ mod tests {
         assert_eq!((sysctl.changes.len(), sysctl.ignored), (1, Vec::new()));
         let modprobe = parse(&render(&settings, ExportFormat::Modprobe), ImportFormat::Modprobe);
         assert_eq!((modprobe.changes.len(), modprobe.ignored), (2, Vec::new()));
+    }
+
+    #[test]
+    fn what_a_format_cannot_express_is_named_in_comments() {
+        let comments = |format| {
+            let text = render(&settings(), format);
+            text.lines().filter(|line| line.starts_with('#')).skip(1).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let omitted = "# not exported: set /x to 1 2 (Pagefold does not write it)";
+        let boot = ["# for the kernel command line: without quiet", "# for the kernel command line: clocksource=tsc"];
+        let sysctl = [
+            "# not a sysctl: /sys/block/nvme0n1/queue/scheduler = none",
+            "# not a sysctl: /sys/module/kvm/parameters/halt_poll_ns = 10000",
+            "# not a sysctl: options kvm_amd npt=1",
+        ];
+        assert_eq!(comments(ExportFormat::Sysctl), [&sysctl[..], &boot, &[omitted]].concat());
+        let modprobe = [
+            "# not a parameter of a module: /proc/sys/vm/swappiness = 10",
+            "# not a parameter of a module: /sys/block/nvme0n1/queue/scheduler = none",
+        ];
+        assert_eq!(comments(ExportFormat::Modprobe), [&modprobe[..], &boot, &[omitted]].concat());
+        assert_eq!(comments(ExportFormat::Tuned), [omitted]);
+        assert_eq!(comments(ExportFormat::Ansible), [omitted]);
     }
 
     #[test]

@@ -235,6 +235,8 @@ pub struct Refusal {
     pub change: String,
     /// Why it is not made, and what to do instead.
     pub why: String,
+    /// Changes with the same meaning that another program can make now, for the next load of a module or the next boot.
+    pub deferred: Vec<SettingChange>,
 }
 
 /// A change as a phrase: `set /proc/sys/vm/swappiness to 10`.

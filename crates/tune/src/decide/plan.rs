@@ -2,11 +2,11 @@
 
 use super::conflict::{find_conflicts, find_repeating_writer};
 use super::modprobe::{normal_name, set_parameters};
-use super::profile::{Profile, Verdict, judge};
+use super::profile::{Profile, ProfileDecision, judge};
 use super::{
     Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, TunePlan, TuneState, boot, describe_change, vm,
 };
-use pagefold_base::ProcessId;
+use pagefold_base::{IdSet, ProcessId};
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -24,9 +24,9 @@ pub fn plan(proposals: &[Proposal], profile: Option<Profile>, state: &TuneState)
         let mut module_parameters: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
         for change in &proposal.changes {
             let (change, title) = match judge(profile, &proposal.rule, change) {
-                Verdict::Keep => (change.clone(), proposal.title.clone()),
-                Verdict::Replace(change, reason) => (change, format!("{}: {reason}", proposal.title)),
-                Verdict::Drop(reason) => {
+                ProfileDecision::Keep => (change.clone(), proposal.title.clone()),
+                ProfileDecision::Replace(change, reason) => (change, format!("{}: {reason}", proposal.title)),
+                ProfileDecision::Drop(reason) => {
                     planner.refuse(proposal, change, reason.to_owned());
                     continue;
                 }
@@ -62,7 +62,13 @@ struct Planner<'a> {
 
 impl Planner<'_> {
     fn refuse(&mut self, proposal: &Proposal, change: &SettingChange, why: String) {
-        self.plan.refusals.push(Refusal { rule: proposal.rule.clone(), change: describe_change(change), why });
+        self.refuse_now(proposal, change, why, Vec::new());
+    }
+
+    /// Refuses a change that other programs can prepare for later.
+    fn refuse_now(&mut self, proposal: &Proposal, change: &SettingChange, why: String, deferred: Vec<SettingChange>) {
+        let (rule, change) = (proposal.rule.clone(), describe_change(change));
+        self.plan.refusals.push(Refusal { rule, change, why, deferred });
     }
 
     fn push(&mut self, proposal: &Proposal, effect: Effect) {
@@ -87,6 +93,9 @@ impl Planner<'_> {
         let to = value_as_read(value, from);
         if *from == to {
             return;
+        }
+        if path.starts_with("proc/sys/") && is_numeric(from) && !is_numeric(&to) {
+            return self.refuse(proposal, change, format!("its value is a number ({from}), and {to:?} is none"));
         }
         if let Some(writer) = find_repeating_writer(&self.state.tuners, path) {
             let why = format!("{} writes {}; {}", writer.program, writer.writes, writer.remedy);
@@ -114,8 +123,9 @@ impl Planner<'_> {
         let Some(state) = self.state.modules.get(module) else {
             return self.refuse(proposal, &change, "its state was not read".to_owned());
         };
-        if let Some(why) = find_module_refusal(module, state, &parameters, &self.state.kvm_users) {
-            return self.refuse(proposal, &change, why);
+        if let Some((why, deferred)) = find_module_refusal(module, state, &parameters, &self.state.kvm_users) {
+            let deferred = deferred.changes(module, parameters);
+            return self.refuse_now(proposal, &change, why, deferred);
         }
         parameters.retain(|name, value| {
             *value = normal_value(value);
@@ -156,7 +166,11 @@ impl Planner<'_> {
                 let effect = Effect::Boot { remove: remove.map(str::to_owned), add: add.map(str::to_owned), commands };
                 self.push(proposal, effect);
             }
-            Err(why) => self.refuse(proposal, change, why),
+            Err(why) => {
+                let is_plain = remove.iter().chain(&add).all(|parameter| boot::is_plain(parameter));
+                let deferred = if is_plain { vec![change.clone()] } else { Vec::new() };
+                self.refuse_now(proposal, change, why, deferred);
+            }
         }
     }
 
@@ -210,35 +224,68 @@ impl Planner<'_> {
     }
 }
 
-/// Why a module cannot be given these parameters.
+/// How parameters of a module can take effect later.
+enum DeferredParameters {
+    /// Not at all.
+    Never,
+    /// At the next load of the module.
+    AtLoad,
+    /// By the kernel's command line.
+    AtBoot,
+}
+
+impl DeferredParameters {
+    fn changes(self, module: &str, parameters: BTreeMap<String, String>) -> Vec<SettingChange> {
+        let change = |(parameter, value): (String, String)| match self {
+            Self::Never => None,
+            Self::AtLoad => Some(SettingChange::ModuleParameter { module: module.to_owned(), parameter, value }),
+            Self::AtBoot => {
+                Some(SettingChange::BootParameter { remove: None, add: Some(format!("{module}.{parameter}={value}")) })
+            }
+        };
+        parameters.into_iter().filter_map(change).collect()
+    }
+}
+
+/// Why a module cannot be given these parameters now, and how they can take effect later.
 fn find_module_refusal(
     module: &str,
     state: &ModuleState,
     parameters: &BTreeMap<String, String>,
     kvm_users: &[String],
-) -> Option<String> {
+) -> Option<(String, DeferredParameters)> {
     if state.is_built_in {
-        return Some(format!("{module} is part of the kernel image: boot with {module}.NAME=VALUE instead"));
+        let why = format!("{module} is part of the kernel image: boot with {module}.NAME=VALUE instead");
+        return Some((why, DeferredParameters::AtBoot));
     }
     let missing = parameters.keys().find(|name| state.is_loaded && !state.parameters.contains_key(*name));
     if let Some(name) = missing {
-        return Some(format!("this kernel's {module} has no parameter {name}"));
+        return Some((format!("this kernel's {module} has no parameter {name}"), DeferredParameters::Never));
     }
     let is_in_force = parameters.iter().all(|(name, value)| state.parameters.get(name) == Some(&normal_value(value)));
     if !state.is_loaded || is_in_force {
         return None;
     }
     if !RELOADABLE_MODULES.contains(&module) {
-        return Some(format!("Pagefold does not load {module} again: put it into /etc/modprobe.d and boot again"));
+        let why = format!("Pagefold does not load {module} again: put it into /etc/modprobe.d and boot again");
+        return Some((why, DeferredParameters::AtLoad));
     }
-    match (state.references, kvm_users) {
-        (Some(0), []) => None,
-        (_, []) => Some(format!("{module} is in use by programs that cannot be seen: a virtual machine would be lost")),
-        (_, users) => Some(format!(
-            "{module} is in use by {}: shut these virtual machines down or migrate them first",
+    let why = match (state.references, kvm_users) {
+        (Some(0), []) => return None,
+        (_, []) => format!("{module} is in use by programs that cannot be seen: a virtual machine would be lost"),
+        (_, users) => format!(
+            "{module} is in use by {}: shut these virtual machines down or migrate them first. `pagefold tune export \
+             --format modprobe` sets it for the next load",
             users.join(", ")
-        )),
-    }
+        ),
+    };
+    Some((why, DeferredParameters::AtLoad))
+}
+
+/// Whether a value consists of numbers, or of lists of CPUs such as 0-3,8.
+fn is_numeric(value: &str) -> bool {
+    let is_number = |word: &str| word.parse::<i128>().is_ok() || word.parse::<IdSet>().is_ok_and(|set| !set.is_empty());
+    !value.is_empty() && value.split_ascii_whitespace().all(is_number)
 }
 
 /// A value in the form in which the kernel reports it, where the present one shows that form: truth values of modules

@@ -49,7 +49,7 @@ impl fmt::Display for Profile {
 
 /// What a profile does with a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ProfileDecision {
     /// It stays.
     Keep,
     /// Another value is set, for this reason.
@@ -137,60 +137,65 @@ pub fn matches_pattern(pattern: &str, path: &str) -> bool {
 }
 
 /// What a profile does with a change that a finding asks for.
-pub fn judge(profile: Option<Profile>, rule: &str, change: &SettingChange) -> Verdict {
-    let Some(profile) = profile.filter(|_| !rule.starts_with("profile-")) else { return Verdict::Keep };
+pub fn judge(profile: Option<Profile>, rule: &str, change: &SettingChange) -> ProfileDecision {
+    let Some(profile) = profile.filter(|_| !rule.starts_with("profile-")) else { return ProfileDecision::Keep };
     match change {
         SettingChange::Write { path, value } => judge_write(profile, path, value),
         SettingChange::ModuleParameter { module, parameter, value } => {
             judge_parameter(profile, module, parameter, value)
         }
         SettingChange::VmDefinition { option, .. } => judge_option(profile, option),
-        SettingChange::BootParameter { .. } => Verdict::Keep,
+        SettingChange::BootParameter { .. } => ProfileDecision::Keep,
     }
 }
 
-fn judge_write(profile: Profile, path: &str, value: &str) -> Verdict {
+fn judge_write(profile: Profile, path: &str, value: &str) -> ProfileDecision {
     if let Some((_, wanted, reason)) = settings(profile).iter().find(|(pattern, ..)| matches_pattern(pattern, path)) {
         if *wanted == value {
-            return Verdict::Keep;
+            return ProfileDecision::Keep;
         }
-        return Verdict::Replace(SettingChange::Write { path: path.to_owned(), value: (*wanted).to_owned() }, reason);
+        return ProfileDecision::Replace(
+            SettingChange::Write { path: path.to_owned(), value: (*wanted).to_owned() },
+            reason,
+        );
     }
     match profile {
-        Profile::Latency if path == ACROSS_NODES && value == "1" => {
-            Verdict::Drop("a page merged with one on another node is read from there: the profile latency keeps 0")
-        }
-        _ => Verdict::Keep,
+        Profile::Latency if path == ACROSS_NODES && value == "1" => ProfileDecision::Drop(
+            "a page merged with one on another node is read from there: the profile latency keeps 0",
+        ),
+        _ => ProfileDecision::Keep,
     }
 }
 
-fn judge_parameter(profile: Profile, module: &str, parameter: &str, value: &str) -> Verdict {
+fn judge_parameter(profile: Profile, module: &str, parameter: &str, value: &str) -> ProfileDecision {
     let is_pause_exit = parameter.starts_with("ple_") || parameter.starts_with("pause_filter_");
     let defaults =
         [("ple_gap", "128"), ("ple_window", "4096"), ("pause_filter_thresh", "128"), ("pause_filter_count", "3000")];
     // arch/x86/kvm/svm/svm.c and vmx/vmx.c, `KVM_DEFAULT_PLE_GAP` and its neighbors in x86.h (6.18).
     match defaults.iter().find(|(name, _)| *name == parameter) {
-        Some((_, default)) if profile == Profile::Htc && is_pause_exit && value != *default => Verdict::Replace(
-            SettingChange::ModuleParameter {
-                module: module.to_owned(),
-                parameter: parameter.to_owned(),
-                value: (*default).to_owned(),
-            },
-            "short jobs on over-committed CPUs need exits on spinning at the default rate",
-        ),
-        _ => Verdict::Keep,
+        Some((_, default)) if profile == Profile::Htc && is_pause_exit && value != *default => {
+            ProfileDecision::Replace(
+                SettingChange::ModuleParameter {
+                    module: module.to_owned(),
+                    parameter: parameter.to_owned(),
+                    value: (*default).to_owned(),
+                },
+                "short jobs on over-committed CPUs need exits on spinning at the default rate",
+            )
+        }
+        _ => ProfileDecision::Keep,
     }
 }
 
-fn judge_option(profile: Profile, option: &VmOption) -> Verdict {
+fn judge_option(profile: Profile, option: &VmOption) -> ProfileDecision {
     match (profile, option) {
-        (Profile::Density | Profile::Htc, VmOption::CpuPowerManagement { enable: true }) => Verdict::Drop(
+        (Profile::Density | Profile::Htc, VmOption::CpuPowerManagement { enable: true }) => ProfileDecision::Drop(
             "a guest that keeps its CPU while idle leaves none to other machines: this profile shares CPUs",
         ),
         (Profile::Latency | Profile::Database, VmOption::MergeableMemory) => {
-            Verdict::Drop("this profile keeps huge and shared memory, which KSM does not merge")
+            ProfileDecision::Drop("this profile keeps huge and shared memory, which KSM does not merge")
         }
-        _ => Verdict::Keep,
+        _ => ProfileDecision::Keep,
     }
 }
 
@@ -205,13 +210,15 @@ mod tests {
     #[test]
     fn profile_replaces_the_value_of_a_finding() {
         let poll = write(HALT_POLL, "50000");
-        assert_eq!(judge(None, "halt-poll", &poll), Verdict::Keep);
+        assert_eq!(judge(None, "halt-poll", &poll), ProfileDecision::Keep);
         for (profile, value) in [(Profile::Density, "10000"), (Profile::Latency, "200000"), (Profile::Htc, "200000")] {
-            let Verdict::Replace(change, _) = judge(Some(profile), "halt-poll", &poll) else { panic!("{profile}") };
+            let ProfileDecision::Replace(change, _) = judge(Some(profile), "halt-poll", &poll) else {
+                panic!("{profile}")
+            };
             assert_eq!(change, write(HALT_POLL, value));
         }
-        assert_eq!(judge(Some(Profile::Database), "halt-poll", &poll), Verdict::Keep);
-        assert_eq!(judge(Some(Profile::Density), "halt-poll", &write(HALT_POLL, "10000")), Verdict::Keep);
+        assert_eq!(judge(Some(Profile::Database), "halt-poll", &poll), ProfileDecision::Keep);
+        assert_eq!(judge(Some(Profile::Density), "halt-poll", &write(HALT_POLL, "10000")), ProfileDecision::Keep);
     }
 
     #[test]
@@ -221,11 +228,11 @@ mod tests {
             option,
         };
         let power = option(VmOption::CpuPowerManagement { enable: true });
-        assert!(matches!(judge(Some(Profile::Density), "cpu-pm", &power), Verdict::Drop(_)));
-        assert_eq!(judge(Some(Profile::Latency), "cpu-pm", &power), Verdict::Keep);
+        assert!(matches!(judge(Some(Profile::Density), "cpu-pm", &power), ProfileDecision::Drop(_)));
+        assert_eq!(judge(Some(Profile::Latency), "cpu-pm", &power), ProfileDecision::Keep);
         let mergeable = option(VmOption::MergeableMemory);
-        assert!(matches!(judge(Some(Profile::Database), "memory", &mergeable), Verdict::Drop(_)));
-        assert_eq!(judge(Some(Profile::Density), "memory", &mergeable), Verdict::Keep);
+        assert!(matches!(judge(Some(Profile::Database), "memory", &mergeable), ProfileDecision::Drop(_)));
+        assert_eq!(judge(Some(Profile::Density), "memory", &mergeable), ProfileDecision::Keep);
     }
 
     #[test]
@@ -236,8 +243,8 @@ mod tests {
             value: value.to_owned(),
         };
         let judged = judge(Some(Profile::Htc), "ple", &parameter("0"));
-        assert!(matches!(&judged, Verdict::Replace(change, _) if *change == parameter("4096")), "{judged:?}");
-        assert_eq!(judge(Some(Profile::Throughput), "ple", &parameter("0")), Verdict::Keep);
+        assert!(matches!(&judged, ProfileDecision::Replace(change, _) if *change == parameter("4096")), "{judged:?}");
+        assert_eq!(judge(Some(Profile::Throughput), "ple", &parameter("0")), ProfileDecision::Keep);
     }
 
     #[test]

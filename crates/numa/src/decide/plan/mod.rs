@@ -319,6 +319,54 @@ pub fn gain_of_placement(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Ve
     pricing::price(&problem.prices, placed.plus(leave, -1.0))
 }
 
+/// The virtual CPUs of machines on each node, if those in `placed` have their parts on these nodes, and the rest runs as
+/// it does now. `machines` and `placed` have positions in the problem.
+pub fn vcpus_on_nodes(
+    problem: &PlacementProblem,
+    machines: impl IntoIterator<Item = usize>,
+    placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>,
+) -> BTreeMap<u32, f64> {
+    let mut vcpus: BTreeMap<u32, f64> = BTreeMap::new();
+    for position in machines {
+        let vm = &problem.vms[position];
+        for (index, part) in vm.parts.iter().enumerate() {
+            let shares = match placed.get(&position) {
+                Some(parts) => parts[index].iter().copied().collect(),
+                None => columns::known_cpu_shares(problem, part),
+            };
+            shares.into_iter().for_each(|(node, share)| *vcpus.entry(node).or_default() += share * part.vcpus);
+        }
+    }
+    vcpus
+}
+
+/// A node that would run more virtual CPUs than it may.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CrowdedNode {
+    /// The node.
+    pub node: u32,
+    /// Virtual CPUs that would run on it.
+    pub vcpus: f64,
+    /// Virtual CPUs that it may run.
+    pub vcpu_capacity: f64,
+}
+
+/// A part of a virtual CPU that does not matter: shares of run time are not exact.
+pub(crate) const VCPU_TOLERANCE: f64 = 0.01;
+
+/// The nodes of the placed machines that would run more virtual CPUs than they may. `placed` has positions in the problem.
+pub fn crowded_nodes(problem: &PlacementProblem, placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>) -> Vec<CrowdedNode> {
+    let vcpus = vcpus_on_nodes(problem, 0..problem.vms.len(), placed);
+    let is_used = |id: u32| placed.values().flat_map(|parts| parts.iter().flatten()).any(|&(node, _)| node == id);
+    let on_node = |node: &NodeCapacity| CrowdedNode {
+        node: node.id,
+        vcpus: vcpus.get(&node.id).copied().unwrap_or(0.0),
+        vcpu_capacity: node.vcpus,
+    };
+    let used = problem.nodes.iter().filter(|node| is_used(node.id)).map(on_node);
+    used.filter(|node| node.vcpus > node.vcpu_capacity + VCPU_TOLERANCE).collect()
+}
+
 /// What the merged pages of a machine that are on other nodes than all its CPUs gain at most, as it is: the memory that
 /// they save, if all but one of the pages of each frame are the machine's, less their remote reads. `None` if there are
 /// none. The CPU time of merging is spent, and huge pages are split already.

@@ -70,6 +70,25 @@ fn carry_out(problem: &PlacementProblem, plan: &PlacementPlan) -> PlacementProbl
 }
 
 #[test]
+fn nodes_with_more_virtual_cpus_than_cpus_are_crowded() {
+    let mut problem = host(2, 8.0, 1e6);
+    // Half of the time of its four virtual CPUs each, and a machine of eight.
+    problem.vms =
+        vec![vm("spread", vec![part(4.0, 1e5, &[0, 1], &[0, 1])]), vm("large", vec![part(8.0, 1e5, &[0], &[0])])];
+    // Machines, each on a node.
+    let crowded = |placed: &[(usize, u32)]| {
+        let parts: Vec<_> = placed.iter().map(|&(vm, node)| (vm, vec![vec![(node, 1.0)]])).collect();
+        let crowded = crowded_nodes(&problem, &parts.iter().map(|(vm, parts)| (*vm, &parts[..])).collect());
+        crowded.iter().map(|node| (node.node, node.vcpus, node.vcpu_capacity)).collect::<Vec<_>>()
+    };
+    assert_eq!(crowded(&[(1, 1)]), [(1, 10.0, 8.0)]);
+    assert_eq!(crowded(&[(0, 0)]), [(0, 12.0, 8.0)]);
+    assert_eq!(crowded(&[(0, 0), (1, 1)]), []);
+    // Node 0 has too many already, and nothing comes to it.
+    assert_eq!(crowded(&[(0, 1)]), []);
+}
+
+#[test]
 fn scattered_small_machines_get_a_node_each() {
     let mut problem = host(2, 8.0, 1e6);
     problem.vms = (0..4).map(|i| vm(&format!("vm{i}"), vec![part(4.0, 4e5, &[0, 1], &[0, 1])])).collect();

@@ -31,6 +31,9 @@ fn state() -> TuneState {
             setting(POLL, "0"),
             setting("sys/module/kvm/parameters/nx_huge_pages", "Y"),
             setting(KSM_RUN_PATH, "1"),
+            setting("proc/sys/vm/zone_reclaim_mode", "0"),
+            setting("proc/sys/kernel/printk", "4\t4\t1\t7"),
+            setting("proc/sys/kernel/watchdog_cpumask", "0"),
             ("proc/sys/vm/x".to_owned(), Err("Pagefold does not write it".to_owned())),
         ]
         .into(),
@@ -95,6 +98,8 @@ fn module_in_use_is_refused_and_its_machines_are_named() {
     state.kvm_users = vec!["web (process 7)".to_owned()];
     let plan = plan_of(vec![parameter("kvm_amd", "npt", "1")], &state);
     assert!(plan.steps.is_empty() && plan.refusals[0].why.contains("web (process 7)"), "{plan:?}");
+    // It can be prepared for the next load.
+    assert_eq!(plan.refusals[0].deferred, [parameter("kvm_amd", "npt", "1")]);
     state.kvm_users.clear();
     if let Some(module) = state.modules.get_mut("kvm_amd") {
         module.references = Some(2);
@@ -107,9 +112,12 @@ fn module_in_use_is_refused_and_its_machines_are_named() {
         (write("proc/sys/vm/x", "1"), "does not write"),
         (write("proc/sys/vm/y", "1"), "was not read"),
         (write(KSM_RUN_PATH, "2"), "unmerge"),
+        (write("proc/sys/vm/zone_reclaim_mode", "abc"), "number"),
+        (write("proc/sys/kernel/printk", "4 x"), "number"),
     ] {
         let plan = plan_of(vec![change], &state);
         assert!(plan.steps.is_empty() && plan.refusals[0].why.contains(why), "{why}: {plan:?}");
+        assert_eq!(plan.refusals[0].deferred, []);
     }
 }
 
@@ -128,7 +136,25 @@ fn module_that_is_not_loaded_gets_its_file_only() {
     if let Some(module) = state.modules.get_mut("kvm_intel") {
         module.is_built_in = true;
     }
-    assert!(plan_of(vec![parameter("kvm_intel", "ept", "1")], &state).refusals[0].why.contains("kernel image"));
+    let refusal = &plan_of(vec![parameter("kvm_intel", "ept", "1")], &state).refusals[0];
+    assert!(refusal.why.contains("kernel image"));
+    let boot = SettingChange::BootParameter { remove: None, add: Some("kvm_intel.ept=1".to_owned()) };
+    assert_eq!(refusal.deferred, [boot]);
+}
+
+#[test]
+fn boot_parameter_of_an_unknown_boot_loader_is_left_to_other_programs() {
+    let unknown = TuneState { boot: BootState { loader: BootLoader::Unknown, ..state().boot }, ..state() };
+    let change = SettingChange::BootParameter { remove: None, add: Some("clocksource=tsc".to_owned()) };
+    assert_eq!(plan_of(vec![change.clone()], &unknown).refusals[0].deferred, [change]);
+    let unsafe_change = SettingChange::BootParameter { remove: None, add: Some("x=$(reboot)".to_owned()) };
+    assert_eq!(plan_of(vec![unsafe_change], &unknown).refusals[0].deferred, []);
+}
+
+#[test]
+fn lists_of_cpus_are_numeric() {
+    assert_eq!(plan_of(vec![write("proc/sys/kernel/watchdog_cpumask", "0-1,3")], &state()).refusals, []);
+    assert_eq!(plan_of(vec![write("proc/sys/kernel/printk", "4 4 1 3")], &state()).refusals, []);
 }
 
 #[test]

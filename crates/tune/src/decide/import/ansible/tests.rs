@@ -168,7 +168,7 @@ fn settings() -> impl Strategy<Value = Settings> {
         0..3,
     );
     let boot = (prop::collection::vec("[a-z.]{1,8}", 0..2), prop::collection::vec("[a-z=.]{1,8}", 0..2));
-    (writes, modules, boot).prop_map(|(writes, modules, boot)| Settings { writes, modules, boot })
+    (writes, modules, boot).prop_map(|(writes, modules, boot)| Settings { writes, modules, boot, omitted: Vec::new() })
 }
 
 proptest! {
