@@ -23,6 +23,7 @@ command -v pkg-config > /dev/null || missing="$missing pkg-config"
 [ -e /usr/include/libelf.h ] || missing="$missing libelf-dev zlib1g-dev"
 command -v groff > /dev/null || missing="$missing groff-base"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
+command -v numad > /dev/null || missing="$missing numad"
 set -- /usr/lib/postgresql/*/bin/pg_amcheck
 [ -e "$1" ] || missing="$missing postgresql"
 architecture=$(dpkg --print-architecture)

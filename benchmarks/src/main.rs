@@ -26,6 +26,7 @@ mod numa_map;
 mod numa_move;
 mod numa_plan;
 mod numad_advice;
+mod numad_hosts;
 mod read_rates;
 mod rescan;
 mod run_settings;
@@ -82,6 +83,8 @@ enum BenchmarkSection {
     NumaPlan,
     /// The plan against the advice of the real numad, in an emulated machine
     Numad,
+    /// The plan against the advice of the real numad, on the generated hosts
+    NumadHosts,
     /// Gang scheduling of virtual machines, in an emulated machine
     Gang,
     /// The analysis of experiments, over simulated campaigns with known effects
@@ -106,6 +109,7 @@ impl BenchmarkSection {
             Self::NumaMove => "numa-move",
             Self::NumaPlan => "numa-plan",
             Self::Numad => "numad",
+            Self::NumadHosts => "numad-hosts",
             Self::Gang => "gang",
             Self::AbHarness => "ab-harness",
             Self::AbReal => "ab-real",
@@ -126,6 +130,7 @@ impl BenchmarkSection {
             Self::NumaMove => numa_move::measure(effort),
             Self::NumaPlan => numa_plan::measure(effort),
             Self::Numad => numad_advice::measure(effort),
+            Self::NumadHosts => numad_hosts::measure(effort),
             Self::Gang => gang::measure(effort),
             Self::AbHarness => ab_harness::measure(effort),
             Self::AbReal => ab_real::measure(effort),

@@ -23,7 +23,7 @@ mod branch_and_bound;
 mod columns;
 #[cfg(any(test, feature = "generated-hosts"))]
 pub mod generated;
-mod numad;
+pub mod numad;
 mod relaxation;
 mod search;
 #[cfg(test)]
@@ -184,7 +184,7 @@ impl Column {
 
 impl PlacementProblem {
     /// The extra cost of a remote read relative to a local one: 0 for the same node.
-    fn extra_distance(&self, from: u32, to: u32) -> f64 {
+    pub fn extra_distance(&self, from: u32, to: u32) -> f64 {
         let default = if from == to { 10 } else { 20 };
         f64::from(self.distances.get(&(from, to)).copied().unwrap_or(default).max(10)) / 10.0 - 1.0
     }

@@ -6,6 +6,8 @@
 //! here, as all are when numad starts. Memory on the chosen nodes stays, and all other memory is distributed over them.
 //! A virtual CPU counts as a whole CPU. Hugetlb pages count like other memory.
 
+#[cfg(any(test, feature = "generated-hosts"))]
+use super::overload;
 use super::{Column, Load, Pattern, PlacementProblem, PlannedPart, PlannedVm, columns};
 use crate::decide::pricing::PricedAmounts;
 use std::collections::BTreeMap;
@@ -68,14 +70,26 @@ fn free_resources(problem: &PlacementProblem, placed: &[Column]) -> Vec<Load> {
 /// The positions of the nodes to which a process is bound.
 fn pick_nodes(problem: &PlacementProblem, vm: &PlannedVm, mut free: Vec<Load>, has_enough_cpus: bool) -> Vec<usize> {
     let (vcpus, pages) = (total_vcpus(vm), total_pages(vm));
-    let mut needed = Load { vcpus, pages: pages / TARGET_UTILIZATION, ..Load::default() };
+    let needed = Load { vcpus, pages: pages / TARGET_UTILIZATION, ..Load::default() };
     for (node, free) in problem.nodes.iter().zip(&mut free) {
         let own: f64 = vm.parts.iter().filter_map(|part| part.pages.get(&node.id)).sum();
         free.pages = (free.pages + own * OWN_MEMORY_BIAS).min(node.pages);
         free.vcpus = (free.vcpus + vcpus * own / pages).min(node.vcpus).max(MIN_FREE_CPUS);
     }
+    let flexible_cpus = (1.0 - TARGET_UTILIZATION) * problem.nodes[0].vcpus / 2.0;
+    choose_nodes(problem, needed, free, flexible_cpus, has_enough_cpus)
+}
+
+/// The positions of nodes with what a process needs (`pick_numa_nodes`), ascending. Some CPUs may be missing, or all if
+/// the host has enough.
+fn choose_nodes(
+    problem: &PlacementProblem,
+    mut needed: Load,
+    free: Vec<Load>,
+    flexible_cpus: f64,
+    has_enough_cpus: bool,
+) -> Vec<usize> {
     let first = &problem.nodes[0];
-    let flexible_cpus = (1.0 - TARGET_UTILIZATION) * first.vcpus / 2.0;
     let memory_nodes = (needed.pages / first.pages.max(1.0)).ceil();
     let cpu_nodes = ((needed.vcpus - flexible_cpus) / first.vcpus.max(MIN_FREE_CPUS)).ceil();
     let least_nodes = (memory_nodes.max(cpu_nodes).max(0.0) as usize).min(problem.nodes.len());
@@ -98,6 +112,63 @@ fn pick_nodes(problem: &PlacementProblem, vm: &PlannedVm, mut free: Vec<Load>, h
     }
     chosen.sort_unstable();
     chosen
+}
+
+/// Machines that start one after the other, in the order of the problem, each on nodes that are chosen for it then.
+#[cfg(any(test, feature = "generated-hosts"))]
+pub struct StartingMachines<'p> {
+    problem: &'p PlacementProblem,
+    started: Vec<Column>,
+}
+
+#[cfg(any(test, feature = "generated-hosts"))]
+impl<'p> StartingMachines<'p> {
+    /// None has started.
+    pub fn new(problem: &'p PlacementProblem) -> Self {
+        Self { problem, started: Vec::new() }
+    }
+
+    /// The virtual CPUs and pages of the machine that starts next; `None` if all have started.
+    pub fn next_request(&self) -> Option<Load> {
+        let vm = self.problem.vms.get(self.started.len())?;
+        Some(Load { vcpus: total_vcpus(vm), pages: total_pages(vm), ..Load::default() })
+    }
+
+    /// What each node has free now.
+    pub fn free(&self) -> Vec<Load> {
+        free_resources(self.problem, &self.started)
+    }
+
+    /// The positions of the nodes that numad advises for the next machine (`numad -w`), by its heuristic. Advice before
+    /// the start counts all CPUs, has no memory in place, and asks for no room beyond the request.
+    pub fn advice(&self) -> Vec<usize> {
+        self.next_request().map_or_else(Vec::new, |needed| {
+            let free =
+                self.free().into_iter().map(|free| Load { vcpus: free.vcpus.max(MIN_FREE_CPUS), ..free }).collect();
+            choose_nodes(self.problem, needed, free, 0.0, false)
+        })
+    }
+
+    /// What nodes are worth for the next machine by numad's heuristic: the sum of their magnitudes.
+    pub fn worth(&self, nodes: &[usize]) -> f64 {
+        let needed = self.next_request().unwrap_or_default();
+        let free = self.free();
+        nodes.iter().map(|&node| magnitude(free[node], needed)).sum()
+    }
+
+    /// Starts the next machine on nodes, by their position.
+    pub fn start(&mut self, nodes: &[usize]) {
+        if let Some(vm) = self.problem.vms.get(self.started.len()) {
+            self.started.push(bind(self.problem, vm, nodes));
+        }
+    }
+
+    /// The remote reads of the machines that have started, in pages with hotness 1 at twice the local distance, and the
+    /// load above the capacity of nodes.
+    pub fn remote_reads(&self) -> (f64, Load) {
+        let reads = self.started.iter().map(|column| column.amounts.remote_reads).sum();
+        (reads, overload(self.problem, self.started.iter()))
+    }
 }
 
 /// The product of weighted memory and CPUs that a node has free.
