@@ -278,10 +278,10 @@ mod tests {
         }
         let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
         // Each answer takes two seconds.
-        let is_small = |problem: &PlacementProblem| problem.vms.len() <= 9;
+        let is_small = |problem: &PlacementProblem| problem.vms.len() <= 12;
         let hosts: Vec<PlacementProblem> =
-            published.chain(generated_hosts()).filter(is_small).take(10).map(spread_evenly).collect();
-        assert!(hosts.len() == 10 && hosts.iter().any(|problem| problem.nodes.len() > 4));
+            published.chain(generated_hosts()).filter(is_small).map(spread_evenly).collect();
+        assert!(hosts.iter().any(|problem| problem.nodes.len() > 4), "hosts with many nodes");
         let disagreements: Vec<String> = std::thread::scope(|scope| {
             let threads: Vec<_> = hosts.iter().map(|problem| scope.spawn(|| find_disagreements(problem))).collect();
             threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()

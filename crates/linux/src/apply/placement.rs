@@ -113,15 +113,14 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
             let units_to_move = units_elsewhere(process, units, node)?;
             outcome.unchanged &= units_to_move.is_empty();
             fault::point("before moving pages");
-            let mut refusals = BTreeMap::new();
-            move_units(process, &units_to_move, node, &mut refusals)?;
+            let unconfirmed = move_units(process, &units_to_move, node)?;
             fault::point("after moving pages");
             let page = process.host.page_size();
             let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
             outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
-            for unit in unmoved_units(process, &units_to_move, node)? {
+            for unit in unmoved_units(process, &unconfirmed, node)? {
                 let range = AddressRange { start: unit.address, end: unit.end };
-                let why = refusal(refusals.get(&unit.address).copied());
+                let why = refusal(unconfirmed.get(&unit.address).map(|(_, status)| *status));
                 outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
                 push_missed_range(&mut outcome.missed_ranges, range, why);
             }
@@ -130,9 +129,13 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
     Ok(outcome)
 }
 
-/// The parts of these units that are on another node after they were moved, all of which are looked for: the kernel may
-/// have split a huge page.
-fn unmoved_units(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> Result<Vec<PageUnit>, ActionError> {
+/// The parts of these units that are on another node, all of which are looked for: the kernel may have split a huge page.
+fn unmoved_units(
+    process: &LiveProcess<'_>,
+    unconfirmed: &UnconfirmedUnits,
+    node: u32,
+) -> Result<Vec<PageUnit>, ActionError> {
+    let units: Vec<PageUnit> = unconfirmed.values().map(|(unit, _)| *unit).collect();
     let (Some(first), Some(last)) = (units.first(), units.last()) else { return Ok(Vec::new()) };
     let span = AddressRange { start: first.address, end: last.end };
     let mut present = page_nodes::page_units(process, span)?;
@@ -153,16 +156,16 @@ fn units_elsewhere(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> 
     Ok(units.iter().zip(nodes).filter(is_elsewhere).map(|(unit, _)| *unit).collect())
 }
 
-/// Move units, and store the status of each that the kernel reports (move_pages(2)). The kernel ends a call after a
+/// Units that may not have been moved, with their status, by their address.
+type UnconfirmedUnits = BTreeMap<u64, (PageUnit, i32)>;
+
+/// Move units. Returns those of which the kernel has not reported that they are on the node (move_pages(2)): it reports
+/// so only if all pages of a part were moved (mm/migrate.c, `move_pages_and_store_status`). It ends a call after a
 /// part of which a page could not be moved, and leaves the status of that part and of all later pages as it was.
 /// Therefore what remains is moved by further calls, and by ever smaller ones if a call moves nothing, first all of one
 /// size. If very many calls move nothing, as with memory that is pinned all over, what remains then stays.
-fn move_units(
-    process: &LiveProcess<'_>,
-    units: &[PageUnit],
-    node: u32,
-    refusals: &mut BTreeMap<u64, i32>,
-) -> Result<(), ActionError> {
+fn move_units(process: &LiveProcess<'_>, units: &[PageUnit], node: u32) -> Result<UnconfirmedUnits, ActionError> {
+    let mut unconfirmed = UnconfirmedUnits::new();
     let mut waiting: VecDeque<Vec<PageUnit>> = VecDeque::from([units.to_vec()]);
     let mut fruitless_calls = 0;
     while let Some(units) = waiting.pop_front() {
@@ -171,7 +174,13 @@ fn move_units(
         }
         let addresses: Vec<u64> = units.iter().map(|unit| unit.address).collect();
         let status = try_move(process, &addresses, node)?;
-        refusals.extend(addresses.iter().copied().zip(status.iter().copied()));
+        for (unit, &status) in units.iter().zip(&status) {
+            if u32::try_from(status) == Ok(node) {
+                unconfirmed.remove(&unit.address);
+            } else {
+                unconfirmed.insert(unit.address, (*unit, status));
+            }
+        }
         let not_reached: Vec<PageUnit> = units
             .iter()
             .zip(status)
@@ -189,7 +198,7 @@ fn move_units(
             waiting.extend([left.to_vec(), right.to_vec()]);
         }
     }
-    Ok(())
+    Ok(unconfirmed)
 }
 
 /// One call of move_pages(2). If the node is full, all pages have that status.

@@ -107,7 +107,11 @@ fn choose_nodes(
             break;
         }
         chosen.push(node);
-        needed.pages -= (free[node].pages - MARGIN_PAGES).max(0.0);
+        // A node with less than the margin adds to what is needed.
+        needed.pages = match needed.pages + MARGIN_PAGES <= free[node].pages {
+            true => 0.0,
+            false => needed.pages + MARGIN_PAGES - free[node].pages,
+        };
         needed.vcpus -= free[node].vcpus;
     }
     chosen.sort_unstable();
