@@ -81,8 +81,8 @@ impl NodeArrival {
     }
 }
 
-/// Predict a placement of a machine of the map and its problem. `readers` has the merged frames of all processes of the map, in their
-/// order.
+/// Predict a placement of a machine of the map and its problem. `readers` has the merged frames of all processes of the
+/// map, in their order.
 ///
 /// # Errors
 /// If the nodes of frames cannot be read.
