@@ -55,6 +55,11 @@ fn is_about_setting(finding: &FindingReport) -> bool {
     finding.topic != Topic::Ksm.name()
 }
 
+/// Whether an operator must decide, and needs to know benefit, risk and sources.
+fn needs_details(finding: &FindingReport) -> bool {
+    finding.verdict >= VerdictName::Warn
+}
+
 /// The processes whose memory was not read: the first few by name.
 fn render_unscanned(unscanned: &[UnscannedProcessReport]) -> String {
     let name = |process: &UnscannedProcessReport| match (process.pid, &process.comm) {
@@ -179,7 +184,9 @@ impl DoctorPage {
 
     fn add_full_finding(&mut self, group: &FindingGroup<'_>) {
         let finding = group.finding;
-        let title = format!("{} [{}]", escape_unprintable(&finding.title), finding.rule);
+        let is_explained = self.is_explained(finding);
+        let reference = if is_explained { ", see above" } else { "" };
+        let title = format!("{} [{}{reference}]", escape_unprintable(&finding.title), finding.rule);
         for (i, line) in wrap(&title, self.columns_beside_indent(VERDICT_COLUMNS)).into_iter().enumerate() {
             let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
             let line = self.format_bold(&line);
@@ -193,17 +200,21 @@ impl DoctorPage {
         if !group.machines.is_empty() {
             self.add_paragraph(&escape_unprintable(&render_machines(&group.machines)), VERDICT_COLUMNS);
         }
-        self.add_explanation(finding);
+        if !is_explained {
+            self.add_explanation(finding);
+        }
         self.add_commands("remedy", &finding.remedy, VERDICT_COLUMNS);
         self.add_commands("verify", finding.verify.as_slice(), VERDICT_COLUMNS);
     }
 
-    /// What the rule says of itself, unless the page has it: with details if a decision is needed.
+    /// Whether the page has what the rule says of itself, as far as the finding needs it.
+    fn is_explained(&self, finding: &FindingReport) -> bool {
+        self.explained.get(&*finding.rule).copied() >= Some(needs_details(finding))
+    }
+
+    /// What the rule says of itself, with details if a decision is needed.
     fn add_explanation(&mut self, finding: &FindingReport) {
-        let has_details = finding.verdict >= VerdictName::Warn;
-        if self.explained.get(&*finding.rule).copied() >= Some(has_details) {
-            return;
-        }
+        let has_details = needs_details(finding);
         self.explained.insert(finding.rule.to_string(), has_details);
         self.add_paragraph(&format!("expected: {}", finding.expected), VERDICT_COLUMNS);
         self.add_paragraph(&finding.why, VERDICT_COLUMNS);
@@ -432,7 +443,7 @@ mod tests {
                  counter: exits
                  versions: all kernels; see kernel.c
 
-        warn     the guest sees an old CPU [vm-cpu-model]
+        warn     the guest sees an old CPU [vm-cpu-model, see above]
                  /sys/kernel/mm/ksm/run: qemu64
                  machine web-200
 
