@@ -24,7 +24,7 @@ pub(super) const RULES: &[HostRule] = &[
                 risk: "ksmd takes CPU time and 64 bytes for each enrolled page; trust domains that are enrolled \
                        together share pages",
                 method: ApplyMethod::Manual,
-                undo: "start the processes without enrolling them; now: pagefold unmerge",
+                undo: "pagefold unmerge; then start the processes without enrolling them",
                 counter: "ksm_mergeable in /proc/PID/ksm_stat; mg in VmFlags of /proc/PID/smaps",
                 versions: "Linux 2.6.32 and later by madvise, 6.4 by prctl; ksm_mergeable since 6.14",
                 citation: "Linux 6.18: mm/ksm.c (ksm_madvise, ksm_enable_merge_any); madvise(2); systemd.exec(5) \
@@ -88,7 +88,7 @@ pub(super) const RULES: &[HostRule] = &[
                 benefit: "the children of an enrolled program merge, too",
                 risk: "memory of a process that lost the flag on purpose is enrolled again",
                 method: ApplyMethod::Manual,
-                undo: "start the processes without enrolling them; now: pagefold unmerge",
+                undo: "pagefold unmerge; then start the processes without enrolling them",
                 counter: "ksm_merge_any in /proc/PID/ksm_stat",
                 versions: "Linux 6.7 to 6.18 without the fix; ksm_merge_any since 6.14",
                 citation: "Linux 6.19: mm/ksm.c (scan_get_next_rmap_item), include/linux/ksm.h (ksm_execve)",

@@ -50,7 +50,7 @@ pub(super) static PROCESS_RULES: [ProcessRule; 11] = [
                 risk: "ksmd takes CPU time and 64 bytes for each enrolled page; other enrolled processes can test \
                        what its pages hold",
                 method: ApplyMethod::Live,
-                undo: "prctl(PR_SET_MEMORY_MERGE, 0), or merge=false of the memory backend; now: pagefold unmerge",
+                undo: "pagefold unmerge; or set merge of the memory backend to false, or prctl(PR_SET_MEMORY_MERGE, 0)",
                 counter: "mg in VmFlags of /proc/PID/smaps; ksm_mergeable in /proc/PID/ksm_stat",
                 versions: "Linux 2.6.32 and later by madvise, 6.4 by prctl; ksm_mergeable since 6.14",
                 citation: "Linux 6.18: mm/ksm.c (ksm_madvise, ksm_enable_merge_any), kernel/sys.c \
