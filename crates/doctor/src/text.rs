@@ -1,7 +1,9 @@
 //! The doctor's findings as text. Findings that need a decision are shown in full. Each `ok` finding, and each reading
 //! that was refused, takes one line; the remedies of refusals are at the end, each once. Equal findings about several
 //! virtual machines are one: they differ in the machine only. Rules about settings that do not apply share one line.
+//! What a rule says of itself (reasons, benefit, risk, sources) is shown with the first of its findings only.
 
+use crate::decide::audit::Topic;
 use crate::wire::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, wrap};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -18,7 +20,7 @@ const MAX_NAMED_MACHINES: usize = 2;
 
 /// The whole report; with `verbose`, `ok` findings are shown in full, too.
 pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String {
-    let mut page = DoctorPage { style, text: String::new() };
+    let mut page = DoctorPage { style, text: String::new(), explained: BTreeMap::new() };
     if report.processes.is_empty() {
         page.add_findings(report.findings.iter(), verbose);
     }
@@ -46,6 +48,16 @@ pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String 
 /// Whether a finding only says that the kernel refused a reading: then there is nothing to explain.
 fn is_refusal(finding: &FindingReport) -> bool {
     finding.verdict == VerdictName::Unknown && finding.verify.is_none() && finding.remedy.len() == 1
+}
+
+/// Whether a finding is about a setting of the host, of a machine or of a guest, and not about KSM.
+fn is_about_setting(finding: &FindingReport) -> bool {
+    finding.topic != Topic::Ksm.name()
+}
+
+/// Whether an operator must decide, and needs to know benefit, risk and sources.
+fn needs_details(finding: &FindingReport) -> bool {
+    finding.verdict >= VerdictName::Warn
 }
 
 /// The processes whose memory was not read: the first few by name.
@@ -99,7 +111,7 @@ fn group_findings<'a>(findings: Vec<&'a FindingReport>, brief: bool) -> Vec<Find
     let mut groups: Vec<FindingGroup<'a>> = Vec::new();
     let mut positions = BTreeMap::new();
     for finding in findings {
-        let Some(machine) = finding.machine.as_deref().filter(|_| finding.details.is_some()) else {
+        let Some(machine) = finding.machine.as_deref().filter(|_| is_about_setting(finding)) else {
             groups.push(FindingGroup { finding, machines: Vec::new() });
             continue;
         };
@@ -134,6 +146,8 @@ fn render_machines_suffix(machines: &[&str]) -> String {
 struct DoctorPage {
     style: TextStyle,
     text: String,
+    /// The rules that were explained, each with whether its details were shown.
+    explained: BTreeMap<String, bool>,
 }
 
 impl DoctorPage {
@@ -148,7 +162,7 @@ impl DoctorPage {
             self.text.push('\n');
         }
         let is_inapplicable =
-            |finding: &&FindingReport| finding.verdict == VerdictName::NotApplicable && finding.details.is_some();
+            |finding: &&FindingReport| finding.verdict == VerdictName::NotApplicable && is_about_setting(finding);
         let (inapplicable, brief): (Vec<_>, Vec<_>) = brief.into_iter().partition(is_inapplicable);
         for group in group_findings(brief, true) {
             self.add_brief_finding(&group);
@@ -170,7 +184,9 @@ impl DoctorPage {
 
     fn add_full_finding(&mut self, group: &FindingGroup<'_>) {
         let finding = group.finding;
-        let title = format!("{} [{}]", escape_unprintable(&finding.title), finding.rule);
+        let is_explained = self.is_explained(finding);
+        let reference = if is_explained { ", see above" } else { "" };
+        let title = format!("{} [{}{reference}]", escape_unprintable(&finding.title), finding.rule);
         for (i, line) in wrap(&title, self.columns_beside_indent(VERDICT_COLUMNS)).into_iter().enumerate() {
             let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
             let line = self.format_bold(&line);
@@ -184,24 +200,38 @@ impl DoctorPage {
         if !group.machines.is_empty() {
             self.add_paragraph(&escape_unprintable(&render_machines(&group.machines)), VERDICT_COLUMNS);
         }
-        if let Some(expected) = &finding.expected {
-            self.add_paragraph(&format!("expected: {expected}"), VERDICT_COLUMNS);
-        }
-        self.add_paragraph(&finding.why, VERDICT_COLUMNS);
-        if let Some(details) = finding.details.as_ref().filter(|_| finding.verdict >= VerdictName::Warn) {
-            let method = details.method.replace('_', " ");
-            for line in [
-                format!("benefit: {}", details.benefit),
-                format!("risk: {}", details.risk),
-                format!("effect: {method}; undo: {}", details.undo),
-                format!("counter: {}", details.counter),
-                format!("versions: {}; see {}", details.versions, details.citation),
-            ] {
-                self.add_paragraph(&line, VERDICT_COLUMNS);
-            }
+        if !is_explained {
+            self.add_explanation(finding);
         }
         self.add_commands("remedy", &finding.remedy, VERDICT_COLUMNS);
         self.add_commands("verify", finding.verify.as_slice(), VERDICT_COLUMNS);
+    }
+
+    /// Whether the page has what the rule says of itself, as far as the finding needs it.
+    fn is_explained(&self, finding: &FindingReport) -> bool {
+        self.explained.get(&*finding.rule).copied() >= Some(needs_details(finding))
+    }
+
+    /// What the rule says of itself, with details if a decision is needed.
+    fn add_explanation(&mut self, finding: &FindingReport) {
+        let has_details = needs_details(finding);
+        self.explained.insert(finding.rule.to_string(), has_details);
+        self.add_paragraph(&format!("expected: {}", finding.expected), VERDICT_COLUMNS);
+        self.add_paragraph(&finding.why, VERDICT_COLUMNS);
+        if !has_details {
+            return;
+        }
+        let details = &finding.details;
+        let method = details.method.replace('_', " ");
+        for line in [
+            format!("benefit: {}", details.benefit),
+            format!("risk: {}", details.risk),
+            format!("effect: {method}; undo: {}", details.undo),
+            format!("counter: {}", details.counter),
+            format!("versions: {}; see {}", details.versions, details.citation),
+        ] {
+            self.add_paragraph(&line, VERDICT_COLUMNS);
+        }
     }
 
     /// Commands are never wrapped, so that they can be copied; their explanations are.
@@ -277,12 +307,13 @@ impl DoctorPage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::SettingDetailsReport;
+    use crate::wire::{ScopeName, SettingDetailsReport};
 
     fn finding(verdict: VerdictName, title: &str) -> FindingReport {
         FindingReport {
             rule: "ksm-run".into(),
             verdict,
+            scope: ScopeName::Host,
             pid: None,
             start_time: None,
             machine: None,
@@ -290,11 +321,11 @@ mod tests {
             title: title.to_owned(),
             source: "/sys/kernel/mm/ksm/run".to_owned(),
             value: "run = 0".to_owned(),
-            expected: None,
+            expected: "1".into(),
             why: "ksmd merges only while run is 1, and the kernel's default is 0.".into(),
             remedy: vec![],
             verify: None,
-            details: None,
+            details: details(),
             changes: vec![],
         }
     }
@@ -335,8 +366,14 @@ mod tests {
         insta::assert_snapshot!(render(&sample(), false, style), @r"
         FAIL     ksmd is stopped while memory is enrolled [ksm-run]
                  /sys/kernel/mm/ksm/run: run = 0
+                 expected: 1
                  ksmd merges only while run is 1, and the kernel's
                  default is 0.
+                 benefit: more speed
+                 risk: more power
+                 effect: vm restart; undo: the old value
+                 counter: exits
+                 versions: all kernels; see kernel.c
                  remedy: # a remark on the command below that is
                          # longer than a line
                          echo 1 > /sys/kernel/mm/ksm/run # a command is longer than a line, and stays whole
@@ -378,12 +415,12 @@ mod tests {
     fn of_machine(verdict: VerdictName, number: u32, value: &str) -> FindingReport {
         FindingReport {
             rule: "vm-cpu-model".into(),
+            scope: ScopeName::VirtualMachine,
             pid: Some(number),
             machine: Some(format!("web-{number}")),
             topic: "vm".into(),
             value: value.to_owned(),
-            expected: Some("host".to_owned()),
-            details: Some(details()),
+            expected: "host".into(),
             ..finding(verdict, "the guest sees an old CPU")
         }
     }
@@ -406,22 +443,36 @@ mod tests {
                  counter: exits
                  versions: all kernels; see kernel.c
 
-        warn     the guest sees an old CPU [vm-cpu-model]
+        warn     the guest sees an old CPU [vm-cpu-model, see above]
                  /sys/kernel/mm/ksm/run: qemu64
                  machine web-200
-                 expected: host
-                 ksmd merges only while run is 1, and the kernel's default is 0.
-                 benefit: more speed
-                 risk: more power
-                 effect: vm restart; undo: the old value
-                 counter: exits
-                 versions: all kernels; see kernel.c
 
         ok       vm-cpu-model: 2 machines: web-300, web-301
         n/a      settings that this host or some machines do not have: vm-cpu-model
 
         1 fail, 2 unknown, 1 ok
         ");
+    }
+
+    #[test]
+    fn a_rule_is_explained_once_and_with_details_if_a_decision_is_needed() {
+        let of_region = |verdict, value: &str| FindingReport {
+            scope: ScopeName::Process,
+            value: value.to_owned(),
+            ..finding(verdict, "a region cannot be merged")
+        };
+        let render = |verdicts: &[VerdictName]| {
+            let findings = verdicts.iter().map(|verdict| of_region(*verdict, "heap")).collect();
+            render(&report(findings), true, TextStyle::default())
+        };
+        let counts =
+            |text: &str| ["ksmd merges only", "expected: 1", "risk: more power"].map(|line| text.matches(line).count());
+        let text = render(&[VerdictName::Warn; 3]);
+        assert_eq!((counts(&text), text.matches("a region cannot be merged").count()), ([1, 1, 1], 3), "{text}");
+        assert_eq!(counts(&render(&[VerdictName::Warn, VerdictName::Ok])), [1, 1, 1]);
+        assert_eq!(counts(&render(&[VerdictName::Ok, VerdictName::Ok])), [1, 1, 0]);
+        let text = render(&[VerdictName::Unknown, VerdictName::Warn]);
+        assert_eq!(counts(&text), [2, 2, 1], "the details come with the first finding that needs them: {text}");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The doctor's findings in JSON.
 
-use crate::decide::audit::topic_of_rule;
+use crate::decide::audit::{Topic, topic_of_rule};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use pagefold_base::units::ProcessId;
@@ -59,6 +59,35 @@ impl From<Verdict> for VerdictName {
     }
 }
 
+/// Kind of the subject of a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ScopeName {
+    /// The host.
+    Host,
+    /// One process, for rules about KSM.
+    Process,
+    /// A virtual machine that runs.
+    VirtualMachine,
+    /// The guest in a virtual machine.
+    Guest,
+    /// A domain of libvirt that does not run.
+    IdleDomain,
+}
+
+impl ScopeName {
+    /// The kind of a scope. Rules about settings judge a process only as that of a virtual machine.
+    fn new(scope: Scope, topic: Topic) -> Self {
+        match scope {
+            Scope::Host => Self::Host,
+            Scope::Process(_) if topic == Topic::Ksm => Self::Process,
+            Scope::Process(_) => Self::VirtualMachine,
+            Scope::Guest(_) => Self::Guest,
+            Scope::IdleDomain(_) => Self::IdleDomain,
+        }
+    }
+}
+
 /// Number of findings with each verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct VerdictCounts {
@@ -81,6 +110,8 @@ pub struct FindingReport {
     pub rule: Cow<'static, str>,
     /// The verdict.
     pub verdict: VerdictName,
+    /// The kind of its subject.
+    pub scope: ScopeName,
     /// The process it is about; absent for the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
@@ -99,9 +130,8 @@ pub struct FindingReport {
     pub source: String,
     /// The value that was read.
     pub value: String,
-    /// The recommended value, for rules about settings.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expected: Option<String>,
+    /// The recommended value.
+    pub expected: Cow<'static, str>,
     /// Why it matters.
     pub why: Cow<'static, str>,
     /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
@@ -110,15 +140,14 @@ pub struct FindingReport {
     /// A shell command that succeeds once the remedy has worked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub verify: Option<String>,
-    /// What to know before a change, for rules about settings.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub details: Option<SettingDetailsReport>,
+    /// What to know before a change.
+    pub details: SettingDetailsReport,
     /// Changes that resolve the finding. Nothing carries them out here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub changes: Vec<ChangeReport>,
+    pub changes: Vec<ProposedChangeReport>,
 }
 
-/// What to know before the change of a setting.
+/// What to know before a change that resolves a finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SettingDetailsReport {
     /// What the recommended value gains.
@@ -162,9 +191,9 @@ impl From<&'static SettingDetails> for SettingDetailsReport {
     }
 }
 
-/// A change of a setting.
+/// A change of a setting that a finding proposes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct ChangeReport {
+pub struct ProposedChangeReport {
     /// `write`, `module_parameter`, `boot_parameter` or `vm_definition`.
     pub kind: Cow<'static, str>,
     /// What is changed: a path, `MODULE.PARAMETER`, the boot parameter to remove, or the option of the machine.
@@ -175,7 +204,7 @@ pub struct ChangeReport {
     pub value: Option<String>,
 }
 
-impl From<SettingChange> for ChangeReport {
+impl From<SettingChange> for ProposedChangeReport {
     fn from(change: SettingChange) -> Self {
         let (kind, target, value) = match change {
             SettingChange::Write { path, value } => ("write", Some(format!("/{path}")), Some(value)),
@@ -215,21 +244,23 @@ impl From<Finding> for FindingReport {
             Scope::Host | Scope::IdleDomain(_) => None,
             Scope::Process(id) | Scope::Guest(id) => Some(id),
         };
+        let topic = topic_of_rule(finding.rule);
         Self {
             rule: finding.rule.into(),
             verdict: finding.verdict.into(),
+            scope: ScopeName::new(finding.scope, topic),
             pid: process.map(|id| id.pid.0),
             start_time: process.map(|id| id.start_time),
             machine: None,
-            topic: topic_of_rule(finding.rule).name().into(),
+            topic: topic.name().into(),
             title: finding.title,
             source: finding.source,
             value: finding.value,
-            expected: finding.expected,
+            expected: finding.expected.into(),
             why: finding.why.into(),
             remedy: finding.remedy,
             verify: finding.verify,
-            details: finding.details.map(Into::into),
+            details: finding.details.into(),
             changes: finding.changes.into_iter().map(Into::into).collect(),
         }
     }
@@ -335,4 +366,27 @@ fn unscanned_processes<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) ->
             Some(UnscannedProcessReport::new(facts.process.id.pid.0, comm.cloned(), why))
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::units::Pid;
+
+    #[test]
+    fn scopes_are_named_by_what_the_rule_judges() {
+        let id = ProcessId { pid: Pid(7), start_time: 1 };
+        let names = [
+            (Scope::Host, Topic::Ksm, ScopeName::Host),
+            (Scope::Host, Topic::Memory, ScopeName::Host),
+            (Scope::Process(id), Topic::Ksm, ScopeName::Process),
+            (Scope::Process(id), Topic::Vm, ScopeName::VirtualMachine),
+            (Scope::Process(id), Topic::Devices, ScopeName::VirtualMachine),
+            (Scope::Guest(id), Topic::Guest, ScopeName::Guest),
+            (Scope::IdleDomain(0), Topic::Vm, ScopeName::IdleDomain),
+        ];
+        for (scope, topic, name) in names {
+            assert_eq!(ScopeName::new(scope, topic), name, "{scope:?} and {topic:?}");
+        }
+    }
 }

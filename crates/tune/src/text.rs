@@ -262,6 +262,7 @@ fn one_line(value: &str) -> String {
 mod tests {
     use super::*;
     use pagefold_base::{Pid, ProcessId};
+    use pagefold_doctor::decide::audit::rule_summaries;
     use pagefold_doctor::decide::{Finding, Scope, Verdict};
 
     fn finding(rule: &'static str, verdict: Verdict, remedy: &[&str]) -> FindingReport {
@@ -272,11 +273,11 @@ mod tests {
             title: "the guest uses fewer CPUs than the machine has".to_owned(),
             source: String::new(),
             value: "1 online and 1 offline in the guest, 2 of the machine".to_owned(),
-            expected: None,
+            expected: "each virtual CPU of the machine is online in the guest",
             why: "",
             remedy: remedy.iter().map(|&line| line.to_owned()).collect(),
             verify: None,
-            details: None,
+            details: rule_summaries()[0].details,
             changes: Vec::new(),
         };
         FindingReport { machine: Some("db\u{1b}".to_owned()), ..finding.into() }

@@ -109,7 +109,7 @@ pub enum ApplyMethod {
     Manual,
 }
 
-/// What an operator should know about a setting, beyond the verdict.
+/// What an operator should know before a change that resolves a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SettingDetails {
     /// What the recommended value gains.

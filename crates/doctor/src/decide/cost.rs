@@ -1,5 +1,6 @@
 //! Costs of merging: metadata, copies, huge pages and CPU time; and whether the host has the memory to undo it.
 
+use super::change::{ApplyMethod, SettingDetails};
 use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
 use super::settings::{STALE_COUNTERS_TITLE, anything_enrolled, ksm, saved};
 use super::{
@@ -20,6 +21,17 @@ pub(super) const RULES: &[HostRule] = &[
                   more than merging saves.",
             needs_ksm: true,
             verdicts: Verdict::ALL,
+            expected: "general_profit of 0 or more",
+            details: SettingDetails {
+                benefit: "metadata of pages that never merge is freed",
+                risk: "what the unenrolled processes had merged takes memory again",
+                method: ApplyMethod::Manual,
+                undo: "enroll the processes again",
+                counter: "general_profit in /sys/kernel/mm/ksm",
+                versions: "all kernels with KSM; general_profit since Linux 6.4",
+                citation: "Linux 6.18: mm/ksm.c (general_profit_show), Documentation/admin-guide/mm/ksm.rst \
+                           (Monitoring KSM profit)",
+            },
         },
         judge: judge_profit,
     },
@@ -31,6 +43,16 @@ pub(super) const RULES: &[HostRule] = &[
                   merged and copied again and again cost CPU on both sides and save nothing that lasts.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "at most ten copies since boot for each page that is merged now",
+            details: SettingDetails {
+                benefit: "no faults and copies for pages that do not stay merged",
+                risk: "what the unenrolled processes had merged takes memory again",
+                method: ApplyMethod::Manual,
+                undo: "enroll the processes again",
+                counter: "cow_ksm and ksm_swpin_copy in /proc/vmstat",
+                versions: "Linux 5.19 and later",
+                citation: "Linux 6.18: Documentation/admin-guide/mm/ksm.rst (Monitoring KSM events)",
+            },
         },
         judge: judge_copies,
     },
@@ -42,6 +64,16 @@ pub(super) const RULES: &[HostRule] = &[
                   khugepaged takes long to rebuild huge pages, and unmerging does not.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "less than a tenth of the enrolled memory is in huge pages or was split",
+            details: SettingDetails {
+                benefit: "processes that need speed keep their huge pages",
+                risk: "memory that is not merged stays taken",
+                method: ApplyMethod::Manual,
+                undo: "write 1 to run; split huge pages come back by madvise(MADV_COLLAPSE)",
+                counter: "thp_split_page in /proc/vmstat; AnonHugePages in /proc/PID/smaps_rollup",
+                versions: "Linux 4.5 and later; MADV_COLLAPSE since 6.1",
+                citation: "Linux 6.18: mm/ksm.c (try_to_merge_one_page), Documentation/admin-guide/mm/transhuge.rst",
+            },
         },
         judge: judge_huge_pages,
     },
@@ -52,6 +84,17 @@ pub(super) const RULES: &[HostRule] = &[
             why: "ksmd is one thread and takes CPU time from other programs.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "at most half a CPU on average since boot",
+            details: SettingDetails {
+                benefit: "CPU time for guests and other programs",
+                risk: "a pass takes longer, and memory merges later",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "utime and stime in /proc/PID/stat of ksmd",
+                versions: "Linux 2.6.32 and later",
+                citation: "Linux 6.18: mm/ksm.c (ksm_scan_thread), Documentation/admin-guide/mm/ksm.rst \
+                           (sleep_millisecs)",
+            },
         },
         judge: judge_ksmd_cpu,
     },
@@ -63,6 +106,17 @@ pub(super) const RULES: &[HostRule] = &[
                   than is free, a burst of writes, or run=2, ends in the OOM killer.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "available memory and free swap exceed what merging saves",
+            details: SettingDetails {
+                benefit: "a burst of writes to merged pages does not end in the OOM killer",
+                risk: "fewer machines fit on the host",
+                method: ApplyMethod::Manual,
+                undo: "nothing was changed",
+                counter: "MemAvailable and SwapFree in /proc/meminfo; oom_kill in /proc/vmstat",
+                versions: "all kernels with KSM; MemAvailable since Linux 3.14",
+                citation: "Linux 6.18: Documentation/admin-guide/mm/ksm.rst (MADV_UNMERGEABLE), \
+                           Documentation/filesystems/proc.rst (MemAvailable)",
+            },
         },
         judge: judge_headroom,
     },
@@ -74,6 +128,16 @@ pub(super) const RULES: &[HostRule] = &[
                   and nothing should be unmerged.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_NOT_APPLICABLE,
+            expected: "avg60 below 10 in the line some and below 1 in the line full",
+            details: SettingDetails {
+                benefit: "tasks do not wait for memory",
+                risk: "what is moved or stopped is interrupted",
+                method: ApplyMethod::Manual,
+                undo: "start it again",
+                counter: "some and full in /proc/pressure/memory",
+                versions: "Linux 4.20 and later, with CONFIG_PSI",
+                citation: "Linux 6.18: Documentation/accounting/psi.rst; oomd.conf(5)",
+            },
         },
         judge: judge_pressure,
     },
@@ -85,6 +149,17 @@ pub(super) const RULES: &[HostRule] = &[
                   swapped-out pages.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "less than half of the swap is used",
+            details: SettingDetails {
+                benefit: "reclaim has room, and merged pages stay merged",
+                risk: "merging takes CPU time",
+                method: ApplyMethod::Manual,
+                undo: "pagefold unmerge, once there is memory for it",
+                counter: "SwapFree in /proc/meminfo; ksm_swpin_copy in /proc/vmstat",
+                versions: "all kernels with KSM",
+                citation: "Linux 6.18: mm/ksm.c (ksm_might_need_to_copy), Documentation/admin-guide/mm/ksm.rst \
+                           (Overview)",
+            },
         },
         judge: judge_swap,
     },
@@ -127,7 +202,7 @@ pub(super) fn has_settled(
 ///
 /// `general_profit` is (pages_sharing + ksm_zero_pages) x page size - ksm_rmap_items x 64 (mm/ksm.c,
 /// `general_profit_show`); before 6.4 it is computed here in the same way (ksm.rst, "Monitoring KSM profit").
-fn judge_profit(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_profit(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let tracked = tracked(ksm)?;
     let profit = match &ksm.general_profit {
@@ -167,7 +242,7 @@ fn vmstat_counter(facts: &HostFacts, name: &str) -> Result<u64, MissingReading> 
 
 /// More than ten copies since boot per page that is merged now is a warning: many merged pages had COW breaks. Reads of
 /// merged pages with process_vm_readv count, too.
-fn judge_copies(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_copies(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let copied = vmstat_counter(facts, "cow_ksm")?;
     // A kernel built without swap lacks this counter, and makes no such copies.
@@ -193,7 +268,7 @@ fn judge_copies(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcess
 
 /// A warning if ksmd runs and a tenth or more of the enrolled memory is in huge pages, or as much was split since boot.
 /// The operator should decide this trade of speed for memory.
-fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_huge_pages(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let enabled = match &facts.thp_enabled {
         Err(Absent::NotOnThisKernel) => {
@@ -234,7 +309,7 @@ fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostPro
 }
 
 /// More than half a CPU on average since boot is a warning. The average hides bursts, so it never overstates.
-fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_ksmd_cpu(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let ksmd = require("CPU time of ksmd", &facts.ksmd)?;
     let value = format!("{:.1} s of CPU in {:.0} s since boot", ksmd.cpu_seconds, ksmd.uptime_seconds);
     let share = ksmd.cpu_seconds / ksmd.uptime_seconds;
@@ -255,7 +330,7 @@ fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
 
 /// More saved than free memory is a warning. It becomes a failure only under memory pressure, which `memory-pressure`
 /// judges.
-fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_headroom(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let saved = saved(facts)?;
     let available = *require("MemAvailable", &facts.memory.available)?;
     let swap = *require("SwapFree", &facts.memory.swap_free)?;
@@ -275,7 +350,7 @@ fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
 /// `full` counts the time in which every runnable task waited for memory. A tenth of a minute of it is a failure. A
 /// hundredth is a warning, and so is a tenth of `some` (Documentation/accounting/psi.rst; systemd-oomd kills at 60
 /// percent).
-fn judge_pressure(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_pressure(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let pressure = require("/proc/pressure/memory", &facts.pressure)?;
     let (some, full) = (pressure.some.avg60, pressure.full.avg60);
     let value = format!("some avg60 = {some}, full avg60 = {full}");
@@ -294,7 +369,7 @@ fn judge_pressure(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
 }
 
 /// Half of the swap in use is a warning: little is left for reclaim.
-fn judge_swap(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_swap(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let total = *require("SwapTotal", &facts.memory.swap_total)?;
     let free = *require("SwapFree", &facts.memory.swap_free)?;
     let used = total.saturating_sub(free);

@@ -1,5 +1,6 @@
 //! Which processes are enrolled, which are not, and what keeps memory from being enrolled.
 
+use super::change::{ApplyMethod, SettingDetails};
 use super::host_processes::{HostProcesses, ineligible_bytes, is_at_least_percent, process_count_text, total};
 use super::settings::{anything_enrolled, ksm};
 use super::{HostFacts, HostRule, ProcessFacts, RuleInfo, RuleResult, Verdict, require};
@@ -17,6 +18,18 @@ pub(super) const RULES: &[HostRule] = &[
                   guest RAM, or for the whole process with prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_WARN,
+            expected: "a process is enrolled while ksmd is on",
+            details: SettingDetails {
+                benefit: "ksmd has memory to merge",
+                risk: "ksmd takes CPU time and 64 bytes for each enrolled page; trust domains that are enrolled \
+                       together share pages",
+                method: ApplyMethod::Manual,
+                undo: "pagefold unmerge; then start the processes without enrolling them",
+                counter: "ksm_mergeable in /proc/PID/ksm_stat; mg in VmFlags of /proc/PID/smaps",
+                versions: "Linux 2.6.32 and later by madvise, 6.4 by prctl; ksm_mergeable since 6.14",
+                citation: "Linux 6.18: mm/ksm.c (ksm_madvise, ksm_enable_merge_any); madvise(2); systemd.exec(5) \
+                           (MemoryKSM=)",
+            },
         },
         judge: judge_enrolled,
     },
@@ -28,6 +41,17 @@ pub(super) const RULES: &[HostRule] = &[
                   memory, enrolled or not.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "less than a tenth of the memory is out of KSM's reach",
+            details: SettingDetails {
+                benefit: "more memory can merge",
+                risk: "vhost-user and virtiofs need shared memory; small pages cost TLB misses that huge pages of \
+                       the pool do not",
+                method: ApplyMethod::Manual,
+                undo: "restore the definition, then start the machine again",
+                counter: "pagefold census; VmFlags in /proc/PID/smaps",
+                versions: "all kernels with KSM",
+                citation: "Linux 6.18: mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
+            },
         },
         judge: judge_ineligible,
     },
@@ -38,6 +62,17 @@ pub(super) const RULES: &[HostRule] = &[
             why: SECCOMP_WHY,
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "less than a tenth of the eligible memory is unenrolled and behind filters",
+            details: SettingDetails {
+                benefit: "memory of sandboxed programs can merge",
+                risk: "the programs must be started again",
+                method: ApplyMethod::Manual,
+                undo: "start the programs without enrolling them",
+                counter: "ksm_merge_any in /proc/PID/ksm_stat",
+                versions: "Linux 6.4 and later; ksm_merge_any since 6.14",
+                citation: "seccomp(2); ptrace(2) (PTRACE_O_SUSPEND_SECCOMP); Linux 6.18: kernel/sys.c \
+                           (PR_SET_MEMORY_MERGE)",
+            },
         },
         judge: judge_seccomp,
     },
@@ -48,6 +83,16 @@ pub(super) const RULES: &[HostRule] = &[
             why: PRCTL_EXEC_WHY,
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "each process has the merge flag of its parent",
+            details: SettingDetails {
+                benefit: "the children of an enrolled program merge, too",
+                risk: "memory of a process that lost the flag on purpose is enrolled again",
+                method: ApplyMethod::Manual,
+                undo: "pagefold unmerge; then start the processes without enrolling them",
+                counter: "ksm_merge_any in /proc/PID/ksm_stat",
+                versions: "Linux 6.7 to 6.18 without the fix; ksm_merge_any since 6.14",
+                citation: "Linux 6.19: mm/ksm.c (scan_get_next_rmap_item), include/linux/ksm.h (ksm_execve)",
+            },
         },
         judge: judge_prctl_exec,
     },
@@ -70,7 +115,7 @@ pub(super) const START_ENROLLED_COMMAND: &str = "python3 -c 'import ctypes,os,sy
 
 /// If nothing is enrolled while ksmd is on, that is a failure: the operator turned it on for merging, and it merges
 /// nothing. While it is off, no merging is expected.
-fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_enrolled(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let count = host_processes.enrolled().count();
     let bytes = host_processes.sum(|p| if p.is_enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
     if count > 0 {
@@ -109,7 +154,7 @@ pub(super) fn ineligible_bytes_by_reason<'a>(
 /// A tenth or more of ineligible memory is a warning, never a failure. Shared guest RAM or hugetlb pages are mostly
 /// chosen for good reasons, and the operator should know what they cost. Memory that several processes map is counted
 /// for each.
-fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_ineligible(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let sums = ineligible_bytes_by_reason(host_processes.processes.iter().copied());
     let ineligible = total(sums.values().copied());
     let eligible = host_processes.sum(ProcessFacts::eligible);
@@ -134,7 +179,7 @@ fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcess
 
 /// Filters are common in containers and no fault. They are a warning if much mergeable memory belongs to processes that
 /// are neither enrolled nor easy to enroll.
-fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_seccomp(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let filtered: Vec<_> = host_processes
         .processes
         .iter()
@@ -171,7 +216,7 @@ pub(super) fn lacks_parent_merge_flag(facts: &ProcessFacts) -> Reading<bool> {
 
 /// A warning only: the parent may have enrolled itself after it started the child, or the child may have unenrolled
 /// itself.
-fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_prctl_exec(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let without_flag: Vec<_> =
         host_processes.processes.iter().filter(|p| lacks_parent_merge_flag(p) == Ok(true)).map(|p| p.name()).collect();
     if without_flag.is_empty() {

@@ -30,6 +30,7 @@ mod writers;
 
 pub use pace::{SCAN_MICROSECONDS_PER_PAGE, pages_to_scan_for, pass_seconds};
 
+use audit::Topic;
 use audit::facts::SettingFacts;
 use change::{SettingChange, SettingDetails};
 use host_processes::HostProcesses;
@@ -167,8 +168,8 @@ pub struct Finding {
     pub source: String,
     /// The value that was read.
     pub value: String,
-    /// The recommended value, if the rule has one.
-    pub expected: Option<String>,
+    /// The recommended value.
+    pub expected: &'static str,
     /// Why it matters.
     pub why: &'static str,
     /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
@@ -176,8 +177,8 @@ pub struct Finding {
     pub remedy: Vec<String>,
     /// A shell command that succeeds once the remedy has worked.
     pub verify: Option<String>,
-    /// Benefit, risk and sources, for rules about settings of the host, of virtual machines and of guests.
-    pub details: Option<&'static SettingDetails>,
+    /// Benefit, risk, undo, proof and sources.
+    pub details: &'static SettingDetails,
     /// Changes that resolve the finding, for `pagefold tune`; empty if nothing is to be changed or only an operator can.
     pub changes: Vec<SettingChange>,
 }
@@ -207,7 +208,7 @@ fn worst_first(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings
 }
 
-/// Fields common to all findings of a rule.
+/// What a rule says of itself: the fields that all of its findings have in common. No field may be empty.
 struct RuleInfo {
     id: &'static str,
     /// The file that the rule reads, with `PID` in place of the pid.
@@ -217,6 +218,9 @@ struct RuleInfo {
     needs_ksm: bool,
     /// The verdicts that it can give. A test has a case for each of them.
     verdicts: &'static [Verdict],
+    /// The recommended value.
+    expected: &'static str,
+    details: SettingDetails,
 }
 
 /// The rules about KSM on the host.
@@ -225,7 +229,32 @@ const HOST_RULES: [&[HostRule]; 5] = [settings::RULES, enrollment::RULES, writer
 /// A rule about the host.
 struct HostRule {
     rule: RuleInfo,
-    judge: fn(&RuleInfo, &HostFacts, &HostProcesses) -> RuleResult,
+    judge: fn(&'static RuleInfo, &HostFacts, &HostProcesses) -> RuleResult,
+}
+
+/// A rule, for documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RuleSummary {
+    /// Its id.
+    pub id: &'static str,
+    /// Its topic.
+    pub topic: Topic,
+    /// The files that it reads.
+    pub source: &'static str,
+    /// The recommended value.
+    pub expected: &'static str,
+    /// Benefit, risk, undo, proof and sources.
+    pub details: &'static SettingDetails,
+}
+
+/// All rules about KSM on the host.
+pub fn ksm_rule_summaries() -> Vec<RuleSummary> {
+    HOST_RULES.into_iter().flatten().map(|rule| rule.rule.summary(Topic::Ksm)).collect()
+}
+
+/// All rules about one process.
+pub fn process_rule_summaries() -> Vec<RuleSummary> {
+    process::rules().map(|rule| rule.summary(Topic::Ksm)).collect()
 }
 
 /// A finding, or the missing reading that prevents one.
@@ -243,7 +272,12 @@ fn require<'a, T>(reading_name: &str, reading: &'a Reading<T>) -> Result<&'a T, 
 }
 
 impl RuleInfo {
-    fn finding(&self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {
+    fn summary(&'static self, topic: Topic) -> RuleSummary {
+        let Self { id, source, expected, details, .. } = self;
+        RuleSummary { id, topic, source, expected, details }
+    }
+
+    fn finding(&'static self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {
         debug_assert!(
             self.verdicts.contains(&verdict),
             "{} gives a verdict that it does not declare: {verdict}",
@@ -256,33 +290,33 @@ impl RuleInfo {
             title: title.into(),
             source: self.source.to_owned(),
             value: value.into(),
-            expected: None,
+            expected: self.expected,
             why: self.why,
             remedy: Vec::new(),
             verify: None,
-            details: None,
+            details: &self.details,
             changes: Vec::new(),
         }
     }
 
-    fn ok(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+    fn ok(&'static self, title: impl Into<String>, value: impl Into<String>) -> Finding {
         self.finding(Verdict::Ok, title, value)
     }
 
-    fn warn(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+    fn warn(&'static self, title: impl Into<String>, value: impl Into<String>) -> Finding {
         self.finding(Verdict::Warn, title, value)
     }
 
-    fn fail(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+    fn fail(&'static self, title: impl Into<String>, value: impl Into<String>) -> Finding {
         self.finding(Verdict::Fail, title, value)
     }
 
-    fn not_applicable(&self, title: impl Into<String>, value: impl Into<String>) -> Finding {
+    fn not_applicable(&'static self, title: impl Into<String>, value: impl Into<String>) -> Finding {
         self.finding(Verdict::NotApplicable, title, value)
     }
 
     /// The finding for a missing reading; `retry_command` is the command to repeat with more privilege.
-    fn unknown(&self, missing: &MissingReading, retry_command: &str) -> Finding {
+    fn unknown(&'static self, missing: &MissingReading, retry_command: &str) -> Finding {
         let MissingReading { reading_name, absent } = missing;
         let finding =
             self.finding(Verdict::Unknown, format!("cannot tell: {reading_name}"), format!("{reading_name}: {absent}"));

@@ -1,156 +1,27 @@
 //! One process: why is none of its memory merging?
 //!
 //! The operator asks about one process because it should merge. So a warning for the host is a failure here if it
-//! prevents all merging in the process.
+//! prevents all merging in the process. [`catalog`] has what the rules say of themselves.
+
+mod catalog;
 
 use super::cost::has_settled;
-use super::enrollment::{
-    PRCTL_EXEC_WHY, SECCOMP_WHY, START_ENROLLED_COMMAND, ineligible_bytes_by_reason, lacks_parent_merge_flag,
-};
+use super::enrollment::{START_ENROLLED_COMMAND, ineligible_bytes_by_reason, lacks_parent_merge_flag};
 use super::host_processes::{HostProcesses, bytes_of, ineligible_bytes, is_at_least_percent, total};
-use super::security::KEYS_WHY;
 use super::settings::{judge_pace, ksm, placed_zeros};
 use super::{
     Finding, HostFacts, MissingReading, ProcessFacts, RuleInfo, RuleResult, Scope, Verdict, is_set_command, require,
     set_command,
 };
+use catalog::{PACE_RULE, PROCESS_RULES, ProcessRule, REGION_RULE};
 use pagefold_base::identity::{Monitor, Vm};
 use pagefold_base::reading::Absent;
 use pagefold_base::region::{Ineligible, Region};
 use pagefold_base::units::{Bytes, NetBytes, Pages};
 
-const fn process_rule(
-    id: &'static str,
-    source: &'static str,
-    why: &'static str,
-    verdicts: &'static [Verdict],
-) -> RuleInfo {
-    RuleInfo { id, source, why, needs_ksm: true, verdicts }
-}
-
-type ProcessJudge = fn(&RuleInfo, &HostFacts, &ProcessFacts) -> RuleResult;
-
-static PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
-    (
-        process_rule(
-            "process-run",
-            "/sys/kernel/mm/ksm/run",
-            "ksmd merges only while run is 1; enrolled memory waits until then.",
-            Verdict::ALL_BUT_NOT_APPLICABLE,
-        ),
-        judge_run,
-    ),
-    (
-        process_rule(
-            "process-enrolled",
-            "/proc/PID/smaps (mg), /proc/PID/ksm_stat",
-            "ksmd scans only memory that is enrolled: by madvise(MADV_MERGEABLE) in the process itself, or by \
-             prctl(PR_SET_MEMORY_MERGE) in it or in its parent.",
-            Verdict::ALL,
-        ),
-        judge_enrolled,
-    ),
-    (
-        process_rule(
-            "process-mem-merge",
-            "/proc/PID/cmdline",
-            "QEMU enrolls guest RAM by itself unless mem-merge=off or merge=off forbids it (libvirt: <nosharepages/>).",
-            Verdict::ALL,
-        ),
-        judge_mem_merge,
-    ),
-    (
-        process_rule(
-            "process-eligible",
-            "/proc/PID/smaps (VmFlags)",
-            "KSM takes private anonymous pages only.",
-            Verdict::ALL,
-        ),
-        judge_eligible,
-    ),
-    (
-        process_rule(
-            "process-pinned",
-            "/proc/PID/status (VmPin), /proc/PID/cmdline",
-            "ksmd skips a page that a driver has pinned, since the device would keep using the old frame. A \
-             passed-through device pins all guest RAM.",
-            Verdict::ALL_BUT_NOT_APPLICABLE,
-        ),
-        judge_pinned,
-    ),
-    (
-        process_rule(
-            "process-prctl-exec",
-            "/proc/PID/ksm_stat (ksm_merge_any)",
-            PRCTL_EXEC_WHY,
-            Verdict::ALL_BUT_NOT_APPLICABLE,
-        ),
-        judge_prctl_exec,
-    ),
-    (
-        process_rule(
-            "process-seccomp",
-            "/proc/PID/status (Seccomp)",
-            SECCOMP_WHY,
-            &[Verdict::Ok, Verdict::Unknown, Verdict::Warn],
-        ),
-        judge_seccomp,
-    ),
-    (
-        process_rule(
-            "process-scanned",
-            "/proc/PID/ksm_stat (ksm_rmap_items)",
-            "ksmd scans the processes in turn, and merges a page in its second scan at the earliest. From 6.7 to 6.9 \
-             it never scanned a process that had inherited the prctl flag over exec (\"mm/ksm: fix ksm exec support \
-             for prctl\", 6.10 and stable).",
-            Verdict::ALL_BUT_FAIL,
-        ),
-        judge_scanned,
-    ),
-    (
-        process_rule(
-            "process-merging",
-            "/proc/PID/ksm_stat (ksm_merging_pages, ksm_zero_pages), /proc/PID/smaps (KSM)",
-            "If ksmd has scanned the process and merged nothing, there may be no duplicates, or they change between \
-             two passes. A census tells which.",
-            Verdict::ALL_BUT_FAIL,
-        ),
-        judge_merging,
-    ),
-    (
-        process_rule(
-            "process-profit",
-            "/proc/PID/ksm_stat (ksm_process_profit)",
-            "ksmd keeps 64 bytes of metadata for each page it scans: below one merged page in 64, the process costs \
-             memory.",
-            Verdict::ALL_BUT_NOT_APPLICABLE,
-        ),
-        judge_profit,
-    ),
-    (
-        process_rule("process-keys", "/proc/PID/cmdline", KEYS_WHY, &[Verdict::Ok, Verdict::Unknown, Verdict::Warn]),
-        judge_keys,
-    ),
-];
-
-static PACE_RULE: RuleInfo = process_rule(
-    "process-pace",
-    "/sys/kernel/mm/ksm/pages_to_scan, /sys/kernel/mm/ksm/sleep_millisecs",
-    "A page is merged in the second pass over all enrolled memory of the host that finds it unchanged.",
-    Verdict::ALL,
-);
-
-static REGION_RULE: RuleInfo = process_rule(
-    "process-region",
-    "/proc/PID/smaps (VmFlags)",
-    "KSM takes private anonymous pages only; nothing of this region is ever merged.",
-    &[Verdict::Warn],
-);
-
 /// All rules about a process.
-#[cfg(test)]
 pub(super) fn rules() -> impl Iterator<Item = &'static RuleInfo> {
-    PROCESS_RULES.iter().map(|(rule, _)| rule).chain([&PACE_RULE, &REGION_RULE])
+    PROCESS_RULES.iter().map(|rule| &rule.rule).chain([&PACE_RULE, &REGION_RULE])
 }
 
 pub(super) fn examine(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
@@ -162,12 +33,15 @@ pub(super) fn examine(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
         _ => None,
     };
     let retry_command = format!("pagefold doctor --pid {pid}");
-    let finding_or_unknown =
-        |rule: &RuleInfo, outcome: RuleResult| outcome.unwrap_or_else(|missing| rule.unknown(&missing, &retry_command));
+    let finding_or_unknown = |rule: &'static RuleInfo, outcome: RuleResult| {
+        outcome.unwrap_or_else(|missing| rule.unknown(&missing, &retry_command))
+    };
     let mut findings: Vec<_> = match skip_reason {
-        Some(reason) => vec![PROCESS_RULES[1].0.not_applicable(reason, facts.name())],
+        Some(reason) => vec![PROCESS_RULES[1].rule.not_applicable(reason, facts.name())],
         None => {
-            let judged = PROCESS_RULES.iter().map(|(rule, judge)| finding_or_unknown(rule, judge(rule, host, facts)));
+            let judged = PROCESS_RULES
+                .iter()
+                .map(|ProcessRule { rule, judge }| finding_or_unknown(rule, judge(rule, host, facts)));
             judged
                 .chain([finding_or_unknown(&PACE_RULE, judge_process_pace(host, facts))])
                 .chain(region_findings(facts))
@@ -256,7 +130,7 @@ fn require_enrolled(facts: &ProcessFacts) -> Result<bool, MissingReading> {
 }
 
 /// A stopped ksmd is a failure for an enrolled process; for one that is not enrolled it does not matter yet.
-fn judge_run(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_run(rule: &'static RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let run = *require("run", &ksm(host)?.run)?;
     let value = format!("run = {run}");
     if run == 1 {
@@ -268,7 +142,7 @@ fn judge_run(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleRes
 
 /// A process that is not enrolled is a failure: nothing can merge. One with less than half of its eligible memory
 /// enrolled is a warning.
-fn judge_enrolled(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_enrolled(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !require_enrolled(facts)? {
         return Ok(rule
             .fail("not enrolled", facts.name())
@@ -290,7 +164,7 @@ fn judge_enrolled(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleR
 }
 
 /// Merging forbidden by the VM's owner is a failure here, although the owner intended it.
-fn judge_mem_merge(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_mem_merge(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("command line", &facts.process.arguments)?;
     let Some(vm) = facts.process.identity.vm.as_ref() else {
         return Ok(rule.not_applicable("no virtual machine", facts.name()));
@@ -320,7 +194,7 @@ fn judge_mem_merge(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> Rule
 
 /// If most of the memory is ineligible, that is a failure; a tenth is a warning. The regions are listed one by one
 /// below.
-fn judge_eligible(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_eligible(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("regions", &facts.regions)?;
     let sums = ineligible_bytes_by_reason([facts].into_iter());
     let ineligible = total(sums.values().copied());
@@ -403,7 +277,7 @@ fn region_findings(facts: &ProcessFacts) -> Vec<Finding> {
 
 /// A passed-through device is a failure for a VM: all of its RAM is pinned. Other pinned memory is a warning if it is a
 /// tenth or more.
-fn judge_pinned(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_pinned(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if facts.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio) {
         return Ok(rule
             .fail("a passed-through device pins guest RAM", "VFIO device on the command line")
@@ -426,7 +300,7 @@ fn judge_pinned(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleRes
 
 /// A failure if nothing in the process is enrolled, since the merge flag of its parent shows that it should be. A
 /// warning if part of it is enrolled by madvise.
-fn judge_prctl_exec(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_prctl_exec(rule: &'static RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !*require("ksm_merge_any of the process or its parent", &lacks_parent_merge_flag(facts))? {
         return Ok(rule.ok("no merge flag of its parent is missing", merge_flag_text(facts)));
     }
@@ -452,7 +326,7 @@ fn merge_flag_text(facts: &ProcessFacts) -> String {
 }
 
 /// A filter is a warning if the process is not enrolled yet, since that limits the ways to enroll it.
-fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_seccomp(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let mode = *require("seccomp mode", &facts.process.seccomp)?;
     let value = format!("Seccomp = {mode}");
     if mode == 0 {
@@ -469,7 +343,7 @@ fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleRe
 
 /// An enrolled process that ksmd has not scanned is a warning: the number of passes since the process started is not
 /// known, so ksmd may still scan it.
-fn judge_scanned(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_scanned(rule: &'static RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !require_enrolled(facts)? {
         return Ok(rule.not_applicable("not enrolled", facts.name()));
     }
@@ -489,7 +363,7 @@ fn judge_scanned(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rul
 }
 
 /// A process that was scanned and not merged is a warning that suggests a census.
-fn judge_merging(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_merging(rule: &'static RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let pid = facts.process.id.pid;
     let merged = *require("ksm_merging_pages", &facts.process.ksm.merging_pages)?;
     let zeros = placed_zeros(host, &facts.process.ksm.zero_pages)?;
@@ -528,7 +402,7 @@ fn judge_merging(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rul
 ///
 /// `ksm_process_profit` (6.4) is (ksm_merging_pages + ksm_zero_pages) x page size - ksm_rmap_items x 64. It counts the
 /// kept copy as saved, too (mm/ksm.c), so what it reports as a loss is a loss.
-fn judge_profit(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_profit(rule: &'static RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let profit = *require("ksm_process_profit", &facts.process.ksm.profit)?;
     let value = format!("{} net", NetBytes(profit));
     if profit >= 0 {
@@ -554,7 +428,7 @@ fn judge_profit(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rule
 }
 
 /// A warning only: harmless by itself, and easily avoided.
-fn judge_keys(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
+fn judge_keys(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("command line", &facts.process.arguments)?;
     if !facts.holds_secrets() {
         return Ok(rule.ok("not known to hold keys", facts.name()));

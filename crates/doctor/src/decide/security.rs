@@ -3,6 +3,7 @@
 //! ksmd has one stable tree for all processes (mm/ksm.c, `root_stable_tree`; one per node with `merge_across_nodes=0`).
 //! It merges across users, containers and machines. Enrollment is the only control.
 
+use super::change::{ApplyMethod, SettingDetails};
 use super::enrollment::join_first_names;
 use super::host_processes::{HostProcesses, total};
 use super::{HostFacts, HostRule, ProcessFacts, RuleInfo, RuleResult, Verdict};
@@ -17,6 +18,17 @@ pub(super) const RULES: &[HostRule] = &[
             why: DOMAINS_WHY,
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "one trust domain is enrolled",
+            details: SettingDetails {
+                benefit: "no process learns by the time of a write what another domain holds",
+                risk: "equal pages of different domains are kept once for each domain",
+                method: ApplyMethod::Manual,
+                undo: "enroll the other domains again",
+                counter: "mg in VmFlags of /proc/PID/smaps",
+                versions: "all kernels with KSM",
+                citation: "Suzaki et al., Memory Deduplication as a Threat to the Guest OS, EuroSec 2011; Razavi et \
+                           al., Flip Feng Shui, USENIX Security 2016",
+            },
         },
         judge: judge_domains,
     },
@@ -27,6 +39,17 @@ pub(super) const RULES: &[HostRule] = &[
             why: KEYS_WHY,
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "no program that holds keys is enrolled",
+            details: SettingDetails {
+                benefit: "keys cannot be guessed by the time of a write",
+                risk: "what the program had merged takes memory again",
+                method: ApplyMethod::Manual,
+                undo: "enroll the program again",
+                counter: "mg in VmFlags of /proc/PID/smaps",
+                versions: "all kernels with KSM",
+                citation: "Bosman et al., Dedup Est Machina, IEEE Symposium on Security and Privacy 2016; Linux \
+                           6.18: arch/x86/kvm/svm/sev.c (sev_pin_memory)",
+            },
         },
         judge: judge_keys,
     },
@@ -37,6 +60,18 @@ pub(super) const RULES: &[HostRule] = &[
             why: OPT_OUT_WHY,
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "no machine is enrolled whose owner forbids merging",
+            details: SettingDetails {
+                benefit: "the decision of the owner holds",
+                risk: "what the machine had merged takes memory again",
+                method: ApplyMethod::Live,
+                undo: "pagefold merge --ignore-opt-out",
+                counter: "ksm_merging_pages in /proc/PID/ksm_stat",
+                versions: "QEMU 1.3 and later for mem-merge, 2.1 for merge of a backend; ksm_merging_pages since \
+                           Linux 6.4",
+                citation: "QEMU: qemu-options.hx (-machine mem-merge=), backends/hostmem.c (merge); libvirt: \
+                           docs/formatdomain.rst (nosharepages)",
+            },
         },
         judge: judge_opt_out,
     },
@@ -59,7 +94,7 @@ const OPT_OUT_WHY: &str = "\
 
 /// More than one trust domain is a warning, not a failure: the operator may have chosen it. If only one domain is
 /// visible, there is no verdict while some processes cannot be read.
-fn judge_domains(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_domains(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let mut sizes = BTreeMap::<_, Bytes>::new();
     for process in host_processes.enrolled() {
         let size = sizes.entry(&process.domain).or_default();
@@ -86,7 +121,7 @@ fn judge_domains(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses)
 }
 
 /// A warning only: harmless by itself, and easily avoided.
-fn judge_keys(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_keys(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let names: Vec<_> = host_processes.enrolled().filter(|p| p.holds_secrets()).map(ProcessFacts::name).collect();
     if names.is_empty() {
         host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
@@ -100,7 +135,7 @@ fn judge_keys(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) ->
 }
 
 /// A warning: the owner forbids merging, but another program has enrolled it.
-fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_opt_out(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let opted_out: Vec<_> =
         host_processes.processes.iter().copied().filter(|process| process.opt_out().is_some()).collect();
     // If one backend opts out, QEMU itself enrolls the other backends.

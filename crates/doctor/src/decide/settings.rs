@@ -1,5 +1,6 @@
 //! KSM's own settings and state.
 
+use super::change::{ApplyMethod, SettingDetails};
 use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
 use super::pace::format_duration;
 use super::{
@@ -19,6 +20,16 @@ pub(super) const RULES: &[HostRule] = &[
                   does prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: false,
             verdicts: &[Verdict::Ok, Verdict::Unknown, Verdict::Fail],
+            expected: "a kernel with CONFIG_KSM=y",
+            details: SettingDetails {
+                benefit: "equal pages of processes and virtual machines can be merged",
+                risk: "another kernel may differ in more than KSM",
+                method: ApplyMethod::Reboot,
+                undo: "boot the previous kernel",
+                counter: "the directory /sys/kernel/mm/ksm exists",
+                versions: "Linux 2.6.32 and later",
+                citation: "Linux 6.18: mm/Kconfig (KSM), Documentation/admin-guide/mm/ksm.rst",
+            },
         },
         judge: judge_kernel,
     },
@@ -30,6 +41,16 @@ pub(super) const RULES: &[HostRule] = &[
                   unmerges everything.",
             needs_ksm: true,
             verdicts: Verdict::ALL,
+            expected: "1 while memory is to be merged",
+            details: SettingDetails {
+                benefit: "enrolled memory merges",
+                risk: "ksmd takes CPU time; equal pages of all enrolled processes merge, also across trust domains",
+                method: ApplyMethod::Live,
+                undo: "write 0, which keeps what is merged; 2 unmerges everything, and needs the memory for it",
+                counter: "full_scans and pages_sharing in /sys/kernel/mm/ksm",
+                versions: "Linux 2.6.32 and later",
+                citation: "Linux 6.18: mm/ksm.c (run_store), Documentation/admin-guide/mm/ksm.rst (run)",
+            },
         },
         judge: judge_run,
     },
@@ -41,6 +62,17 @@ pub(super) const RULES: &[HostRule] = &[
                   pages that live shorter are never merged. The kernel's defaults are for demonstration.",
             needs_ksm: true,
             verdicts: Verdict::ALL,
+            expected: "a full pass takes at most 200 s",
+            details: SettingDetails {
+                benefit: "memory merges minutes after a process has started, not hours",
+                risk: "ksmd takes more CPU time",
+                method: ApplyMethod::Live,
+                undo: "write the values that were there",
+                counter: "full_scans in /sys/kernel/mm/ksm; utime and stime in /proc/PID/stat of ksmd",
+                versions: "Linux 2.6.32 and later; the advisor since 6.8",
+                citation: "Linux 6.18: mm/ksm.c (ksm_scan_thread, ksm_advisor_target_scan_time), \
+                           Documentation/admin-guide/mm/ksm.rst (pages_to_scan)",
+            },
         },
         judge: judge_pace,
     },
@@ -52,6 +84,16 @@ pub(super) const RULES: &[HostRule] = &[
                   is little to scan it makes ksmd slower than its default.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "a target that is not longer than a pass with the default settings",
+            details: SettingDetails {
+                benefit: "memory merges sooner than without the advisor",
+                risk: "ksmd takes more CPU time, up to advisor_max_cpu",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "full_scans and pages_to_scan in /sys/kernel/mm/ksm",
+                versions: "Linux 6.8 and later",
+                citation: "Linux 6.18: mm/ksm.c (scan_time_advisor), Documentation/admin-guide/mm/ksm.rst (Advisor)",
+            },
         },
         judge: judge_advisor_pace,
     },
@@ -64,6 +106,17 @@ pub(super) const RULES: &[HostRule] = &[
                   move from pages_unshared to pages_volatile.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "1",
+            details: SettingDetails {
+                benefit: "ksmd takes less CPU time for pages that do not merge",
+                risk: "a new copy of an old page merges a few passes later",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "pages_skipped and pages_scanned in /sys/kernel/mm/ksm",
+                versions: "Linux 6.7 and later; 1 is the default",
+                citation: "Linux 6.18: mm/ksm.c (should_skip_rmap_item, skip_age), \
+                           Documentation/admin-guide/mm/ksm.rst (smart_scan)",
+            },
         },
         judge: judge_smart_scan,
     },
@@ -75,6 +128,18 @@ pub(super) const RULES: &[HostRule] = &[
                   keeps no copy and no chain. It takes effect for pages merged after the change.",
             needs_ksm: true,
             verdicts: &[Verdict::NotApplicable, Verdict::Ok, Verdict::Unknown],
+            expected: "1, unless few enrolled pages hold only zeros",
+            details: SettingDetails {
+                benefit: "no copy and no chain is kept for pages of zeros",
+                risk: "a page whose checksum is that of zeros is compared in vain; only pages that merge later are \
+                       affected",
+                method: ApplyMethod::Live,
+                undo: "write 0; pages that are on the zero page stay there until they are written or unmerged",
+                counter: "ksm_zero_pages in /sys/kernel/mm/ksm",
+                versions: "Linux 4.11 and later; ksm_zero_pages since 6.6",
+                citation: "Linux 6.18: mm/ksm.c (try_to_merge_with_zero_page), Documentation/admin-guide/mm/ksm.rst \
+                           (use_zero_pages)",
+            },
         },
         judge: judge_zero_pages,
     },
@@ -86,6 +151,18 @@ pub(super) const RULES: &[HostRule] = &[
                   mappings. That bounds how long reclaim and migration take over one frame, and costs those frames.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "further copies take less than 5 % of what merging saves",
+            details: SettingDetails {
+                benefit: "fewer frames hold the same content",
+                risk: "reclaim, compaction and migration of a merged frame take longer; the change unmerges \
+                       everything, which needs memory",
+                method: ApplyMethod::Live,
+                undo: "write 2 to run, the old value to max_page_sharing, and 1 to run",
+                counter: "stable_node_chains and stable_node_dups in /sys/kernel/mm/ksm",
+                versions: "Linux 4.13 and later",
+                citation: "Linux 6.18: mm/ksm.c (max_page_sharing_store), Documentation/admin-guide/mm/ksm.rst \
+                           (max_page_sharing)",
+            },
         },
         judge: judge_sharing_limit,
     },
@@ -97,6 +174,17 @@ pub(super) const RULES: &[HostRule] = &[
                   With 0 each node keeps a copy of its own.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "0 with more than two nodes; 0 or 1 with two",
+            details: SettingDetails {
+                benefit: "merged pages are local to the processes that read them",
+                risk: "each node keeps a copy, so less is saved; the change unmerges everything, which needs memory",
+                method: ApplyMethod::Live,
+                undo: "write 2 to run, the old value to merge_across_nodes, and 1 to run",
+                counter: "pages_shared in /sys/kernel/mm/ksm: a copy for each node",
+                versions: "Linux 3.9 and later, with CONFIG_NUMA",
+                citation: "Linux 6.18: mm/ksm.c (merge_across_nodes_store), Documentation/admin-guide/mm/ksm.rst \
+                           (merge_across_nodes)",
+            },
         },
         judge: judge_nodes,
     },
@@ -108,6 +196,17 @@ pub(super) const RULES: &[HostRule] = &[
                   written, freed or not scanned yet; smaps and PSS are right at any time.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
+            expected: "ksmd is on and has completed a pass",
+            details: SettingDetails {
+                benefit: "the counters of KSM tell what is merged now",
+                risk: "with run = 1 ksmd takes CPU time and merges more",
+                method: ApplyMethod::Manual,
+                undo: "write 0 to run",
+                counter: "full_scans in /sys/kernel/mm/ksm; KSM in /proc/PID/smaps_rollup",
+                versions: "all kernels with KSM; KSM in smaps since Linux 6.6",
+                citation: "Linux 6.18: mm/ksm.c (break_ksm, __ksm_exit), Documentation/admin-guide/mm/ksm.rst \
+                           (full_scans)",
+            },
         },
         judge: judge_counters,
     },
@@ -140,7 +239,7 @@ pub(super) fn anything_enrolled(facts: &HostFacts, host_processes: &HostProcesse
 }
 
 /// A kernel without KSM is a failure: it cannot merge anything.
-fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_kernel(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let release = facts.kernel.as_deref().unwrap_or("unknown release");
     Ok(match &facts.ksm {
         Ok(_) => rule.ok("the kernel has KSM", release),
@@ -157,7 +256,7 @@ fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
 /// A stopped ksmd is a failure while something is enrolled: merging was requested and does not happen. It is only a
 /// warning while nothing is enrolled, or while that is unknown. For future merging it makes no difference whether `run`
 /// is 0 or 2.
-fn judge_run(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_run(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let run = *require("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");
     let state = match run {
@@ -203,7 +302,7 @@ pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, MissingReading> {
 /// A pass slower than the kernel's own target is a warning. Over an hour is a failure, since then almost nothing
 /// merges. A fast enough pass over the visible processes is no verdict if other processes could not be read. For a
 /// stopped ksmd, the pace is judged as if it ran.
-pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+pub(super) fn judge_pace(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
     let sleep = *require("sleep_millisecs", &ksm.sleep_millisecs)?;
@@ -255,7 +354,7 @@ fn with_faster_pass_remedy(finding: Finding, has_advisor: bool, pages: Pages, to
 }
 
 /// A target slower than the kernel's default settings is a warning: without the advisor, pages merge sooner.
-fn judge_advisor_pace(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_advisor_pace(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if !advisor_is_on(ksm)? {
         return Ok(rule.not_applicable("the advisor is off", mode(&ksm.advisor_mode)));
@@ -288,7 +387,7 @@ fn mode(reading: &Reading<String>) -> String {
 }
 
 /// Smart scan turned off is a warning if there is something to scan: it costs CPU time and gains little.
-fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_smart_scan(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.smart_scan == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("smart scan came with 6.7", "absent"));
@@ -314,7 +413,7 @@ const SETTLED_PASSES: u64 = 3;
 /// Only ksmd's own counters can show that the setting is harmless when off. Without a single chain after a few passes,
 /// no content, zeros included, has more than `max_page_sharing` copies. That is little if it is less than a hundredth
 /// of the pages ksmd scans. Otherwise only a census can tell.
-fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_zero_pages(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if *require("use_zero_pages", &ksm.use_zero_pages)? != 0 {
         let placed = ksm.ksm_zero_pages.as_ref().map_or_else(ToString::to_string, ToString::to_string);
@@ -346,7 +445,7 @@ fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostPro
 const MAX_CHAIN_COST_PERCENT: u64 = 5;
 
 /// Frames lost to chains are a warning if they are a noticeable part of the savings.
-fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_sharing_limit(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let chains = *require("stable_node_chains", &ksm.stable_node_chains)?;
     let dups = *require("stable_node_dups", &ksm.stable_node_dups)?;
@@ -374,7 +473,7 @@ fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, host_processes: &Host
 
 /// More than two nodes is a warning, as ksm.rst advises 0 for "systems with more nodes, at significant NUMA distances".
 /// With two nodes either setting is fine.
-fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_nodes(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.merge_across_nodes == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("the kernel knows no nodes", "absent"));
@@ -434,7 +533,7 @@ pub(super) fn saved(facts: &HostFacts) -> Result<Bytes, MissingReading> {
 
 /// A stopped ksmd with merged pages is a warning: the savings are real, but their figures are outdated. Before the
 /// first complete pass there is no verdict.
-fn judge_counters(rule: &RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
+fn judge_counters(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let run = *require("run", &ksm.run)?;
     let passes = *require("full_scans", &ksm.full_scans)?;

@@ -1,6 +1,7 @@
 //! Programs that write KSM's settings, and the kernel's own advisor.
 
 use super::audit::tuned::active_profiles;
+use super::change::{ApplyMethod, SettingDetails};
 use super::enrollment::join_first_names;
 use super::host_processes::HostProcesses;
 use super::settings::{advisor_is_on, ksm};
@@ -17,6 +18,17 @@ pub(super) const RULES: &[HostRule] = &[
                   Some profiles of tuned write 2 to run, which unmerges all pages.",
             needs_ksm: true,
             verdicts: Verdict::ALL,
+            expected: "no program changes KSM's settings after boot, and no profile unmerges all pages",
+            details: SettingDetails {
+                benefit: "settings keep the values that an operator chose",
+                risk: "without its daemon ksmd no longer adapts to free memory",
+                method: ApplyMethod::Manual,
+                undo: "start and enable the daemon again, or activate the old profile",
+                counter: "run, pages_to_scan and sleep_millisecs in /sys/kernel/mm/ksm",
+                versions: "all kernels with KSM",
+                citation: "ksmtuned: /usr/sbin/ksmtuned, /etc/ksmtuned.conf; tuned: \
+                           profiles/realtime-virtual-host/script.sh (disable_ksm)",
+            },
         },
         judge: judge_tuners,
     },
@@ -25,9 +37,19 @@ pub(super) const RULES: &[HostRule] = &[
             id: "ksm-advisor-writer",
             source: "/sys/kernel/mm/ksm/advisor_mode",
             why: "While the advisor is on, a write to pages_to_scan fails with EINVAL; the daemons ignore the error, \
-                  and only their run and sleep_millisecs take effect. Each write of advisor_mode resets pages_to_scan.",
+                  and only their run and sleep_millisecs take effect. Each change of advisor_mode resets pages_to_scan.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_WARN,
+            expected: "the advisor or a daemon sets the rate, not both",
+            details: SettingDetails {
+                benefit: "the rate of the daemon takes effect",
+                risk: "pages_to_scan is 100 until the daemon writes it",
+                method: ApplyMethod::Live,
+                undo: "write scan-time to advisor_mode",
+                counter: "advisor_mode and pages_to_scan in /sys/kernel/mm/ksm",
+                versions: "Linux 6.8 and later",
+                citation: "Linux 6.18: mm/ksm.c (pages_to_scan_store, set_advisor_defaults)",
+            },
         },
         judge: judge_advisor_writer,
     },
@@ -65,7 +87,7 @@ fn describe_pace_changes(facts: &HostFacts) -> String {
 /// a failure: they undo each other's settings. tuned and ksmctl write once and are fine alone, unless the active profile
 /// of tuned unmerges everything. Where the profile is unknown, tuned may be the cause if `run` is 2. A profile without
 /// tuned counts only if `run` is 2: tuned may have applied it once and ended.
-fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_tuners(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let tuners = match sorted_tuners(facts) {
         Err(_) if !facts.rewritten_settings.is_empty() => Vec::new(),
         tuners => tuners?,
@@ -123,7 +145,7 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
 }
 
 /// A failure: the daemon's rate settings have no effect, and it does not notice.
-fn judge_advisor_writer(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+fn judge_advisor_writer(rule: &'static RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     if !advisor_is_on(ksm(facts)?)? {
         return Ok(rule.not_applicable("the advisor is off", "none"));
     }

@@ -53,7 +53,7 @@ impl Proposal {
             rule: finding.rule.to_owned(),
             title: format!("{}{process}", finding.title),
             why: finding.why.to_owned(),
-            details: finding.details,
+            details: Some(finding.details),
             changes: finding.changes.clone(),
         }
     }

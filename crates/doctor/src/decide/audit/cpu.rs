@@ -15,16 +15,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   reading of the time in the host is a slow access to a device, and in a guest a system call.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "tsc",
-        details: SettingDetails {
-            benefit: "reading the time takes tens of nanoseconds instead of microseconds, in the host and in guests",
-            risk: "on a host whose TSC the kernel found to be unstable, time may jump",
-            method: ApplyMethod::Live,
-            undo: "write the clock that was there",
-            counter: "time of clock_gettime; current_clocksource",
-            versions: "all kernels on x86",
-            citation: "kernel/time/clocksource.c; arch/x86/kvm/x86.c (pvclock_update_vm_gtod_copy)",
+            expected: "tsc",
+            details: SettingDetails {
+                benefit: "reading the time takes tens of nanoseconds instead of microseconds, in the host and in \
+                          guests",
+                risk: "on a host whose TSC the kernel found to be unstable, time may jump",
+                method: ApplyMethod::Live,
+                undo: "write the clock that was there",
+                counter: "time of clock_gettime; current_clocksource",
+                versions: "all kernels on x86",
+                citation: "kernel/time/clocksource.c; arch/x86/kvm/x86.c (pvclock_update_vm_gtod_copy)",
+            },
         },
         judge: Judge::Host(judge_clocksource),
     },
@@ -36,16 +37,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   down.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "performance, or powersave of a driver that has no others than these two",
-        details: SettingDetails {
-            benefit: "steady speed of guests and shorter wake-ups",
-            risk: "more power; less boost for single CPUs where the power budget is shared",
-            method: ApplyMethod::Live,
-            undo: "write the governor that was there",
-            counter: "scaling_cur_freq, or turbostat",
-            versions: "kernels with CONFIG_CPU_FREQ",
-            citation: "Documentation/admin-guide/pm/cpufreq.rst, intel_pstate.rst",
+            expected: "performance, or powersave of a driver that has no others than these two",
+            details: SettingDetails {
+                benefit: "steady speed of guests and shorter wake-ups",
+                risk: "more power; less boost for single CPUs where the power budget is shared",
+                method: ApplyMethod::Live,
+                undo: "write the governor that was there",
+                counter: "scaling_cur_freq, or turbostat",
+                versions: "kernels with CONFIG_CPU_FREQ",
+                citation: "Documentation/admin-guide/pm/cpufreq.rst, intel_pstate.rst",
+            },
         },
         judge: Judge::Host(judge_governor),
     },
@@ -56,16 +57,16 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A CPU in a deep idle state takes its exit latency to run a virtual CPU that was woken.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "no enabled state with an exit latency above 200 us",
-        details: SettingDetails {
-            benefit: "shorter wake-ups of guests that wait for packets and disks",
-            risk: "more power and heat when idle, and less boost for busy CPUs",
-            method: ApplyMethod::Live,
-            undo: "write 0 to the file disable of the state",
-            counter: "usage and time of each state; run delay of virtual CPUs",
-            versions: "kernels with CONFIG_CPU_IDLE",
-            citation: "Documentation/admin-guide/pm/cpuidle.rst",
+            expected: "no enabled state with an exit latency above 200 us",
+            details: SettingDetails {
+                benefit: "shorter wake-ups of guests that wait for packets and disks",
+                risk: "more power and heat when idle, and less boost for busy CPUs",
+                method: ApplyMethod::Live,
+                undo: "write 0 to the file disable of the state",
+                counter: "usage and time of each state; run delay of virtual CPUs",
+                versions: "kernels with CONFIG_CPU_IDLE",
+                citation: "Documentation/admin-guide/pm/cpuidle.rst",
+            },
         },
         judge: Judge::Host(judge_idle_states),
     },
@@ -78,16 +79,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   read data of a guest on the other.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "off on affected CPUs whose guests do not trust each other",
-        details: SettingDetails {
-            benefit: "guests of different owners cannot read each other's data over shared cores",
-            risk: "up to a third less throughput; more guests wait for a CPU",
-            method: ApplyMethod::Live,
-            undo: "write on, or remove the boot parameter",
-            counter: "smt/active; the vulnerability files",
-            versions: "Linux 4.19 and later",
-            citation: "Documentation/admin-guide/hw-vuln/l1tf.rst, mds.rst",
+            expected: "off on affected CPUs whose guests do not trust each other",
+            details: SettingDetails {
+                benefit: "guests of different owners cannot read each other's data over shared cores",
+                risk: "up to a third less throughput; more guests wait for a CPU",
+                method: ApplyMethod::Live,
+                undo: "write on, or remove the boot parameter",
+                counter: "smt/active; the vulnerability files",
+                versions: "Linux 4.19 and later",
+                citation: "Documentation/admin-guide/hw-vuln/l1tf.rst, mds.rst",
+            },
         },
         judge: Judge::Host(judge_smt),
     },
@@ -99,16 +100,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   mitigations=off removes both; no_guest_guest and no_guest_host remove one of them each.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "mitigations= without off, no_guest_host and no_guest_guest",
-        details: SettingDetails {
-            benefit: "guests cannot read memory of the host or of other guests by known side channels",
-            risk: "exits and system calls take longer on affected CPUs",
-            method: ApplyMethod::Reboot,
-            undo: "add the boot parameter again",
-            counter: "/sys/devices/system/cpu/vulnerabilities",
-            versions: "Linux 5.2 and later",
-            citation: "Documentation/admin-guide/kernel-parameters.txt (mitigations=)",
+            expected: "mitigations= without off, no_guest_host and no_guest_guest",
+            details: SettingDetails {
+                benefit: "guests cannot read memory of the host or of other guests by known side channels",
+                risk: "exits and system calls take longer on affected CPUs",
+                method: ApplyMethod::Reboot,
+                undo: "add the boot parameter again",
+                counter: "/sys/devices/system/cpu/vulnerabilities",
+                versions: "Linux 5.2 and later",
+                citation: "Documentation/admin-guide/kernel-parameters.txt (mitigations=)",
+            },
         },
         judge: Judge::Host(judge_mitigations),
     },
@@ -116,7 +117,7 @@ pub(super) const RULES: &[SettingRule] = &[
 
 const CLOCKSOURCE: &str = "sys/devices/system/clocksource/clocksource0";
 
-fn judge_clocksource(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_clocksource(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let Some(current) = settings.find_text(&format!("{CLOCKSOURCE}/current_clocksource"))? else {
         return Ok(rule.not_applicable("the kernel has no choice of clocks", "absent"));
@@ -147,7 +148,7 @@ const CPUFREQ: &str = "sys/devices/system/cpu/cpufreq";
 
 /// intel_pstate and amd_pstate in active mode have only `performance` and `powersave`; there `powersave` follows load by
 /// itself and reaches full speed.
-fn judge_governor(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_governor(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let mut policies = BTreeMap::<&str, Vec<u32>>::new();
     for policy in settings.numbered(CPUFREQ, "policy")? {
@@ -194,7 +195,7 @@ fn judge_governor(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 /// `throughput-performance` keeps the states below it.
 const MAX_EXIT_LATENCY_US: u64 = 200;
 
-fn judge_idle_states(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_idle_states(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     // By number, name and exit latency: on how many CPUs the state exists, and on how many it is disabled.
     let mut states = BTreeMap::<(u32, &str, u64), (u32, u32)>::new();
@@ -275,7 +276,7 @@ fn is_exposed_by_smt(settings: &SettingFacts, name: &str) -> Result<Option<bool>
 
 /// Which guests trust each other is not known, so more than one guest on an affected CPU is a warning, and only an
 /// operator can decide.
-fn judge_smt(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_smt(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let Some(control) = settings.find_text("sys/devices/system/cpu/smt/control")? else {
         return Ok(rule.not_applicable("the kernel does not control hardware threads", "absent"));
@@ -304,7 +305,7 @@ fn judge_smt(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
         .verify("grep -x off /sys/devices/system/cpu/smt/control"))
 }
 
-fn judge_mitigations(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_mitigations(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let Some(line) = facts.settings.find_text("proc/cmdline")? else {
         return Ok(rule.not_applicable("there is no kernel command line", "absent"));
     };

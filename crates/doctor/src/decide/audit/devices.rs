@@ -17,16 +17,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   and CPU time.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "none",
-        details: SettingDetails {
-            benefit: "less CPU time for each request, and more requests per second",
-            risk: "no fairness between processes; kyber or bfq give it where it is needed",
-            method: ApplyMethod::Live,
-            undo: "write the scheduler that was there",
-            counter: "iostat; CPU time of the machines' iothreads",
-            versions: "Linux 4.12 and later",
-            citation: "Documentation/block/switching-sched.rst; block/elevator.c (elevator_get_default)",
+            expected: "none",
+            details: SettingDetails {
+                benefit: "less CPU time for each request, and more requests per second",
+                risk: "no fairness between processes; kyber or bfq give it where it is needed",
+                method: ApplyMethod::Live,
+                undo: "write the scheduler that was there",
+                counter: "iostat; CPU time of the machines' iothreads",
+                versions: "Linux 4.12 and later",
+                citation: "Documentation/block/switching-sched.rst; block/elevator.c (elevator_get_default)",
+            },
         },
         judge: Judge::Host(judge_schedulers),
     },
@@ -37,16 +37,16 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A machine with aio=io_uring runs on, but does not start again once io_uring is disabled.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "0 while a machine uses io_uring",
-        details: SettingDetails {
-            benefit: "machines with io_uring start",
-            risk: "io_uring is a large interface of the kernel; some hosts disable it on purpose",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "the machine starts",
-            versions: "Linux 6.6 and later; QEMU 5.0 and later",
-            citation: "Documentation/admin-guide/sysctl/kernel.rst (io_uring_disabled)",
+            expected: "0 while a machine uses io_uring",
+            details: SettingDetails {
+                benefit: "machines with io_uring start",
+                risk: "io_uring is a large interface of the kernel; some hosts disable it on purpose",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "the machine starts",
+                versions: "Linux 6.6 and later; QEMU 5.0 and later",
+                citation: "Documentation/admin-guide/sysctl/kernel.rst (io_uring_disabled)",
+            },
         },
         judge: Judge::Host(judge_io_uring),
     },
@@ -58,16 +58,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   each packet crosses the link between nodes.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "vhost workers may run only on the nodes of the machine; if it is not bound, they run where its memory is",
-        details: SettingDetails {
-            benefit: "more packets per second, steadier latency",
-            risk: "workers compete with the virtual CPUs of their node",
-            method: ApplyMethod::Manual,
-            undo: "restore the affinity of the threads",
-            counter: "run delay of the workers; numa_miss",
-            versions: "workers are threads of the machine since Linux 6.4",
-            citation: "kernel/vhost_task.c; drivers/vhost/vhost.c",
+            expected: "vhost workers may run only on the nodes of the machine; if it is not bound, they run where \
+                       its memory is",
+            details: SettingDetails {
+                benefit: "more packets per second, steadier latency",
+                risk: "workers compete with the virtual CPUs of their node",
+                method: ApplyMethod::Manual,
+                undo: "restore the affinity of the threads",
+                counter: "run delay of the workers; numa_miss",
+                versions: "workers are threads of the machine since Linux 6.4",
+                citation: "kernel/vhost_task.c; drivers/vhost/vhost.c",
+            },
         },
         judge: Judge::Vm(judge_vhost_workers),
     },
@@ -80,22 +81,22 @@ pub(super) const RULES: &[SettingRule] = &[
                   data crosses the link between nodes.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "passed-through devices are on a node of the machine",
-        details: SettingDetails {
-            benefit: "more throughput and less latency of the device",
-            risk: "the node of the device may be full",
-            method: ApplyMethod::Manual,
-            undo: "bind the machine as before",
-            counter: "numa_maps of the machine",
-            versions: "all kernels",
-            citation: "Documentation/ABI/testing/sysfs-bus-pci (numa_node)",
+            expected: "passed-through devices are on a node of the machine",
+            details: SettingDetails {
+                benefit: "more throughput and less latency of the device",
+                risk: "the node of the device may be full",
+                method: ApplyMethod::Manual,
+                undo: "bind the machine as before",
+                counter: "numa_maps of the machine",
+                versions: "all kernels",
+                citation: "Documentation/ABI/testing/sysfs-bus-pci (numa_node)",
+            },
         },
         judge: Judge::Vm(judge_device_node),
     },
 ];
 
-fn judge_schedulers(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_schedulers(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let (mut shown, mut slow) = (Vec::new(), Vec::new());
     for disk in settings.find_names("sys/block")?.iter().filter(|disk| disk.starts_with("nvme")) {
@@ -124,7 +125,7 @@ fn judge_schedulers(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     Ok(finding)
 }
 
-fn judge_io_uring(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_io_uring(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/io_uring_disabled";
     let Some(mode) = settings.find_number(path)? else {
@@ -177,7 +178,7 @@ fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<MachineNodes,
     Ok(Ok(MachineNodes { nodes: own, cpus, is_bound }))
 }
 
-fn judge_vhost_workers(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_vhost_workers(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let threads = require("the threads of the machine", &vm.threads)?;
     let workers: Vec<_> = threads.iter().filter(|thread| thread.role == ThreadRole::Vhost).collect();
     if workers.is_empty() {
@@ -223,7 +224,7 @@ fn device_kind(class: &str) -> &'static str {
     }
 }
 
-fn judge_device_node(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_device_node(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     if let Some(Err(absent)) = &vm.definition {
         let reading_name = format!("/proc/{}/cmdline", vm.process.pid);
         return Err(MissingReading { reading_name, absent: absent.clone() });

@@ -25,18 +25,18 @@ pub(super) const RULES: &[SettingRule] = &[
                   with the timer. tsc and kvm-clock are read without an exit.",
             needs_ksm: false,
             verdicts: Verdict::ALL,
-        },
-        expected: "tsc or kvm-clock; tsc where the guest's CPU has an invariant TSC",
-        details: SettingDetails {
-            benefit: "reading the time takes tens of nanoseconds instead of microseconds",
-            risk: "with a TSC that is not stable, time may jump; a machine with an invariant TSC migrates only to hosts \
-                   with the same frequency",
-            method: ApplyMethod::Manual,
-            undo: "write the clock that was there in the guest",
-            counter: "time of clock_gettime in the guest; exits in /sys/kernel/debug/kvm/PID-FD",
-            versions: "Linux guests on x86",
-            citation: "kernel/time/clocksource.c; arch/x86/kernel/kvmclock.c (kvmclock_init); \
-                       arch/x86/kernel/tsc.c",
+            expected: "tsc or kvm-clock; tsc where the guest's CPU has an invariant TSC",
+            details: SettingDetails {
+                benefit: "reading the time takes tens of nanoseconds instead of microseconds",
+                risk: "with a TSC that is not stable, time may jump; a machine with an invariant TSC migrates only \
+                       to hosts with the same frequency",
+                method: ApplyMethod::Manual,
+                undo: "write the clock that was there in the guest",
+                counter: "time of clock_gettime in the guest; exits in /sys/kernel/debug/kvm/PID-FD",
+                versions: "Linux guests on x86",
+                citation: "kernel/time/clocksource.c; arch/x86/kernel/kvmclock.c (kvmclock_init); \
+                           arch/x86/kernel/tsc.c",
+            },
         },
         judge: Judge::Guest(judge_clocksource),
     },
@@ -50,16 +50,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   from other guests.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "not haltpoll on an over-committed host; with haltpoll, kvm-poll-control on or halt_poll_ns 0",
-        details: SettingDetails {
-            benefit: "idle virtual CPUs use less CPU time of the host",
-            risk: "wake-ups of the guest take longer without polling",
-            method: ApplyMethod::Manual,
-            undo: "load cpuidle-haltpoll again in the guest, or restore the definition of the machine",
-            counter: "halt_poll_success_ns and halt_poll_fail_ns in /sys/kernel/debug/kvm/PID-FD; CPU time of QEMU",
-            versions: "Linux 5.4 and later in the guest, QEMU 4.2 and later",
-            citation: "Documentation/virt/guest-halt-polling.rst; arch/x86/kernel/kvm.c (arch_haltpoll_enable)",
+            expected: "not haltpoll on an over-committed host; with haltpoll, kvm-poll-control on or halt_poll_ns 0",
+            details: SettingDetails {
+                benefit: "idle virtual CPUs use less CPU time of the host",
+                risk: "wake-ups of the guest take longer without polling",
+                method: ApplyMethod::Manual,
+                undo: "load cpuidle-haltpoll again in the guest, or restore the definition of the machine",
+                counter: "halt_poll_success_ns and halt_poll_fail_ns in /sys/kernel/debug/kvm/PID-FD; CPU time of QEMU",
+                versions: "Linux 5.4 and later in the guest, QEMU 4.2 and later",
+                citation: "Documentation/virt/guest-halt-polling.rst; arch/x86/kernel/kvm.c (arch_haltpoll_enable)",
+            },
         },
         judge: Judge::Guest(judge_haltpoll),
     },
@@ -71,17 +71,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   holds meanwhile delay the whole guest.",
             needs_ksm: false,
             verdicts: Verdict::ALL,
-        },
-        expected: "at most 10 % of the CPU time since the guest's boot",
-        details: SettingDetails {
-            benefit: "work in the guest takes the time that its CPUs need, and little more",
-            risk: "fewer virtual CPUs for each CPU of the host",
-            method: ApplyMethod::Manual,
-            undo: "give the machine the virtual CPUs, weights and CPUs of the host that it had",
-            counter: "st in vmstat of the guest; run delay in /proc/PID/task/TID/schedstat",
-            versions: "Linux guests with kvm-steal-time, which QEMU turns on by default",
-            citation: "fs/proc/stat.c; arch/x86/kernel/kvm.c (kvm_steal_clock); \
-                       Documentation/virt/kvm/x86/msr.rst (MSR_KVM_STEAL_TIME)",
+            expected: "at most 10 % of the CPU time since the guest's boot",
+            details: SettingDetails {
+                benefit: "work in the guest takes the time that its CPUs need, and little more",
+                risk: "fewer virtual CPUs for each CPU of the host",
+                method: ApplyMethod::Manual,
+                undo: "give the machine the virtual CPUs, weights and CPUs of the host that it had",
+                counter: "st in vmstat of the guest; run delay in /proc/PID/task/TID/schedstat",
+                versions: "Linux guests with kvm-steal-time, which QEMU turns on by default",
+                citation: "fs/proc/stat.c; arch/x86/kernel/kvm.c (kvm_steal_clock); \
+                           Documentation/virt/kvm/x86/msr.rst (MSR_KVM_STEAL_TIME)",
+            },
         },
         judge: Judge::Guest(judge_steal),
     },
@@ -93,16 +93,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   guests have booted with one CPU after a change of EPT.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_WARN,
-        },
-        expected: "each virtual CPU of the machine is online in the guest",
-        details: SettingDetails {
-            benefit: "the guest uses all CPUs that it is defined with",
-            risk: "a guest may have taken a CPU offline on purpose",
-            method: ApplyMethod::Manual,
-            undo: "write 0 to /sys/devices/system/cpu/cpuN/online in the guest",
-            counter: "nproc in the guest; guest time of each virtual CPU (pagefold tune verify)",
-            versions: "all versions of QEMU's guest agent since 1.6",
-            citation: "QEMU: qga/qapi-schema.json (guest-get-vcpus)",
+            expected: "each virtual CPU of the machine is online in the guest",
+            details: SettingDetails {
+                benefit: "the guest uses all CPUs that it is defined with",
+                risk: "a guest may have taken a CPU offline on purpose",
+                method: ApplyMethod::Manual,
+                undo: "write 0 to /sys/devices/system/cpu/cpuN/online in the guest",
+                counter: "nproc in the guest; guest time of each virtual CPU (pagefold tune verify)",
+                versions: "all versions of QEMU's guest agent since 1.6",
+                citation: "QEMU: qga/qapi-schema.json (guest-get-vcpus)",
+            },
         },
         judge: Judge::Guest(judge_cpus),
     },
@@ -115,16 +115,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   wakes idle guests on an over-committed host.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "no periodic timer of 1000 Hz on an over-committed host",
-        details: SettingDetails {
-            benefit: "idle guests do not wake up 1000 times a second for each virtual CPU",
-            risk: "another kernel in the guest",
-            method: ApplyMethod::Manual,
-            undo: "boot the kernel that was there",
-            counter: "LOC in /proc/interrupts of the guest; exits in /sys/kernel/debug/kvm/PID-FD",
-            versions: "Linux guests whose distribution keeps the configuration in /boot",
-            citation: "kernel/Kconfig.hz; kernel/time/Kconfig (HZ_PERIODIC, NO_HZ_IDLE)",
+            expected: "no periodic timer of 1000 Hz on an over-committed host",
+            details: SettingDetails {
+                benefit: "idle guests do not wake up 1000 times a second for each virtual CPU",
+                risk: "another kernel in the guest",
+                method: ApplyMethod::Manual,
+                undo: "boot the kernel that was there",
+                counter: "LOC in /proc/interrupts of the guest; exits in /sys/kernel/debug/kvm/PID-FD",
+                versions: "Linux guests whose distribution keeps the configuration in /boot",
+                citation: "kernel/Kconfig.hz; kernel/time/Kconfig (HZ_PERIODIC, NO_HZ_IDLE)",
+            },
         },
         judge: Judge::Guest(judge_timer_frequency),
     },
@@ -132,8 +132,8 @@ pub(super) const RULES: &[SettingRule] = &[
 
 /// Judges a guest by its answers, or tells why there are none.
 pub(super) fn judge(
-    rule: &RuleInfo,
-    judge: fn(&RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult,
+    rule: &'static RuleInfo,
+    judge: fn(&'static RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult,
     vm: &VmFacts,
     guest: &Reading<GuestFacts>,
     facts: &HostFacts,
@@ -157,7 +157,10 @@ const REMEDY_WITHOUT_ANSWER: &str =
     "# check in the guest that qemu-guest-agent runs and which commands it allows, and that no other program uses it";
 
 /// The definition of a machine that uses KVM, or why the rule does not apply.
-fn require_kvm<'a>(rule: &RuleInfo, vm: &'a VmFacts) -> Result<Result<&'a VmDefinition, Finding>, MissingReading> {
+fn require_kvm<'a>(
+    rule: &'static RuleInfo,
+    vm: &'a VmFacts,
+) -> Result<Result<&'a VmDefinition, Finding>, MissingReading> {
     let Some(definition) = &vm.definition else {
         return Ok(Err(rule.not_applicable("the monitor is not QEMU", "not QEMU")));
     };
@@ -169,7 +172,7 @@ fn require_kvm<'a>(rule: &RuleInfo, vm: &'a VmFacts) -> Result<Result<&'a VmDefi
 }
 
 /// The finding for a file that a guest does not have.
-fn no_file(rule: &RuleInfo, guest: &GuestFacts, path: &str) -> Finding {
+fn no_file(rule: &'static RuleInfo, guest: &GuestFacts, path: &str) -> Finding {
     match &guest.system {
         Ok(system) if !system.is_linux() => rule.not_applicable("the guest is not Linux", system.id.clone()),
         _ => rule.not_applicable(format!("the guest has no {path}"), "absent"),
@@ -180,7 +183,7 @@ fn no_file(rule: &RuleInfo, guest: &GuestFacts, path: &str) -> Finding {
 /// then (arch/x86/kernel/kvmclock.c, `kvmclock_init`).
 const INVARIANT_TSC: [&str; 2] = ["constant_tsc", "nonstop_tsc"];
 
-fn judge_clocksource(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
+fn judge_clocksource(rule: &'static RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
     if let Err(finding) = require_kvm(rule, vm)? {
         return Ok(finding);
     }
@@ -201,7 +204,7 @@ fn judge_clocksource(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &Host
     }
 }
 
-fn judge_kvm_clock(rule: &RuleInfo, guest: &GuestFacts) -> RuleResult {
+fn judge_kvm_clock(rule: &'static RuleInfo, guest: &GuestFacts) -> RuleResult {
     let Some(cpuinfo) = guest.find_file(CPUINFO)? else { return Ok(no_file(rule, guest, CPUINFO)) };
     let cpuinfo = String::from_utf8_lossy(cpuinfo);
     let is_flags = |line: &&str| line.split_once(':').is_some_and(|(name, _)| name.trim() == "flags");
@@ -232,7 +235,7 @@ fn has_poll_control(definition: &VmDefinition) -> bool {
     definition.cpu_features.get("kvm-poll-control").copied().unwrap_or(is_host_model)
 }
 
-fn judge_haltpoll(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, facts: &HostFacts) -> RuleResult {
+fn judge_haltpoll(rule: &'static RuleInfo, vm: &VmFacts, guest: &GuestFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_kvm(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -264,7 +267,7 @@ fn judge_haltpoll(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, facts: &Hos
 const WARN_STEAL_PERCENT: f64 = 10.0;
 const FAIL_STEAL_PERCENT: f64 = 30.0;
 
-fn judge_steal(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
+fn judge_steal(rule: &'static RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_kvm(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -290,7 +293,7 @@ fn judge_steal(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts)
         .verify(VERIFY))
 }
 
-fn judge_cpus(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
+fn judge_cpus(rule: &'static RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) -> RuleResult {
     let known = require("guest-get-vcpus in the guest", &guest.vcpus)?;
     let defined = vm.vcpu_count()?;
     let (online, offline) = (u64::from(known.online), u64::from(known.offline));
@@ -307,7 +310,7 @@ fn judge_cpus(rule: &RuleInfo, vm: &VmFacts, guest: &GuestFacts, _: &HostFacts) 
     Ok(rule.fail("the guest uses fewer CPUs than the machine has", value).remedy([remedy]).verify(VERIFY))
 }
 
-fn judge_timer_frequency(rule: &RuleInfo, _: &VmFacts, guest: &GuestFacts, facts: &HostFacts) -> RuleResult {
+fn judge_timer_frequency(rule: &'static RuleInfo, _: &VmFacts, guest: &GuestFacts, facts: &HostFacts) -> RuleResult {
     const NAME: &str = "/boot/config-RELEASE";
     let lines = match &guest.timer_configuration {
         Err(Absent::NotOnThisKernel) => return Ok(no_file(rule, guest, NAME)),

@@ -16,19 +16,19 @@ pub(super) const RULES: &[SettingRule] = &[
                   and context switches in the guest become several times slower.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_WARN,
-        },
-        expected: "on",
-        details: SettingDetails {
-            benefit: "no trap for page tables of the guest; exits fall by orders of magnitude where processes start \
-                      and fault",
-            risk: "a TLB miss walks two tables: a pointer chase over much memory may lose some percent; give such \
-                   guests huge pages",
-            method: ApplyMethod::ModuleReload,
-            undo: "restore the file in modprobe.d and load the module again",
-            counter: "exits in /sys/kernel/debug/kvm",
-            versions: "Linux 2.6.26 and later",
-            citation: "arch/x86/kvm/vmx/vmx.c; CERN's recommendation of 2015 to turn EPT off (+6 % in a benchmark) \
-                       was withdrawn by its own author weeks later, after real jobs became several times slower",
+            expected: "on",
+            details: SettingDetails {
+                benefit: "no trap for page tables of the guest; exits fall by orders of magnitude where processes \
+                          start and fault",
+                risk: "a TLB miss walks two tables: a pointer chase over much memory may lose some percent; give such \
+                       guests huge pages",
+                method: ApplyMethod::ModuleReload,
+                undo: "restore the file in modprobe.d and load the module again",
+                counter: "exits in /sys/kernel/debug/kvm",
+                versions: "Linux 2.6.26 and later",
+                citation: "arch/x86/kvm/vmx/vmx.c; CERN's recommendation of 2015 to turn EPT off (+6 % in a benchmark) \
+                           was withdrawn by its own author weeks later, after real jobs became several times slower",
+            },
         },
         judge: Judge::Host(judge_nested_pages),
     },
@@ -40,17 +40,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   an over-committed host a guest without it spins for whole time slices.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "the kernel's defaults; off only without over-commit",
-        details: SettingDetails {
-            benefit: "less spinning when virtual CPUs outnumber CPUs; off, a wide guest alone on its CPUs avoids \
-                      useless exits",
-            risk: "a short window causes many exits in wide guests",
-            method: ApplyMethod::ModuleReload,
-            undo: "restore the file in modprobe.d and load the module again",
-            counter: "events kvm:kvm_exit with PAUSE, kvm:kvm_ple_window_update",
-            versions: "Linux 2.6.33 and later; the window adapts since 3.18",
-            citation: "arch/x86/kvm/vmx/vmx.c, arch/x86/kvm/x86.h (KVM_DEFAULT_PLE_*)",
+            expected: "the kernel's defaults; off only without over-commit",
+            details: SettingDetails {
+                benefit: "less spinning when virtual CPUs outnumber CPUs; off, a wide guest alone on its CPUs avoids \
+                          useless exits",
+                risk: "a short window causes many exits in wide guests",
+                method: ApplyMethod::ModuleReload,
+                undo: "restore the file in modprobe.d and load the module again",
+                counter: "events kvm:kvm_exit with PAUSE, kvm:kvm_ple_window_update",
+                versions: "Linux 2.6.33 and later; the window adapts since 3.18",
+                citation: "arch/x86/kvm/vmx/vmx.c, arch/x86/kvm/x86.h (KVM_DEFAULT_PLE_*)",
+            },
         },
         judge: Judge::Host(judge_pause_loops),
     },
@@ -62,17 +62,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   wake-ups, and takes CPU time and power from other guests.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "at most 200000 ns; at most 50000 ns when virtual CPUs outnumber CPUs",
-        details: SettingDetails {
-            benefit: "CPU time of idle guests goes to busy ones",
-            risk: "wake-ups of a guest that waits for short events take longer",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "halt_poll_success_ns and halt_poll_fail_ns in /sys/kernel/debug/kvm",
-            versions: "Linux 4.0 and later",
-            citation: "Documentation/virt/kvm/halt-polling.rst; defaults: arch/x86/include/asm/kvm_host.h (200000), \
-                       arch/s390/include/asm/kvm_host.h (50000)",
+            expected: "at most 200000 ns; at most 50000 ns when virtual CPUs outnumber CPUs",
+            details: SettingDetails {
+                benefit: "CPU time of idle guests goes to busy ones",
+                risk: "wake-ups of a guest that waits for short events take longer",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "halt_poll_success_ns and halt_poll_fail_ns in /sys/kernel/debug/kvm",
+                versions: "Linux 4.0 and later",
+                citation: "Documentation/virt/kvm/halt-polling.rst; defaults: arch/x86/include/asm/kvm_host.h \
+                           (200000), arch/s390/include/asm/kvm_host.h (50000)",
+            },
         },
         judge: Judge::Host(judge_halt_poll),
     },
@@ -84,16 +84,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   some CPUs. On other CPUs that only costs TLB misses.",
             needs_ksm: false,
             verdicts: Verdict::ALL,
-        },
-        expected: "off where the CPU is not affected, else on",
-        details: SettingDetails {
-            benefit: "guest code stays in huge pages where that is safe; where it is not, a guest cannot stop the host",
-            risk: "off on an affected CPU, a guest can stop the host",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "nx_lpage_splits in /sys/kernel/debug/kvm",
-            versions: "Linux 5.4 and later",
-            citation: "Documentation/admin-guide/hw-vuln/multihit.rst; arch/x86/kvm/mmu/mmu.c (set_nx_huge_pages)",
+            expected: "off where the CPU is not affected, else on",
+            details: SettingDetails {
+                benefit: "guest code stays in huge pages where that is safe; where it is not, a guest cannot stop \
+                          the host",
+                risk: "off on an affected CPU, a guest can stop the host",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "nx_lpage_splits in /sys/kernel/debug/kvm",
+                versions: "Linux 5.4 and later",
+                citation: "Documentation/admin-guide/hw-vuln/multihit.rst; arch/x86/kvm/mmu/mmu.c (set_nx_huge_pages)",
+            },
         },
         judge: Judge::Host(judge_nx_huge_pages),
     },
@@ -104,16 +105,16 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "With a virtual APIC in the CPU, most interrupts reach a guest without an exit.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "on where the CPU has it",
-        details: SettingDetails {
-            benefit: "fewer exits of guests with much I/O or many interrupts between their CPUs",
-            risk: "AVIC has errata on AMD CPUs before Zen 4, for which the kernel leaves it off",
-            method: ApplyMethod::ModuleReload,
-            undo: "restore the file in modprobe.d and load the module again",
-            counter: "irq_window_exits and exits in /sys/kernel/debug/kvm",
-            versions: "Linux 3.9 (Intel), 4.7 (AMD) and later",
-            citation: "arch/x86/kvm/vmx/vmx.c (enable_apicv), arch/x86/kvm/svm/avic.c",
+            expected: "on where the CPU has it",
+            details: SettingDetails {
+                benefit: "fewer exits of guests with much I/O or many interrupts between their CPUs",
+                risk: "AVIC has errata on AMD CPUs before Zen 4, for which the kernel leaves it off",
+                method: ApplyMethod::ModuleReload,
+                undo: "restore the file in modprobe.d and load the module again",
+                counter: "irq_window_exits and exits in /sys/kernel/debug/kvm",
+                versions: "Linux 3.9 (Intel), 4.7 (AMD) and later",
+                citation: "arch/x86/kvm/vmx/vmx.c (enable_apicv), arch/x86/kvm/svm/avic.c",
+            },
         },
         judge: Judge::Host(judge_virtual_apic),
     },
@@ -125,16 +126,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   the whole guest.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "on",
-        details: SettingDetails {
-            benefit: "wide guests start and migrate faster: their page faults no longer wait for each other",
-            risk: "none known since it became the default",
-            method: ApplyMethod::ModuleReload,
-            undo: "restore the file in modprobe.d and load the module again",
-            counter: "pf_fixed in /sys/kernel/debug/kvm during a start",
-            versions: "Linux 5.10 and later, the default since 5.15",
-            citation: "arch/x86/kvm/mmu/tdp_mmu.c, arch/x86/kvm/mmu/mmu.c (tdp_mmu_enabled)",
+            expected: "on",
+            details: SettingDetails {
+                benefit: "wide guests start and migrate faster: their page faults no longer wait for each other",
+                risk: "none known since it became the default",
+                method: ApplyMethod::ModuleReload,
+                undo: "restore the file in modprobe.d and load the module again",
+                counter: "pf_fixed in /sys/kernel/debug/kvm during a start",
+                versions: "Linux 5.10 and later, the default since 5.15",
+                citation: "arch/x86/kvm/mmu/tdp_mmu.c, arch/x86/kvm/mmu/mmu.c (tdp_mmu_enabled)",
+            },
         },
         judge: Judge::Host(judge_tdp_mmu),
     },
@@ -147,17 +148,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   guests run no virtual machines does not need it.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "off, unless a guest runs virtual machines",
-        details: SettingDetails {
-            benefit: "less code of the kernel that a guest can reach",
-            risk: "guests that need virtualization, as Windows with VBS, no longer start; a live migration from \
-                   another host may fail",
-            method: ApplyMethod::ModuleReload,
-            undo: "restore the file in modprobe.d and load the module again",
-            counter: "nested_run in /sys/kernel/debug/kvm",
-            versions: "on by default since Linux 4.20; the counter exists since 5.10",
-            citation: "Documentation/virt/kvm/x86/running-nested-guests.rst",
+            expected: "off, unless a guest runs virtual machines",
+            details: SettingDetails {
+                benefit: "less code of the kernel that a guest can reach",
+                risk: "guests that need virtualization, as Windows with VBS, no longer start; a live migration from \
+                       another host may fail",
+                method: ApplyMethod::ModuleReload,
+                undo: "restore the file in modprobe.d and load the module again",
+                counter: "nested_run in /sys/kernel/debug/kvm",
+                versions: "on by default since Linux 4.20; the counter exists since 5.10",
+                citation: "Documentation/virt/kvm/x86/running-nested-guests.rst",
+            },
         },
         judge: Judge::Host(judge_nested),
     },
@@ -224,7 +225,7 @@ fn find_vendor(settings: &SettingFacts) -> Result<Result<Vendor, String>, Missin
     })
 }
 
-fn no_vendor(rule: &RuleInfo, reason: String) -> RuleResult {
+fn no_vendor(rule: &'static RuleInfo, reason: String) -> RuleResult {
     Ok(rule.not_applicable(reason, "absent"))
 }
 
@@ -234,7 +235,7 @@ fn parameter_path(module: &str, parameter: &str) -> String {
 
 /// Nested page tables that the CPU offers and KVM does not use are a failure. In a virtual machine, the hypervisor may
 /// not offer them.
-fn judge_nested_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_nested_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let vendor = match find_vendor(settings)? {
         Ok(vendor) => vendor,
@@ -259,7 +260,7 @@ fn judge_nested_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 }
 
 /// Off is a warning when virtual CPUs outnumber CPUs; values other than the defaults are a warning at any time.
-fn judge_pause_loops(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_pause_loops(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let vendor = match find_vendor(settings)? {
         Ok(vendor) => vendor,
@@ -309,7 +310,7 @@ const DEFAULT_HALT_POLL_NS: u64 = 200_000;
 /// The default on s390 (arch/s390/include/asm/kvm_host.h), whose hosts are over-committed as a rule.
 const OVERCOMMITTED_HALT_POLL_NS: u64 = 50_000;
 
-fn judge_halt_poll(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_halt_poll(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     if let Err(reason) = find_vendor(settings)? {
         return no_vendor(rule, reason);
@@ -329,7 +330,7 @@ fn judge_halt_poll(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 }
 
 /// Off on an affected CPU is a failure: a guest can stop the host.
-fn judge_nx_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_nx_huge_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     if let Err(reason) = find_vendor(settings)? {
         return no_vendor(rule, reason);
@@ -356,7 +357,7 @@ fn judge_nx_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     }
 }
 
-fn judge_virtual_apic(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_virtual_apic(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let vendor = match find_vendor(settings)? {
         Ok(vendor) => vendor,
@@ -381,7 +382,7 @@ fn judge_virtual_apic(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
     Ok(with_parameter(finding, settings, vendor.module(), parameter, "1"))
 }
 
-fn judge_tdp_mmu(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_tdp_mmu(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let vendor = match find_vendor(settings)? {
         Ok(vendor) => vendor,
@@ -403,7 +404,7 @@ fn judge_tdp_mmu(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 }
 
 /// The counter covers the machines that run now.
-fn judge_nested(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_nested(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let vendor = match find_vendor(settings)? {
         Ok(vendor) => vendor,

@@ -16,17 +16,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   one node each, with all of their memory there, gain nothing, and still take its page faults.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "1, unless all virtual CPUs are bound to nodes, with at least 98 % of the memory of each machine on the \
-                   nodes of its virtual CPUs: then 0",
-        details: SettingDetails {
-            benefit: "memory follows guests that are not placed; placed guests take no hinting faults",
-            risk: "off, memory of guests that move between nodes stays remote",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "numa_pte_updates, numa_hint_faults and numa_pages_migrated in /proc/vmstat",
-            versions: "Linux 3.13 and later",
-            citation: "Documentation/admin-guide/sysctl/kernel.rst (numa_balancing)",
+            expected: "1, unless all virtual CPUs are bound to nodes, with at least 98 % of the memory of each \
+                       machine on the nodes of its virtual CPUs: then 0",
+            details: SettingDetails {
+                benefit: "memory follows guests that are not placed; placed guests take no hinting faults",
+                risk: "off, memory of guests that move between nodes stays remote",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "numa_pte_updates, numa_hint_faults and numa_pages_migrated in /proc/vmstat",
+                versions: "Linux 3.13 and later",
+                citation: "Documentation/admin-guide/sysctl/kernel.rst (numa_balancing)",
+            },
         },
         judge: Judge::Host(judge_balancing),
     },
@@ -38,16 +38,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   memory.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "0",
-        details: SettingDetails {
-            benefit: "guests keep their memory while any node has free memory",
-            risk: "more remote memory on a host with nearly full nodes",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "zone_reclaim_failed, numa_miss and pswpout in /proc/vmstat",
-            versions: "all kernels; 0 is the default since 3.16",
-            citation: "Documentation/admin-guide/sysctl/vm.rst (zone_reclaim_mode)",
+            expected: "0",
+            details: SettingDetails {
+                benefit: "guests keep their memory while any node has free memory",
+                risk: "more remote memory on a host with nearly full nodes",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "zone_reclaim_failed, numa_miss and pswpout in /proc/vmstat",
+                versions: "all kernels; 0 is the default since 3.16",
+                citation: "Documentation/admin-guide/sysctl/vm.rst (zone_reclaim_mode)",
+            },
         },
         judge: Judge::Host(judge_zone_reclaim),
     },
@@ -59,16 +59,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   with madvise, which never refuses.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "madvise or always",
-        details: SettingDetails {
-            benefit: "fewer TLB misses and page faults of guests",
-            risk: "KSM splits a huge page before it merges a part of it; memory of small guests grows",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "thp_fault_alloc in /proc/vmstat; AnonHugePages in /proc/PID/smaps_rollup",
-            versions: "Linux 2.6.38 and later",
-            citation: "Documentation/admin-guide/mm/transhuge.rst; QEMU: util/oslib-posix.c (QEMU_MADV_HUGEPAGE)",
+            expected: "madvise or always",
+            details: SettingDetails {
+                benefit: "fewer TLB misses and page faults of guests",
+                risk: "KSM splits a huge page before it merges a part of it; memory of small guests grows",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "thp_fault_alloc in /proc/vmstat; AnonHugePages in /proc/PID/smaps_rollup",
+                versions: "Linux 2.6.38 and later",
+                citation: "Documentation/admin-guide/mm/transhuge.rst; QEMU: util/oslib-posix.c (QEMU_MADV_HUGEPAGE)",
+            },
         },
         judge: Judge::Host(judge_huge_pages),
     },
@@ -80,16 +80,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   setting for huge pages of its own. Its default is never.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "advise, within_size or always while a machine has shared memory",
-        details: SettingDetails {
-            benefit: "fewer TLB misses of guests with vhost-user or virtiofs",
-            risk: "memory of guests grows sooner to its full size",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "ShmemHugePages in /proc/meminfo",
-            versions: "Linux 4.8 and later",
-            citation: "Documentation/admin-guide/mm/transhuge.rst (Hugepages in tmpfs/shmem)",
+            expected: "advise, within_size or always while a machine has shared memory",
+            details: SettingDetails {
+                benefit: "fewer TLB misses of guests with vhost-user or virtiofs",
+                risk: "memory of guests grows sooner to its full size",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "ShmemHugePages in /proc/meminfo",
+                versions: "Linux 4.8 and later",
+                citation: "Documentation/admin-guide/mm/transhuge.rst (Hugepages in tmpfs/shmem)",
+            },
         },
         judge: Judge::Host(judge_shared_huge_pages),
     },
@@ -101,16 +101,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   ones otherwise.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "the same number on each node, or none",
-        details: SettingDetails {
-            benefit: "each node can hold its share of machines in local huge pages",
-            risk: "huge pages of the pool cannot be used for anything else, nor be merged",
-            method: ApplyMethod::Manual,
-            undo: "write the numbers that were there",
-            counter: "free_hugepages of each node; numa_maps of the machines",
-            versions: "Linux 2.6.32 and later",
-            citation: "Documentation/admin-guide/mm/hugetlbpage.rst",
+            expected: "the same number on each node, or none",
+            details: SettingDetails {
+                benefit: "each node can hold its share of machines in local huge pages",
+                risk: "huge pages of the pool cannot be used for anything else, nor be merged",
+                method: ApplyMethod::Manual,
+                undo: "write the numbers that were there",
+                counter: "free_hugepages of each node; numa_maps of the machines",
+                versions: "Linux 2.6.32 and later",
+                citation: "Documentation/admin-guide/mm/hugetlbpage.rst",
+            },
         },
         judge: Judge::Host(judge_pools),
     },
@@ -154,7 +154,7 @@ pub(super) fn bound_nodes(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<
 
 /// As `pagefold numa verify` advises (crates/numa/src/decide/balancing.rs), by where memory is instead of by accesses: off
 /// only if each machine is placed. Machines that are bound gain nothing from balancing once their memory is on their nodes.
-fn judge_balancing(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/numa_balancing";
     let Some(mode) = settings.find_number(path)? else {
@@ -218,7 +218,7 @@ fn shown_names(names: &[String]) -> String {
     if names.len() > MAX_SHOWN { format!("{shown} and {} more", names.len() - MAX_SHOWN) } else { shown }
 }
 
-fn judge_zone_reclaim(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_zone_reclaim(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let path = "proc/sys/vm/zone_reclaim_mode";
     let Some(mode) = facts.settings.find_number(path)? else {
         return Ok(rule.not_applicable("the kernel has no NUMA", "absent"));
@@ -239,7 +239,7 @@ fn find_choice<'a>(settings: &'a SettingFacts, path: &str) -> Result<Option<&'a 
     choice.map(Some).ok_or_else(|| super::facts::malformed(path, text))
 }
 
-fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_huge_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let path = format!("{THP}/enabled");
     match find_choice(&facts.settings, &path)? {
         None => Ok(rule.not_applicable("the kernel has no transparent huge pages", "absent")),
@@ -259,7 +259,7 @@ fn shares_memory(vm: &VmFacts) -> Result<bool, MissingReading> {
     }
 }
 
-fn judge_shared_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_shared_huge_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = format!("{THP}/shmem_enabled");
     let Some(choice) = find_choice(settings, &path)? else {
@@ -281,7 +281,7 @@ fn judge_shared_huge_pages(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 
 /// The numbers by size, in the order of nodes. Which number each node should have depends on the machines, so the rule
 /// only informs.
-fn judge_pools(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_pools(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let mut pools = BTreeMap::<String, Vec<u64>>::new();
     let nodes = settings.numbered(NODES, "node")?;

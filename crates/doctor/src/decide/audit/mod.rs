@@ -19,8 +19,8 @@ pub(in crate::decide) mod tests;
 pub(crate) mod tuned;
 mod vm;
 
-use super::change::{SettingChange, SettingDetails};
-use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Scope, require};
+use super::change::SettingChange;
+use super::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, RuleSummary, Scope, require};
 use facts::{GuestFacts, SettingFacts, VmFacts};
 use pagefold_base::reading::Absent;
 
@@ -68,36 +68,19 @@ impl Topic {
 /// What a rule about settings judges.
 enum Judge {
     /// The host.
-    Host(fn(&RuleInfo, &HostFacts) -> RuleResult),
+    Host(fn(&'static RuleInfo, &HostFacts) -> RuleResult),
     /// Each virtual machine.
-    Vm(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
+    Vm(fn(&'static RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
     /// Each virtual machine and each domain of libvirt that does not run: the rule reads the definition only.
-    Definition(fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
+    Definition(fn(&'static RuleInfo, &VmFacts, &HostFacts) -> RuleResult),
     /// The guest in each virtual machine whose agent was asked.
-    Guest(fn(&RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult),
+    Guest(fn(&'static RuleInfo, &VmFacts, &GuestFacts, &HostFacts) -> RuleResult),
 }
 
 /// A rule about settings.
 struct SettingRule {
     rule: RuleInfo,
-    expected: &'static str,
-    details: SettingDetails,
     judge: Judge,
-}
-
-/// A rule about settings, for documents.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RuleSummary {
-    /// Its id.
-    pub id: &'static str,
-    /// Its topic.
-    pub topic: Topic,
-    /// The files that it reads.
-    pub source: &'static str,
-    /// The recommended value.
-    pub expected: &'static str,
-    /// Benefit, risk and sources.
-    pub details: &'static SettingDetails,
 }
 
 static GROUPS: [(Topic, &[SettingRule]); 7] = [
@@ -112,14 +95,7 @@ static GROUPS: [(Topic, &[SettingRule]); 7] = [
 
 /// All rules about settings, by topic.
 pub fn rule_summaries() -> Vec<RuleSummary> {
-    let summary = |topic, rule: &'static SettingRule| RuleSummary {
-        id: rule.rule.id,
-        topic,
-        source: rule.rule.source,
-        expected: rule.expected,
-        details: &rule.details,
-    };
-    GROUPS.iter().flat_map(|(topic, rules)| rules.iter().map(|rule| summary(*topic, rule))).collect()
+    GROUPS.iter().flat_map(|(topic, rules)| rules.iter().map(|rule| rule.rule.summary(*topic))).collect()
 }
 
 /// All rules about settings.
@@ -166,7 +142,7 @@ pub(super) fn examine(facts: &HostFacts) -> Vec<Finding> {
 
 fn judge_vm(
     rule: &'static SettingRule,
-    judge: fn(&RuleInfo, &VmFacts, &HostFacts) -> RuleResult,
+    judge: fn(&'static RuleInfo, &VmFacts, &HostFacts) -> RuleResult,
     vm: &VmFacts,
     facts: &HostFacts,
 ) -> Finding {
@@ -184,7 +160,11 @@ fn definition_sources(sources: &str, name: &str) -> String {
 }
 
 /// Without the list of modules, which each Linux has, no setting of the host was read at all.
-fn judge_host(rule: &SettingRule, judge: fn(&RuleInfo, &HostFacts) -> RuleResult, facts: &HostFacts) -> RuleResult {
+fn judge_host(
+    rule: &'static SettingRule,
+    judge: fn(&'static RuleInfo, &HostFacts) -> RuleResult,
+    facts: &HostFacts,
+) -> RuleResult {
     match facts.settings.names("sys/module") {
         Err(Absent::NotOnThisKernel) => {
             Ok(rule.rule.not_applicable("the settings of the host were not recorded", "not recorded"))
@@ -197,8 +177,6 @@ impl SettingRule {
     fn complete(&'static self, result: RuleResult, scope: Scope) -> Finding {
         let mut finding = result.unwrap_or_else(|missing| self.rule.unknown(&missing, "pagefold doctor"));
         finding.scope = scope;
-        finding.expected = Some(self.expected.to_owned());
-        finding.details = Some(&self.details);
         finding
     }
 }

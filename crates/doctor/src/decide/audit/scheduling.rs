@@ -18,16 +18,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   What they were meant to tune is not tuned.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "no setting of the scheduler that this kernel does not have",
-        details: SettingDetails {
-            benefit: "the configuration says what is in force",
-            risk: "none: the lines have no effect",
-            method: ApplyMethod::Manual,
-            undo: "restore the lines",
-            counter: "no such file below /proc/sys/kernel and /sys/kernel/debug/sched",
-            versions: "most moved to debugfs in Linux 5.13; latency, min_granularity and wakeup_granularity went in 6.6",
-            citation: "kernel/sched/debug.c; kernel/sched/fair.c (sysctl_sched_base_slice)",
+            expected: "no setting of the scheduler that this kernel does not have",
+            details: SettingDetails {
+                benefit: "the configuration says what is in force",
+                risk: "none: the lines have no effect",
+                method: ApplyMethod::Manual,
+                undo: "restore the lines",
+                counter: "no such file below /proc/sys/kernel and /sys/kernel/debug/sched",
+                versions: "most moved to debugfs in Linux 5.13; latency, min_granularity and wakeup_granularity went \
+                           in 6.6",
+                citation: "kernel/sched/debug.c; kernel/sched/fair.c (sysctl_sched_base_slice)",
+            },
         },
         judge: Judge::Host(judge_dead_knobs),
     },
@@ -39,16 +40,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   gets no more than one shell. It affects processes in the root cgroup only.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "0 while machines run in the root cgroup",
-        details: SettingDetails {
-            benefit: "CPU time by the weights of threads and cgroups",
-            risk: "interactive programs on the same host may wait longer",
-            method: ApplyMethod::Live,
-            undo: "write 1",
-            counter: "run delay in /proc/PID/task/TID/schedstat",
-            versions: "Linux 2.6.38 and later, with CONFIG_SCHED_AUTOGROUP",
-            citation: "kernel/sched/autogroup.c (task_wants_autogroup); sched(7)",
+            expected: "0 while machines run in the root cgroup",
+            details: SettingDetails {
+                benefit: "CPU time by the weights of threads and cgroups",
+                risk: "interactive programs on the same host may wait longer",
+                method: ApplyMethod::Live,
+                undo: "write 1",
+                counter: "run delay in /proc/PID/task/TID/schedstat",
+                versions: "Linux 2.6.38 and later, with CONFIG_SCHED_AUTOGROUP",
+                citation: "kernel/sched/autogroup.c (task_wants_autogroup); sched(7)",
+            },
         },
         judge: Judge::Host(judge_autogroup),
     },
@@ -60,17 +61,18 @@ pub(super) const RULES: &[SettingRule] = &[
                   slices virtual CPUs are preempted more often, also while their guests hold a lock.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "while virtual CPUs outnumber CPUs, at least the kernel's default: 0.7 ms times 1 + log2 of the CPUs, \
-                   of which at most 8 count",
-        details: SettingDetails {
-            benefit: "fewer switches between virtual CPUs, and fewer that spin for a lock whose holder does not run",
-            risk: "a thread that wakes up waits longer for a busy CPU",
-            method: ApplyMethod::Live,
-            undo: "write the value that was there",
-            counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
-            versions: "Linux 6.6 and later, with a mounted debugfs",
-            citation: "kernel/sched/fair.c (sysctl_sched_base_slice, get_update_sysctl_factor)",
+            expected: "while virtual CPUs outnumber CPUs, at least the kernel's default: 0.7 ms times 1 + log2 of \
+                       the CPUs, of which at most 8 count",
+            details: SettingDetails {
+                benefit: "fewer switches between virtual CPUs, and fewer that spin for a lock whose holder does not \
+                          run",
+                risk: "a thread that wakes up waits longer for a busy CPU",
+                method: ApplyMethod::Live,
+                undo: "write the value that was there",
+                counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
+                versions: "Linux 6.6 and later, with a mounted debugfs",
+                citation: "kernel/sched/fair.c (sysctl_sched_base_slice, get_update_sysctl_factor)",
+            },
         },
         judge: Judge::Host(judge_base_slice),
     },
@@ -82,16 +84,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   virtual CPU or a vhost worker. The other models let it end first, with fewer switches.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "none, voluntary or lazy while virtual CPUs outnumber CPUs",
-        details: SettingDetails {
-            benefit: "fewer switches in the middle of exits, and more throughput of an over-committed host",
-            risk: "longer wake-ups of threads that need a prompt answer",
-            method: ApplyMethod::Live,
-            undo: "write the name that was in parentheses",
-            counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
-            versions: "Linux 5.12 and later with CONFIG_PREEMPT_DYNAMIC; lazy since 6.13",
-            citation: "kernel/Kconfig.preempt; kernel/sched/debug.c (sched_dynamic_show)",
+            expected: "none, voluntary or lazy while virtual CPUs outnumber CPUs",
+            details: SettingDetails {
+                benefit: "fewer switches in the middle of exits, and more throughput of an over-committed host",
+                risk: "longer wake-ups of threads that need a prompt answer",
+                method: ApplyMethod::Live,
+                undo: "write the name that was in parentheses",
+                counter: "ctxt in /proc/stat; run delay in /proc/PID/task/TID/schedstat",
+                versions: "Linux 5.12 and later with CONFIG_PREEMPT_DYNAMIC; lazy since 6.13",
+                citation: "kernel/Kconfig.preempt; kernel/sched/debug.c (sched_dynamic_show)",
+            },
         },
         judge: Judge::Host(judge_preemption),
     },
@@ -103,16 +105,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   CPUs without a bound virtual CPU stay idle; several threads bound to several of them pile up on one.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "each isolated CPU has a virtual CPU bound to it alone",
-        details: SettingDetails {
-            benefit: "no CPU is lost, and bound virtual CPUs run undisturbed",
-            risk: "CPUs that are no longer isolated run other work",
-            method: ApplyMethod::Reboot,
-            undo: "restore the boot parameters",
-            counter: "LOC in /proc/interrupts; run delay of the threads",
-            versions: "all kernels; nohz_full since 3.10",
-            citation: "Documentation/admin-guide/kernel-parameters.txt (isolcpus=, nohz_full=)",
+            expected: "each isolated CPU has a virtual CPU bound to it alone",
+            details: SettingDetails {
+                benefit: "no CPU is lost, and bound virtual CPUs run undisturbed",
+                risk: "CPUs that are no longer isolated run other work",
+                method: ApplyMethod::Reboot,
+                undo: "restore the boot parameters",
+                counter: "LOC in /proc/interrupts; run delay of the threads",
+                versions: "all kernels; nohz_full since 3.10",
+                citation: "Documentation/admin-guide/kernel-parameters.txt (isolcpus=, nohz_full=)",
+            },
         },
         judge: Judge::Host(judge_isolated),
     },
@@ -123,16 +125,16 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "An interrupt on a CPU that one virtual CPU has for itself makes the guest exit and wait.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "no interrupt on CPUs to which single virtual CPUs are bound",
-        details: SettingDetails {
-            benefit: "steady latency in guests with CPUs of their own",
-            risk: "interrupts meet on the remaining CPUs",
-            method: ApplyMethod::Manual,
-            undo: "write the old list to smp_affinity_list",
-            counter: "/proc/interrupts",
-            versions: "effective_affinity_list since Linux 4.13; isolcpus=managed_irq since 5.6",
-            citation: "Documentation/core-api/irq/irq-affinity.rst; kernel/irq/proc.c",
+            expected: "no interrupt on CPUs to which single virtual CPUs are bound",
+            details: SettingDetails {
+                benefit: "steady latency in guests with CPUs of their own",
+                risk: "interrupts meet on the remaining CPUs",
+                method: ApplyMethod::Manual,
+                undo: "write the old list to smp_affinity_list",
+                counter: "/proc/interrupts",
+                versions: "effective_affinity_list since Linux 4.13; isolcpus=managed_irq since 5.6",
+                citation: "Documentation/core-api/irq/irq-affinity.rst; kernel/irq/proc.c",
+            },
         },
         judge: Judge::Host(judge_interrupts),
     },
@@ -155,7 +157,7 @@ fn configured_knobs(settings: &SettingFacts) -> Result<BTreeSet<(String, String)
     Ok(found)
 }
 
-fn judge_dead_knobs(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_dead_knobs(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let known = settings.find_names("proc/sys/kernel")?;
     let configured = configured_knobs(settings)?;
@@ -200,7 +202,7 @@ const DEFAULT_SLICE_NS: u64 = 700_000;
 /// CPUs at most by which the default grows (`get_update_sysctl_factor`).
 const MAX_SCALING_CPUS: u32 = 8;
 
-fn judge_base_slice(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_base_slice(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "sys/kernel/debug/sched/base_slice_ns";
     let Some(slice) = settings.find_number(path)? else {
@@ -219,7 +221,7 @@ fn judge_base_slice(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 }
 
 /// The file lists the models that can be chosen, with the present one in parentheses.
-fn judge_preemption(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_preemption(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "sys/kernel/debug/sched/preempt";
     let Some(text) = settings.find_text(path)? else {
@@ -244,7 +246,7 @@ fn judge_preemption(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 }
 
 /// Only processes in the root group of the CPU controller are grouped by session.
-fn judge_autogroup(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_autogroup(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/sched_autogroup_enabled";
     let Some(is_on) = settings.find_flag(path)? else {
@@ -291,7 +293,7 @@ fn bound_vcpus(settings: &SettingFacts) -> Result<Vec<&IdSet>, MissingReading> {
     Ok(bound)
 }
 
-fn judge_isolated(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_isolated(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let isolated = find_cpus(settings, "sys/devices/system/cpu/isolated")?.unwrap_or_default();
     let tickless = find_cpus(settings, "sys/devices/system/cpu/nohz_full")?.unwrap_or_default();
@@ -324,7 +326,7 @@ fn judge_isolated(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
 
 /// Interrupts that a driver manages stay where they are, but fire only for I/O of their CPU. They cannot be told from
 /// the others, so the rule only informs.
-fn judge_interrupts(rule: &RuleInfo, facts: &HostFacts) -> RuleResult {
+fn judge_interrupts(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     const MAX_SHOWN: usize = 8;
     let settings = &facts.settings;
     if settings.vms.is_empty() {

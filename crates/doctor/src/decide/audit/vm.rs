@@ -30,16 +30,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   and compresses more slowly, and may be told wrong mitigations.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "host, or a model of the CPU's generation",
-        details: SettingDetails {
-            benefit: "the guest uses the vector and cryptography instructions of the CPU",
-            risk: "with host, live migration needs hosts with equal CPUs; a guest may notice new hardware",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "flags in /proc/cpuinfo of the guest",
-            versions: "all versions of QEMU",
-            citation: "QEMU: docs/system/cpu-models-x86.rst.inc",
+            expected: "host, or a model of the CPU's generation",
+            details: SettingDetails {
+                benefit: "the guest uses the vector and cryptography instructions of the CPU",
+                risk: "with host, live migration needs hosts with equal CPUs; a guest may notice new hardware",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "flags in /proc/cpuinfo of the guest",
+                versions: "all versions of QEMU",
+                citation: "QEMU: docs/system/cpu-models-x86.rst.inc",
+            },
         },
         judge: Judge::Definition(judge_cpu_model),
     },
@@ -52,17 +52,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   has virtual nodes. Virtual nodes whose memory or virtual CPUs are elsewhere mislead it.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "memory and virtual CPUs on one node of the host, or virtual nodes that are each bound to host nodes, \
-                   with their virtual CPUs there",
-        details: SettingDetails {
-            benefit: "the guest's kernel keeps processes and their memory on one node",
-            risk: "a virtual node that is not bound to a node of the host is misleading",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "pagefold numa map; numa_hit and numa_miss in the guest",
-            versions: "QEMU 2.1 and later (memdev=)",
-            citation: "QEMU: qemu-options.hx (-numa); hw/core/numa.c",
+            expected: "memory and virtual CPUs on one node of the host, or virtual nodes that are each bound to host \
+                       nodes, with their virtual CPUs there",
+            details: SettingDetails {
+                benefit: "the guest's kernel keeps processes and their memory on one node",
+                risk: "a virtual node that is not bound to a node of the host is misleading",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "pagefold numa map; numa_hit and numa_miss in the guest",
+                versions: "QEMU 2.1 and later (memdev=)",
+                citation: "QEMU: qemu-options.hx (-numa); hw/core/numa.c",
+            },
         },
         judge: Judge::Definition(judge_virtual_nodes),
     },
@@ -74,16 +74,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   pool and no memory of confidential guests.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "private memory while KSM is on, unless a device needs it shared",
-        details: SettingDetails {
-            benefit: "equal pages of the machine and of others are kept once",
-            risk: "vhost-user and virtiofs need shared memory; merged pages show by their timing what a neighbor has",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "pagefold census; ksm_merging_pages",
-            versions: "all kernels with KSM",
-            citation: "mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
+            expected: "private memory while KSM is on, unless a device needs it shared",
+            details: SettingDetails {
+                benefit: "equal pages of the machine and of others are kept once",
+                risk: "vhost-user and virtiofs need shared memory; merged pages show by their timing what a neighbor \
+                       has",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "pagefold census; ksm_merging_pages",
+                versions: "all kernels with KSM",
+                citation: "mm/ksm.c (vma_ksm_compatible); QEMU: backends/hostmem.c",
+            },
         },
         judge: Judge::Definition(judge_mergeable),
     },
@@ -95,16 +96,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   devices, and may time out on a busy host.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "hv-relaxed, hv-vapic, hv-spinlocks and hv-time for Windows",
-        details: SettingDetails {
-            benefit: "fewer exits of Windows guests; no blue screens from missed ticks",
-            risk: "Windows may ask for a new activation",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "exits in /sys/kernel/debug/kvm/PID-FD",
-            versions: "all versions of QEMU since 2.12",
-            citation: "QEMU: docs/system/i386/hyperv.rst",
+            expected: "hv-relaxed, hv-vapic, hv-spinlocks and hv-time for Windows",
+            details: SettingDetails {
+                benefit: "fewer exits of Windows guests; no blue screens from missed ticks",
+                risk: "Windows may ask for a new activation",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "exits in /sys/kernel/debug/kvm/PID-FD",
+                versions: "all versions of QEMU since 2.12",
+                citation: "QEMU: docs/system/i386/hyperv.rst",
+            },
         },
         judge: Judge::Definition(judge_hyper_v),
     },
@@ -116,16 +117,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   call, and a waiting lock that gives up its CPU. QEMU turns them on with KVM.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "kvm-pv-eoi, kvm-pv-ipi and kvm-pv-unhalt not off",
-        details: SettingDetails {
-            benefit: "fewer exits; no spinning on locks of over-committed guests",
-            risk: "none known for guests with Linux 3.12 or later",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "hypercalls, directed_yield_attempted in /sys/kernel/debug/kvm/PID-FD",
-            versions: "QEMU 1.x (eoi), 2.0 (unhalt), 3.1 (ipi) and later",
-            citation: "Documentation/virt/kvm/x86/cpuid.rst; QEMU: target/i386/kvm/kvm-cpu.c (kvm_default_props)",
+            expected: "kvm-pv-eoi, kvm-pv-ipi and kvm-pv-unhalt not off",
+            details: SettingDetails {
+                benefit: "fewer exits; no spinning on locks of over-committed guests",
+                risk: "none known for guests with Linux 3.12 or later",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "hypercalls, directed_yield_attempted in /sys/kernel/debug/kvm/PID-FD",
+                versions: "QEMU 1.x (eoi), 2.0 (unhalt), 3.1 (ipi) and later",
+                citation: "Documentation/virt/kvm/x86/cpuid.rst; QEMU: target/i386/kvm/kvm-cpu.c (kvm_default_props)",
+            },
         },
         judge: Judge::Definition(judge_pv_features),
     },
@@ -137,16 +138,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   instead of yielding. On shared CPUs it spins for a CPU that does not run.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "on only if each virtual CPU has a CPU for itself",
-        details: SettingDetails {
-            benefit: "yields on shared CPUs; faster locks on dedicated ones",
-            risk: "locks of a guest with dedicated CPUs get slower without it",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "run delay of the virtual CPUs; directed_yield_attempted",
-            versions: "QEMU 2.12 and later, Linux guests 4.17 and later",
-            citation: "Documentation/virt/kvm/x86/cpuid.rst (KVM_HINTS_REALTIME)",
+            expected: "on only if each virtual CPU has a CPU for itself",
+            details: SettingDetails {
+                benefit: "yields on shared CPUs; faster locks on dedicated ones",
+                risk: "locks of a guest with dedicated CPUs get slower without it",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "run delay of the virtual CPUs; directed_yield_attempted",
+                versions: "QEMU 2.12 and later, Linux guests 4.17 and later",
+                citation: "Documentation/virt/kvm/x86/cpuid.rst (KVM_HINTS_REALTIME)",
+            },
         },
         judge: Judge::Vm(judge_dedicated_hint),
     },
@@ -158,16 +159,17 @@ pub(super) const RULES: &[SettingRule] = &[
                   busy, so other work on that CPU waits.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "on only if each virtual CPU has a CPU for itself",
-        details: SettingDetails {
-            benefit: "other machines get the time in which this one is idle",
-            risk: "wake-ups in the guest take an exit again",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "idle time of the CPUs; halt_exits",
-            versions: "QEMU 3.0 and later",
-            citation: "QEMU: qemu-options.hx (-overcommit); Documentation/virt/kvm/api.rst (KVM_CAP_X86_DISABLE_EXITS)",
+            expected: "on only if each virtual CPU has a CPU for itself",
+            details: SettingDetails {
+                benefit: "other machines get the time in which this one is idle",
+                risk: "wake-ups in the guest take an exit again",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "idle time of the CPUs; halt_exits",
+                versions: "QEMU 3.0 and later",
+                citation: "QEMU: qemu-options.hx (-overcommit); Documentation/virt/kvm/api.rst \
+                           (KVM_CAP_X86_DISABLE_EXITS)",
+            },
         },
         judge: Judge::Vm(judge_cpu_pm),
     },
@@ -179,16 +181,16 @@ pub(super) const RULES: &[SettingRule] = &[
                   Without both it reads emulated devices, which takes microseconds each time.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-        },
-        expected: "kvmclock, or invtsc for a machine that is not migrated",
-        details: SettingDetails {
-            benefit: "reading the time takes tens of nanoseconds",
-            risk: "invtsc: live migration needs a host with the same frequency, or TSC scaling",
-            method: ApplyMethod::VmRestart,
-            undo: UNDO,
-            counter: "current_clocksource in the guest",
-            versions: "kvmclock since Linux 2.6.27; guests prefer an invariant TSC since 5.0",
-            citation: "arch/x86/kernel/kvmclock.c (kvmclock_init); QEMU: target/i386/cpu.c (invtsc)",
+            expected: "kvmclock, or invtsc for a machine that is not migrated",
+            details: SettingDetails {
+                benefit: "reading the time takes tens of nanoseconds",
+                risk: "invtsc: live migration needs a host with the same frequency, or TSC scaling",
+                method: ApplyMethod::VmRestart,
+                undo: UNDO,
+                counter: "current_clocksource in the guest",
+                versions: "kvmclock since Linux 2.6.27; guests prefer an invariant TSC since 5.0",
+                citation: "arch/x86/kernel/kvmclock.c (kvmclock_init); QEMU: target/i386/cpu.c (invtsc)",
+            },
         },
         judge: Judge::Definition(judge_clock),
     },
@@ -204,7 +206,7 @@ pub(super) const RULES: &[SettingRule] = &[
 
 /// The definition of a machine; or the finding that there is none to judge.
 fn require_definition<'a>(
-    rule: &RuleInfo,
+    rule: &'static RuleInfo,
     vm: &'a VmFacts,
 ) -> Result<Result<&'a VmDefinition, Finding>, MissingReading> {
     match &vm.definition {
@@ -221,7 +223,7 @@ fn with_option(finding: Finding, vm: &VmFacts, option: VmOption, instruction: &s
     finding
 }
 
-fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_cpu_model(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -242,7 +244,7 @@ fn judge_cpu_model(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
 /// that fits into a node spans nodes if a part of its memory is on another node than the rest, or if its virtual CPUs are
 /// bound to CPUs of several nodes. Virtual CPUs that may run anywhere do not make a machine span nodes by themselves: the
 /// scheduler keeps them near their memory while it can.
-fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -302,7 +304,7 @@ fn judge_virtual_nodes(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rule
 
 /// A machine that would fit into a node, without virtual nodes.
 fn judge_narrow(
-    rule: &RuleInfo,
+    rule: &'static RuleInfo,
     vm: &VmFacts,
     memory: Option<Result<MemoryByNode<'_>, MissingReading>>,
     facts: &HostFacts,
@@ -387,7 +389,7 @@ fn virtual_node_faults(
     Ok(faults)
 }
 
-fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -437,7 +439,7 @@ fn judge_mergeable(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResu
 /// The interfaces that QEMU recommends for any Windows (docs/system/i386/hyperv.rst, "Recommendations").
 const HYPER_V: [&str; 4] = ["hv-relaxed", "hv-vapic", "hv-spinlocks", "hv-time"];
 
-fn judge_hyper_v(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_hyper_v(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -461,7 +463,7 @@ fn judge_hyper_v(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     }))
 }
 
-fn judge_pv_features(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_pv_features(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -496,7 +498,7 @@ fn has_own_cpus(vm: &VmFacts, facts: &HostFacts) -> Result<bool, MissingReading>
         }))
 }
 
-fn judge_dedicated_hint(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_dedicated_hint(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -512,7 +514,7 @@ fn judge_dedicated_hint(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> Rul
     Ok(with_option(finding, vm, option, "remove kvm-hint-dedicated=on from -cpu, or bind each virtual CPU"))
 }
 
-fn judge_cpu_pm(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_cpu_pm(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -529,7 +531,7 @@ fn judge_cpu_pm(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult 
 }
 
 /// QEMU exposes the invariant TSC of the host with `invtsc`, or with `-cpu host,migratable=off`.
-fn judge_clock(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_clock(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),

@@ -143,7 +143,7 @@ pub(super) fn guests_have_their_verdicts() {
         assert_eq!(found.verdict, *verdict, "{rule} with {changes:?} and {options}: {found:?}");
         note_tested(rule, *verdict);
         assert_eq!(found.scope, Scope::Guest(ProcessId { pid: Pid(500), start_time: 500 }));
-        assert!(found.expected.is_some() && found.details.is_some() && !found.source.contains("PID"), "{found:?}");
+        assert!(!found.source.contains("PID"), "{found:?}");
         assert!(*verdict < Warn || (!found.remedy.is_empty() && found.verify.is_some()), "{found:?}");
         assert!(found.changes.is_empty(), "nothing is changed within a guest: {found:?}");
         if *verdict >= Warn && !changes.is_empty() {

@@ -137,7 +137,7 @@ fn parameters_that_cannot_be_written_need_a_reload() {
 #[test]
 fn recommendation_of_2015_to_turn_ept_off_is_cited_as_withdrawn() {
     let found = finding(&host_with(&[(EPT, "N")], vec![]), "kvm-ept");
-    assert!(found.details.unwrap().citation.contains("withdrawn by its own author"));
+    assert!(found.details.citation.contains("withdrawn by its own author"));
     let parameter = |value: &str| SettingChange::ModuleParameter {
         module: "kvm_intel".to_owned(),
         parameter: "ept".to_owned(),

@@ -174,7 +174,6 @@ fn check_cases(cases: &[Case], vms: &[VmFacts]) {
         let found = finding(&host_with(changes, vms.to_vec()), rule);
         assert_eq!(found.verdict, *verdict, "{rule} with {changes:?}: {found:?}");
         note_tested(rule, *verdict);
-        assert!(found.expected.is_some() && found.details.is_some(), "{found:?}");
         if *verdict < Warn {
             continue;
         }

@@ -16,16 +16,16 @@ pub(super) const IOTHREADS: SettingRule = SettingRule {
               other devices.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "an iothread for each virtio disk",
-    details: SettingDetails {
-        benefit: "more requests per second; the main loop stays responsive",
-        risk: "one more busy thread beside the virtual CPUs",
-        method: ApplyMethod::VmRestart,
-        undo: UNDO,
-        counter: "CPU time of the thread IO iothread1",
-        versions: "QEMU 2.1 and later; several iothreads for one disk (iothread-vq-mapping) since 9.0",
-        citation: "QEMU: docs/devel/multiple-iothreads.rst; hw/block/virtio-blk.c",
+        expected: "an iothread for each virtio disk",
+        details: SettingDetails {
+            benefit: "more requests per second; the main loop stays responsive",
+            risk: "one more busy thread beside the virtual CPUs",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "CPU time of the thread IO iothread1",
+            versions: "QEMU 2.1 and later; several iothreads for one disk (iothread-vq-mapping) since 9.0",
+            citation: "QEMU: docs/devel/multiple-iothreads.rst; hw/block/virtio-blk.c",
+        },
     },
     judge: Judge::Definition(judge_iothreads),
 };
@@ -38,16 +38,16 @@ pub(super) const CACHE: SettingRule = SettingRule {
               the guest caches. aio=threads takes a thread for each request.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "cache.direct=on (cache=none) with aio=native or io_uring",
-    details: SettingDetails {
-        benefit: "memory for guests instead of second copies; less CPU time for each request",
-        risk: "disks that many machines read in common lose the cache of the host",
-        method: ApplyMethod::VmRestart,
-        undo: UNDO,
-        counter: "Cached in /proc/meminfo; iostat",
-        versions: "all versions of QEMU; io_uring since 5.0",
-        citation: "QEMU: docs/system/qemu-block-drivers.rst.inc; qemu-options.hx (-drive cache=, aio=)",
+        expected: "cache.direct=on (cache=none) with aio=native or io_uring",
+        details: SettingDetails {
+            benefit: "memory for guests instead of second copies; less CPU time for each request",
+            risk: "disks that many machines read in common lose the cache of the host",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "Cached in /proc/meminfo; iostat",
+            versions: "all versions of QEMU; io_uring since 5.0",
+            citation: "QEMU: docs/system/qemu-block-drivers.rst.inc; qemu-options.hx (-drive cache=, aio=)",
+        },
     },
     judge: Judge::Definition(judge_cache),
 };
@@ -60,16 +60,16 @@ pub(super) const VHOST: SettingRule = SettingRule {
               guest and the tap device.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "vhost=on for tap devices",
-    details: SettingDetails {
-        benefit: "several times as many packets per second, with less CPU time",
-        risk: "a bug in vhost is a bug in the kernel",
-        method: ApplyMethod::VmRestart,
-        undo: UNDO,
-        counter: "threads named vhost-PID; exits",
-        versions: "Linux 2.6.34 and later",
-        citation: "drivers/vhost/net.c; QEMU: qemu-options.hx (-netdev tap)",
+        expected: "vhost=on for tap devices",
+        details: SettingDetails {
+            benefit: "several times as many packets per second, with less CPU time",
+            risk: "a bug in vhost is a bug in the kernel",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "threads named vhost-PID; exits",
+            versions: "Linux 2.6.34 and later",
+            citation: "drivers/vhost/net.c; QEMU: qemu-options.hx (-netdev tap)",
+        },
     },
     judge: Judge::Definition(judge_vhost),
 };
@@ -82,16 +82,16 @@ pub(super) const QUEUES: SettingRule = SettingRule {
               interrupts.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "at least 2 queues for 4 or more virtual CPUs with vhost; at most one for each virtual CPU",
-    details: SettingDetails {
-        benefit: "virtual CPUs send and receive in parallel",
-        risk: "each queue is a vhost worker that may use a CPU",
-        method: ApplyMethod::VmRestart,
-        undo: UNDO,
-        counter: "ethtool -l and -S in the guest",
-        versions: "Linux 3.8 and QEMU 1.4 and later",
-        citation: "drivers/net/virtio_net.c (VIRTIO_NET_F_MQ); QEMU: qemu-options.hx (queues=)",
+        expected: "at least 2 queues for 4 or more virtual CPUs with vhost; at most one for each virtual CPU",
+        details: SettingDetails {
+            benefit: "virtual CPUs send and receive in parallel",
+            risk: "each queue is a vhost worker that may use a CPU",
+            method: ApplyMethod::VmRestart,
+            undo: UNDO,
+            counter: "ethtool -l and -S in the guest",
+            versions: "Linux 3.8 and QEMU 1.4 and later",
+            citation: "drivers/net/virtio_net.c (VIRTIO_NET_F_MQ); QEMU: qemu-options.hx (queues=)",
+        },
     },
     judge: Judge::Definition(judge_queues),
 };
@@ -100,7 +100,7 @@ fn names<'a>(ids: impl Iterator<Item = &'a String>) -> String {
     ids.map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
-fn judge_iothreads(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_iothreads(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -126,7 +126,7 @@ fn judge_iothreads(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     }))
 }
 
-fn judge_cache(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_cache(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -159,7 +159,7 @@ fn judge_cache(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     }))
 }
 
-fn judge_vhost(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_vhost(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),
@@ -190,7 +190,7 @@ const MIN_VCPUS_FOR_QUEUES: u64 = 4;
 /// Queues to recommend at most: more bring little, and each is a kernel thread.
 const MAX_RECOMMENDED_QUEUES: u64 = 8;
 
-fn judge_queues(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_queues(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
         Ok(definition) => definition,
         Err(finding) => return Ok(finding),

@@ -16,21 +16,21 @@ pub(super) const MONITOR: SettingRule = SettingRule {
               is blocked, often by storage, and the guest's devices wait, too.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "answers within a second",
-    details: SettingDetails {
-        benefit: "virtual CPUs and memory that were plugged later are known, and threads without names",
-        risk: "none: the questions change nothing",
-        method: ApplyMethod::Manual,
-        undo: "nothing was changed",
-        counter: "time of the main loop in poll(2): /proc/PID/stack",
-        versions: "QEMU 2.12 and later",
-        citation: "QEMU: qapi/machine.json; docs/interop/qmp-spec.rst",
+        expected: "answers within a second",
+        details: SettingDetails {
+            benefit: "virtual CPUs and memory that were plugged later are known, and threads without names",
+            risk: "none: the questions change nothing",
+            method: ApplyMethod::Manual,
+            undo: "nothing was changed",
+            counter: "time of the main loop in poll(2): /proc/PID/stack",
+            versions: "QEMU 2.12 and later",
+            citation: "QEMU: qapi/machine.json; docs/interop/qmp-spec.rst",
+        },
     },
     judge: Judge::Vm(judge_monitor),
 };
 
-fn judge_monitor(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_monitor(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let answers = match &vm.monitor {
         _ if vm.definition.is_none() => return Ok(rule.not_applicable("the machine is not run by QEMU", "not QEMU")),
         None => return Ok(rule.not_applicable("the monitor was not asked", "not asked")),

@@ -16,21 +16,21 @@ pub(super) const NEXT_START: SettingRule = SettingRule {
               runs, and a change of the machine that runs is lost when it ends.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "the definition of libvirt and the command line tell the same",
-    details: SettingDetails {
-        benefit: "the settings that were chosen are in force",
-        risk: "a start of the machine interrupts its work",
-        method: ApplyMethod::Manual,
-        undo: "define the machine as before (virsh define)",
-        counter: "virsh dumpxml NAME and virsh dumpxml --inactive NAME",
-        versions: "all versions of libvirt",
-        citation: "libvirt: docs/manpages/virsh.rst (edit, define, --config and --live)",
+        expected: "the definition of libvirt and the command line tell the same",
+        details: SettingDetails {
+            benefit: "the settings that were chosen are in force",
+            risk: "a start of the machine interrupts its work",
+            method: ApplyMethod::Manual,
+            undo: "define the machine as before (virsh define)",
+            counter: "virsh dumpxml NAME and virsh dumpxml --inactive NAME",
+            versions: "all versions of libvirt",
+            citation: "libvirt: docs/manpages/virsh.rst (edit, define, --config and --live)",
+        },
     },
     judge: Judge::Vm(judge_next_start),
 };
 
-fn judge_next_start(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_next_start(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let Some(next) = &vm.next_definition else {
         return Ok(rule.not_applicable("libvirt has no persistent definition of the machine", "none"));
     };

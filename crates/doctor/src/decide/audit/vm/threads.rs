@@ -17,16 +17,16 @@ pub(super) const THROTTLED: SettingRule = SettingRule {
               a lock. In the guest that looks like steal time and hanging tasks.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "no limit, or throttled in at most 5 % of the periods",
-    details: SettingDetails {
-        benefit: "no pauses of tens of milliseconds in the guest",
-        risk: "the machine may use more CPU time than its owner paid for; use cpu.weight",
-        method: ApplyMethod::Live,
-        undo: "write the limit that was there",
-        counter: "nr_throttled in cpu.stat",
-        versions: "cgroup v2",
-        citation: "Documentation/admin-guide/cgroup-v2.rst (cpu.max); Documentation/scheduler/sched-bwc.rst",
+        expected: "no limit, or throttled in at most 5 % of the periods",
+        details: SettingDetails {
+            benefit: "no pauses of tens of milliseconds in the guest",
+            risk: "the machine may use more CPU time than its owner paid for; use cpu.weight",
+            method: ApplyMethod::Live,
+            undo: "write the limit that was there",
+            counter: "nr_throttled in cpu.stat",
+            versions: "cgroup v2",
+            citation: "Documentation/admin-guide/cgroup-v2.rst (cpu.max); Documentation/scheduler/sched-bwc.rst",
+        },
     },
     judge: Judge::Vm(judge_throttled),
 };
@@ -39,17 +39,18 @@ pub(super) const STACKED: SettingRule = SettingRule {
               holds it from running.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-    },
-    expected: "as many CPUs as virtual CPUs, also for those that are bound; no two bound to one CPU while others have none",
-    details: SettingDetails {
-        benefit: "locks in the guest are held for microseconds instead of time slices",
-        risk: "the machine takes CPU time from others",
-        method: ApplyMethod::Live,
-        undo: UNDO_AFFINITY,
-        counter: "run delay in /proc/PID/task/TID/schedstat",
-        versions: "all kernels",
-        citation: "kernel/sched/core.c (yield_to); Sukwong and Kim, Is co-scheduling too expensive for SMP VMs?, \
-                   EuroSys 2011",
+        expected: "as many CPUs as virtual CPUs, also for those that are bound; no two bound to one CPU while others \
+                   have none",
+        details: SettingDetails {
+            benefit: "locks in the guest are held for microseconds instead of time slices",
+            risk: "the machine takes CPU time from others",
+            method: ApplyMethod::Live,
+            undo: UNDO_AFFINITY,
+            counter: "run delay in /proc/PID/task/TID/schedstat",
+            versions: "all kernels",
+            citation: "kernel/sched/core.c (yield_to); Sukwong and Kim, Is co-scheduling too expensive for SMP VMs?, \
+                       EuroSys 2011",
+        },
     },
     judge: Judge::Vm(judge_stacked),
 };
@@ -59,7 +60,7 @@ const UNDO_AFFINITY: &str = "restore the affinity of the threads";
 /// A smaller share of throttled periods is a short burst.
 const MAX_THROTTLED_PERCENT: u64 = 5;
 
-fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
+fn judge_throttled(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     if vm.throttling == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("the host has no cpu.max: limits of cgroup v1 are not read", "absent"));
     }
@@ -89,7 +90,7 @@ fn judge_throttled(rule: &RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
 
 /// More virtual CPUs than CPUs are allowed on one set of CPUs: Hall's condition, by the sets to which virtual CPUs are bound
 /// and by all of them together. CPUs that are offline run nothing.
-fn judge_stacked(rule: &RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
+fn judge_stacked(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let vcpus = vm.vcpu_threads()?;
     if vcpus.is_empty() {
         return Ok(rule.not_applicable("its threads have no names", "0 threads"));
