@@ -1,6 +1,9 @@
 //! The page of a campaign: one HTML file without references to others, with its pictures as SVG.
 
-use crate::text::{describe_control, describe_found, describe_injections, describe_smallest_effect, describe_verdict};
+use crate::text::{
+    describe_control, describe_found, describe_injections, describe_smallest_effect, describe_unrestored,
+    describe_verdict, list_unrestored,
+};
 use crate::wire::{AbReport, EstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
 use std::fmt::Write;
@@ -52,6 +55,13 @@ pub fn render(report: &AbReport) -> String {
             counter.change_in_a,
             counter.change_in_b
         );
+    }
+    for (heading, changes) in list_unrestored(&report.unrestored) {
+        let _ = writeln!(page, "<p>{heading}:</p>\n<ul>");
+        for change in changes {
+            let _ = writeln!(page, "<li>{}", escape(&describe_unrestored(change)));
+        }
+        page.push_str("</ul>\n");
     }
     for line in describe_injections(report) {
         let _ = writeln!(page, "<p>Controls: {line}.</p>");

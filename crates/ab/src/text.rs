@@ -2,6 +2,7 @@
 
 pub mod study;
 
+use crate::wire::unrestored::{UnrestoredChange, UnrestoredChanges};
 use crate::wire::{AbReport, ControlReport, EstimateReport, InjectionReport, MetricReport, VerdictName};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;
@@ -51,7 +52,36 @@ pub fn render(report: &AbReport, style: TextStyle) -> String {
     for metric in &result.metrics {
         let _ = write!(text, "\n{}", render_metric(metric, report, style));
     }
+    text.push_str(&render_unrestored(&report.unrestored));
     text
+}
+
+/// What is not undone, with the reasons and the remedies; empty if everything is.
+#[must_use]
+pub fn render_unrestored(unrestored: &UnrestoredChanges) -> String {
+    let mut text = String::new();
+    for (heading, changes) in list_unrestored(unrestored) {
+        let _ = writeln!(text, "\n{heading}:");
+        for change in changes {
+            let _ = writeln!(text, "  {}", escape_unprintable(&describe_unrestored(change)));
+        }
+    }
+    text
+}
+
+/// The kinds of changes that are not undone, with a heading each; kinds without changes are left out.
+pub fn list_unrestored(unrestored: &UnrestoredChanges) -> impl Iterator<Item = (&'static str, &Vec<UnrestoredChange>)> {
+    let kinds = [
+        ("Not restored", &unrestored.failed_undos),
+        ("Left as another program has written it", &unrestored.overwritten_changes),
+    ];
+    kinds.into_iter().filter(|(_, changes)| !changes.is_empty())
+}
+
+/// A change that is not undone, in words.
+#[must_use]
+pub fn describe_unrestored(change: &UnrestoredChange) -> String {
+    format!("{}: {}; {}", change.previous_state, change.why, change.remedy)
 }
 
 fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> String {

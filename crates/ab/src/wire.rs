@@ -5,7 +5,9 @@
 //! [`AbReport`]: times, readings of the host, flags.
 
 pub mod study;
+pub mod unrestored;
 
+use self::unrestored::UnrestoredChanges;
 use crate::decide::analysis::{AnalysisError, EffectEstimate, MetricAnalysis, Verdict, analyze};
 use crate::environment::{BlockEnvironment, HostDescription};
 use crate::experiment::Experiment;
@@ -34,6 +36,9 @@ pub struct AbReport {
     pub injections: Vec<InjectionReport>,
     /// For each completed run, when it ended and how long the injection stopped it.
     pub run_times: Vec<RunTimeReport>,
+    /// Changes of the host that are not undone.
+    #[serde(flatten)]
+    pub unrestored: UnrestoredChanges,
 }
 
 /// What the injection of a slow-down achieved.
@@ -342,14 +347,17 @@ impl AbReport {
                     stopped_seconds: run.stopped_seconds,
                 })
                 .collect(),
+            unrestored: UnrestoredChanges::default(),
         }
     }
 
-    /// Whether part was not seen: the campaign is not complete, or the setting was not applied.
+    /// Whether part was not seen or not undone: the campaign is not complete, the setting was not applied, or an undo
+    /// failed.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         let metrics = &self.result.metrics;
         !self.result.complete
+            || !self.unrestored.failed_undos.is_empty()
             || metrics.is_empty()
             || metrics.iter().any(|metric| metric.verdict == VerdictName::NotApplied)
     }

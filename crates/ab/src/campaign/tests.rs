@@ -1,9 +1,16 @@
 use super::*;
 use crate::experiment::{ArmDefinition, MetricDefinition};
 use crate::record;
+use crate::wire::AbReport;
+use crate::wire::unrestored::{UnrestoredChange, UnrestoredChanges};
+use crate::{html, text};
+use pagefold_base::Absent;
 use pagefold_host::fake_host::FakeHost;
+use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::transaction::Session;
 use std::collections::BTreeMap;
 use std::error::Error as _;
+use std::sync::atomic::AtomicUsize;
 
 const METRIC_FILE: &str = "tmp/n";
 
@@ -35,7 +42,8 @@ fn sample_without_a_ratio_is_not_recorded() {
     let mut record = Record::create(directory.path(), start.clone()).unwrap();
     let mut run = |value: &str| {
         host.put_file(METRIC_FILE, value);
-        let (switch, ..) = ArmSwitch::begin(&host, state.path(), &start).unwrap();
+        let mut settings = SettingsOutcome::default();
+        let switch = ArmSwitch::begin(&host, state.path(), &start, &mut settings).unwrap();
         let baseline = EnvironmentCounters::read(&host).readings_since(&host, 0.0);
         let (start, boot) = (&start, String::new());
         let mut campaign = Campaign { host: &host, record: &mut record, start, boot, baseline, stop: &stop, switch };
@@ -118,4 +126,107 @@ fn look_leaves_noisy_blocks_out_like_the_verdict() {
     let mut kept = start.clone();
     kept.experiment.exclude_noisy_blocks = false;
     assert_eq!(find(&kept, 4), None, "the noisy blocks are kept");
+}
+
+const SWAPPINESS: &str = "proc/sys/vm/swappiness";
+const STAT_INTERVAL: &str = "proc/sys/vm/stat_interval";
+
+/// An observation whose arms both differ from the host, with a command `after` that fails once `flag` exists.
+fn observation_of_settings(flag: &Path) -> Experiment {
+    let arm = |swappiness: &str, interval: &str| ArmDefinition {
+        settings: BTreeMap::from([
+            ("vm.swappiness".to_owned(), swappiness.to_owned()),
+            ("vm.stat_interval".to_owned(), interval.to_owned()),
+        ]),
+        after: Some(format!("test ! -e {}", flag.display())),
+        ..ArmDefinition::default()
+    };
+    Experiment { a: arm("20", "5"), b: arm("10", "7"), warm_up_runs: 0, ..observation(2) }
+}
+
+/// During the last run, or the third one and then with a stop, the host begins to refuse the write that restores
+/// swappiness, another program writes another setting, and the commands `after` begin to fail.
+fn check_that_unrestored_changes_are_told(stops: bool) {
+    let (directory, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let flag = directory.path().join("flag");
+    let fake = FakeHost::booted();
+    fake.enable_virtual_time();
+    for (path, value) in [(SWAPPINESS, "60"), (STAT_INTERVAL, "1"), (METRIC_FILE, "2")] {
+        fake.put_file(path, value);
+    }
+    let start = define(&fake, observation_of_settings(&flag)).unwrap();
+    let runs: usize = start.schedule.iter().map(|block| block.order.len()).sum();
+    let disturbed_run = if stops { 3 } else { runs };
+    let (stop, runs) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let host = FaultyHost::new(&fake, |path: &str| {
+        if path == METRIC_FILE && runs.fetch_add(1, Ordering::Relaxed) + 1 == disturbed_run {
+            fake.put_file(STAT_INTERVAL, "3");
+            fs::write(&flag, "").unwrap();
+            stop.store(stops, Ordering::Relaxed);
+        }
+        let is_denied = path == "#write swappiness" && runs.load(Ordering::Relaxed) >= disturbed_run;
+        is_denied.then_some(InjectedFault::Absent(Absent::Denied))
+    });
+    let mut record = Record::create(directory.path(), start.clone()).unwrap();
+    let loaded = record::load(directory.path()).unwrap();
+    let CampaignOutcome { result, settings } = run(&host, state.path(), &mut record, &loaded, &stop, &mut |_| {});
+    assert_eq!(result.as_ref().err().is_some_and(CampaignError::is_stop), stops, "{result:?}");
+    assert!(stops || result.is_ok(), "{result:?}");
+    assert_eq!((settings.recovered.len(), settings.failed_recoveries.len()), (0, 0));
+
+    let loaded = record::load(directory.path()).unwrap();
+    let arm = loaded.entered_arm.unwrap();
+    let unrestored = UnrestoredChanges::new(&settings, state.path(), directory.path());
+    let [swappiness, after] = &unrestored.failed_undos[..] else { panic!("{unrestored:?}") };
+    assert_eq!(swappiness.previous_state, "/proc/sys/vm/swappiness was 60");
+    assert!(swappiness.why.contains("permission denied") && swappiness.will_retry, "{swappiness:?}");
+    assert_eq!(swappiness.remedy, format!("run `pagefold recover --state {}`", state.path().display()));
+    assert_eq!(after.previous_state, format!("arm {arm} was not in force"));
+    assert!(after.why.contains("test ! -e") && after.will_retry, "{after:?}");
+    let overwritten = UnrestoredChange {
+        previous_state: "/proc/sys/vm/stat_interval was 1".to_owned(),
+        why: "it is 3 now, written by another program".to_owned(),
+        will_retry: false,
+        remedy: "if the present value is not wanted, write 1 to /proc/sys/vm/stat_interval".to_owned(),
+    };
+    assert_eq!(unrestored.overwritten_changes, [overwritten]);
+
+    let report = AbReport { unrestored, ..AbReport::from_record(&loaded) };
+    assert!(report.is_partial());
+    let json: serde_json::Value = serde_json::from_str(&pagefold_output::wire::to_json(&report)).unwrap();
+    assert_eq!(json["failed_undos"][0]["previous_state"], "/proc/sys/vm/swappiness was 60");
+    assert_eq!(json["overwritten_changes"][0]["previous_state"], "/proc/sys/vm/stat_interval was 1");
+    let style = pagefold_output::text::TextStyle { width: 120, color: false };
+    for rendered in [text::render(&report, style), html::render(&report)] {
+        assert!(rendered.contains("Not restored:"), "{rendered}");
+        assert!(rendered.contains("Left as another program has written it:"), "{rendered}");
+        assert!(rendered.contains("pagefold recover --state"), "{rendered}");
+    }
+
+    // The remedies work: another session restores the setting, and the resumption runs the command again.
+    let value = |path| String::from_utf8(fake.read(path).unwrap()).unwrap();
+    assert_eq!((&*value(STAT_INTERVAL), &*value(SWAPPINESS)), ("3", if arm == 'A' { "20" } else { "10" }));
+    let (recovering, undone, failed) =
+        Session::begin(&fake, state.path(), pagefold_host::resource::ResourceClass::Settings).unwrap();
+    assert_eq!((undone.len(), failed.len(), &*value(SWAPPINESS)), (1, 0, "60"));
+    drop((recovering, record));
+    fs::remove_file(&flag).unwrap();
+    let (mut record, loaded) = Record::resume(directory.path()).unwrap();
+    let resumed = run(&fake, state.path(), &mut record, &loaded, &AtomicBool::new(false), &mut |_| {});
+    resumed.result.unwrap();
+    let left = UnrestoredChanges::new(&resumed.settings, state.path(), directory.path());
+    assert_eq!(left, UnrestoredChanges::default());
+    let loaded = record::load(directory.path()).unwrap();
+    assert!(loaded.end.is_some() && loaded.entered_arm.is_none());
+    assert_eq!((&*value(STAT_INTERVAL), &*value(SWAPPINESS)), ("3", "60"));
+}
+
+#[test]
+fn finished_campaign_tells_what_is_not_restored() {
+    check_that_unrestored_changes_are_told(false);
+}
+
+#[test]
+fn stopped_campaign_tells_what_is_not_restored() {
+    check_that_unrestored_changes_are_told(true);
 }

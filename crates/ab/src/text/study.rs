@@ -1,5 +1,6 @@
 //! What a person sees of a variance study on the terminal.
 
+use crate::text::render_unrestored;
 use crate::wire::study::{MetricStudyReport, PlannedEffectReport, RepetitionPlanReport, StudyReport};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;
@@ -33,6 +34,7 @@ pub fn render(report: &StudyReport, directory: &str, style: TextStyle) -> String
     for metric in &report.metrics {
         let _ = write!(text, "\n{}", render_metric(metric, report.restart_seconds.is_some(), style));
     }
+    text.push_str(&render_unrestored(&report.unrestored));
     text
 }
 

@@ -6,6 +6,7 @@ use crate::decide::study::{
 };
 use crate::experiment::{Experiment, RepetitionLevel};
 use crate::record::{LoadedRecord, RunRecord};
+use crate::wire::unrestored::UnrestoredChanges;
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -28,6 +29,9 @@ pub struct StudyReport {
     pub noisy_blocks: usize,
     /// The metrics with samples, in the order of the experiment.
     pub metrics: Vec<MetricStudyReport>,
+    /// Changes of the host that are not undone.
+    #[serde(flatten)]
+    pub unrestored: UnrestoredChanges,
 }
 
 /// What a study found of one metric.
@@ -117,7 +121,14 @@ impl StudyReport {
             restart_seconds: costs.restart_seconds,
             noisy_blocks: record.blocks.iter().filter(|(block, _)| !block.flags.is_empty()).count(),
             metrics: metrics.collect(),
+            unrestored: UnrestoredChanges::default(),
         }
+    }
+
+    /// Whether the study is not complete, or an undo failed.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        !self.complete || !self.unrestored.failed_undos.is_empty()
     }
 }
 
