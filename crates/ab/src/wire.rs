@@ -204,7 +204,8 @@ pub struct EstimateReport {
     /// The p-value of the sign-flip permutation test.
     pub p_value: f64,
     /// The smallest effect that so many blocks detect with 80 % probability, in percent; absent if the blocks are too few
-    /// to show any.
+    /// to show any. In comparisons its level is divided by the number of metrics: an upper bound, because Holm's correction
+    /// compares only the smallest p-value with this level. Controls are not corrected.
     pub smallest_detectable_percent: Option<f64>,
     /// The ratio of each block.
     pub block_ratios: Vec<f64>,

@@ -67,9 +67,10 @@ pub struct RepetitionPlanReport {
     pub block_ratio_percent: f64,
     /// The number of blocks of `smallest_effect_percent`.
     pub reference_blocks: usize,
-    /// The slow-down that so many blocks detect at level 0.05 with 80 % probability, in percent.
+    /// The slow-down that so many blocks detect with 80 % probability, in percent. The level is that of the experiment
+    /// divided by the number of its metrics.
     pub smallest_effect_percent: f64,
-    /// The blocks and the time that detect an effect with 80 % probability.
+    /// The blocks and the time that detect an effect with 80 % probability at the same level.
     pub effects: Vec<PlannedEffectReport>,
 }
 
@@ -108,8 +109,9 @@ impl StudyReport {
             };
             blocks.iter().map(|runs| runs.iter().map(run).collect()).collect()
         };
+        let goal = experiment.analysis(experiment.alpha).comparison_goal();
         let metrics = experiment.metric.iter().enumerate().filter_map(|(position, metric)| {
-            let study = analyze_study(&samples_of(position), costs)?;
+            let study = analyze_study(&samples_of(position), costs, goal)?;
             Some(MetricStudyReport::new(metric.name.clone(), &study))
         });
         Self {
