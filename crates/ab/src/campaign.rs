@@ -21,7 +21,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 use thiserror::Error;
 
 /// How long the host is observed before the first block.
@@ -297,6 +297,7 @@ impl Campaign<'_, '_> {
         let before = read_counter()?;
         let (results, readings) = self.run_or_observe(&sides, &sampled).map_err(failed)?;
         let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
+        let (now_unix, now) = (unix_seconds(host), Instant::now());
         let mut records = Vec::new();
         for (number, (run, result)) in group.iter().zip(&results).enumerate() {
             let failed = |source: RunError| CampaignError::Run { block, position: position + number, source };
@@ -309,9 +310,10 @@ impl Campaign<'_, '_> {
                 applied: arm_letter(run.applied),
                 slowdown_percent: run.slowdown_percent,
                 warm_up: run.is_warm_up,
-                unix_seconds: unix_seconds(self.host),
+                // The side of a pair that ends first has ended before now.
+                unix_seconds: now_unix - now.saturating_duration_since(result.ended).as_secs_f64(),
                 stopped_seconds: result.stopped.as_secs_f64(),
-                wall_seconds: result.wall.as_secs_f64(),
+                wall_seconds: result.wall().as_secs_f64(),
                 samples,
                 counter_change,
             });
@@ -348,9 +350,10 @@ impl Campaign<'_, '_> {
         let experiment = &self.start.experiment;
         if experiment.workload.is_empty() {
             let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
+            let began = Instant::now();
             let readings = observe(self.host, duration, self.stop, sampled)?;
-            let nothing =
-                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
+            let (ended, zero) = (Instant::now(), Duration::ZERO);
+            let nothing = SideResult { began, ended, cpu: zero, stopped: zero, output: String::new() };
             return Ok((vec![nothing], readings));
         }
         let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
@@ -378,7 +381,7 @@ impl Campaign<'_, '_> {
         let read = |(index, metric): (usize, &MetricDefinition)| {
             let values = match (&metric.source, over_time(index)) {
                 (_, Some(readings)) if !readings.is_empty() => Ok(readings.to_vec()),
-                (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
+                (MetricSource::WallTime, _) => Ok(vec![result.wall().as_secs_f64()]),
                 (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
                 (MetricSource::Pattern { pattern }, _) => {
                     metric::match_number(pattern, &result.output).map(|value| vec![value])

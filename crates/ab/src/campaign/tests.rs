@@ -86,6 +86,103 @@ fn duet_exchanges_the_cpus_of_the_arms() {
     assert_eq!(orders.into_iter().collect::<Vec<_>>(), ["ABBA", "BAAB"]);
 }
 
+/// A campaign of real commands without warm-up. Returns its record and the file with it.
+fn run_commands(experiment: Experiment) -> (LoadedRecord, String) {
+    let (directory, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let host = FakeHost::booted();
+    let experiment =
+        Experiment { blocks: 2, control_blocks: Some(2), warm_up_runs: 0, timeout_seconds: 60.0, ..experiment };
+    let start = define(&host, experiment).unwrap();
+    let mut record = Record::create(directory.path(), start).unwrap();
+    let loaded = record::load(directory.path()).unwrap();
+    let outcome = run(&host, state.path(), &mut record, &loaded, &AtomicBool::new(false), &mut |_| {});
+    outcome.result.unwrap();
+    let text = fs::read_to_string(directory.path().join(record::RECORD_FILE)).unwrap();
+    (record::load(directory.path()).unwrap(), text)
+}
+
+/// Start and end of a run in seconds since 1970, by its row in the record.
+fn interval(row: &serde_json::Value) -> (f64, f64) {
+    let (end, wall) = (row["unix_seconds"].as_f64().unwrap(), row["wall_seconds"].as_f64().unwrap());
+    (end - wall, end)
+}
+
+fn run_rows(record: &str) -> Vec<serde_json::Value> {
+    let rows = record.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    rows.filter(|row| row["event"] == "run").collect()
+}
+
+/// A metric that the commands print after its name.
+fn printed(name: &str) -> MetricDefinition {
+    let source = MetricSource::Pattern { pattern: format!("{name} ([0-9.]+)") };
+    MetricDefinition { name: name.to_owned(), source, higher_is_better: false, every_seconds: None }
+}
+
+/// Start and end that the commands of a run have printed.
+fn printed_interval(row: &serde_json::Value) -> (f64, f64) {
+    let sample = |metric: usize| row["samples"][metric][0].as_f64().unwrap();
+    (sample(0), sample(1))
+}
+
+/// How far the clock of the record may be from that of the commands: a loaded machine can delay the reading of one.
+const CLOCK_TOLERANCE: f64 = 0.2;
+
+/// Each run has two commands. The first one ends only after that of the other arm has begun, so a pair that ran one after
+/// the other would not end.
+#[test]
+fn arms_of_a_pair_of_a_duet_overlap_in_time() {
+    let barrier = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {} && date +'begin %s.%N' && touch $PAGEFOLD_AB_BLOCK.$PAGEFOLD_AB_RUN && \
+         while ! test -e $PAGEFOLD_AB_BLOCK.$((PAGEFOLD_AB_RUN ^ 1)); do sleep 0.01; done && \
+         sleep 0.0$PAGEFOLD_AB_RUN && date +'end %s.%N'",
+        barrier.path().display()
+    );
+    let (record, text) = run_commands(Experiment {
+        duet: true,
+        workload: vec![["sh", "-c", &script].map(str::to_owned).to_vec(), vec!["true".to_owned()]],
+        metric: vec![printed("begin"), printed("end"), MetricDefinition::wall_time()],
+        ..experiment()
+    });
+    let rows = run_rows(&text);
+    assert_eq!((record.blocks.len(), rows.len()), (8, 8 * 4));
+    for pair in rows.chunks(2) {
+        let [first, second] = pair else { unreachable!() };
+        assert_eq!((&first["block"], first["position"].as_u64().unwrap() % 2), (&second["block"], 0));
+        let mut labels = [&first["label"], &second["label"]].map(|label| label.as_str().unwrap());
+        labels.sort_unstable();
+        assert_eq!(labels, ["A", "B"]);
+        for interval in [interval, printed_interval] {
+            let [(begin, end), (other_begin, other_end)] = [first, second].map(interval);
+            assert!(begin.max(other_begin) < end.min(other_end), "{first} {second}");
+        }
+        for row in pair {
+            let ((begin, end), (printed_begin, printed_end)) = (interval(row), printed_interval(row));
+            assert!(begin <= printed_begin + CLOCK_TOLERANCE && printed_end <= end + CLOCK_TOLERANCE, "{row}");
+            assert!(end - begin >= printed_end - printed_begin, "{row}");
+            assert_eq!(row["samples"][2][0], row["wall_seconds"], "{row}");
+        }
+    }
+    for pairs in rows.chunks(2).collect::<Vec<_>>().windows(2) {
+        let (before, after) = (pairs[0].iter().map(printed_interval), pairs[1].iter().map(printed_interval));
+        let (ended, begun) =
+            (before.map(|run| run.1).fold(0.0, f64::max), after.map(|run| run.0).fold(1e300, f64::min));
+        assert!(ended <= begun, "{pairs:?}");
+    }
+}
+
+#[test]
+fn runs_of_other_campaigns_follow_each_other() {
+    let script = ["sh", "-c", "date +'begin %s.%N' && sleep 0.01 && date +'end %s.%N'"].map(str::to_owned).to_vec();
+    let metric = vec![printed("begin"), printed("end")];
+    let (_, text) = run_commands(Experiment { workload: vec![script], metric, ..experiment() });
+    let intervals: Vec<(f64, f64)> = run_rows(&text).iter().map(printed_interval).collect();
+    assert_eq!(intervals.len(), 8 * 4);
+    for following in intervals.windows(2) {
+        assert!(following[0].1 <= following[1].0, "{following:?}");
+    }
+}
+
 /// At the look, B takes 1.5 times as long in all blocks but the noisy ones, which hide it.
 #[test]
 fn look_leaves_noisy_blocks_out_like_the_verdict() {
