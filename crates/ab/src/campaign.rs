@@ -1,7 +1,7 @@
 //! Carries out a campaign: block by block, with its record.
 
 use crate::arms::{self, ArmError, ArmSwitch, SettingsOutcome};
-use crate::decide::analysis::{AnalysisError, Verdict, analyze};
+use crate::decide::analysis::{AnalysisError, EffectVerdict, analyze};
 use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
@@ -432,7 +432,7 @@ fn find_difference_at_look(
         Err(AnalysisError::TooFewBlocks { .. }) => return Ok(None),
         analysis => analysis?,
     };
-    let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
+    let is_difference = |verdict| matches!(verdict, EffectVerdict::Faster | EffectVerdict::Slower);
     Ok(analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)).then_some(compared))
 }
 

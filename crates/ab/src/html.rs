@@ -4,7 +4,7 @@ use crate::text::{
     describe_control, describe_found, describe_injections, describe_smallest_effect, describe_unrestored,
     describe_verdict, list_unrestored,
 };
-use crate::wire::{AbReport, EstimateReport, MetricReport};
+use crate::wire::{AbReport, EffectEstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
 use std::fmt::Write;
 
@@ -115,7 +115,7 @@ fn percent(ratio: f64) -> String {
 fn control_table(metric: &MetricReport) -> String {
     let mut table =
         "<table><tr><th>blocks<th>number<th>B to A<th>interval<th>p<th>smallest effect detected with 80 % probability<th>found</tr>\n".to_owned();
-    let mut row = |name: &str, estimate: &EstimateReport, found: &str| {
+    let mut row = |name: &str, estimate: &EffectEstimateReport, found: &str| {
         let interval = match estimate.interval {
             [Some(low), Some(high)] => format!("{} to {}", percent(low), percent(high)),
             _ => "unknown".to_owned(),
@@ -143,7 +143,7 @@ fn scale(values: impl Iterator<Item = f64> + Clone) -> impl Fn(f64) -> f64 {
     move |value| MARGIN + (value - min) / (max - min).max(1e-9) * (WIDTH - MARGIN - 20.0)
 }
 
-fn difference_picture(estimate: &EstimateReport) -> String {
+fn difference_picture(estimate: &EffectEstimateReport) -> String {
     let [low, high] = estimate.interval.map(|limit| limit.unwrap_or(estimate.ratio));
     let x = scale(estimate.block_ratios.iter().copied().chain([low, high]));
     let height = (estimate.block_ratios.len() as f64 + 2.0) * ROW_HEIGHT;
@@ -170,10 +170,10 @@ fn difference_picture(estimate: &EstimateReport) -> String {
 }
 
 fn interval_picture(metric: &MetricReport) -> String {
-    let rows: Vec<(String, &EstimateReport)> = std::iter::once(("A against B".to_owned(), &metric.comparison))
+    let rows: Vec<(String, &EffectEstimateReport)> = std::iter::once(("A against B".to_owned(), &metric.comparison))
         .chain(metric.same_arm.iter().chain(&metric.injected).map(|c| (describe_control(c), &c.estimate)))
         .collect();
-    let limits = |estimate: &EstimateReport| {
+    let limits = |estimate: &EffectEstimateReport| {
         let [low, high] = estimate.interval.map(|limit| limit.unwrap_or(estimate.ratio));
         let smallest = estimate.smallest_detectable_percent.unwrap_or(0.0) / 100.0;
         // An effect of this size in either direction has the same logarithm.

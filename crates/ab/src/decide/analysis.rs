@@ -8,7 +8,7 @@
 use super::design::{Arm, BlockKind};
 use super::statistics::components::BlockComponents;
 use super::statistics::correction::{Correction, correct_p_values};
-use super::statistics::interval::{Bootstrap, Interval, IntervalMethod};
+use super::statistics::interval::{Bootstrap, ConfidenceInterval, IntervalMethod};
 use super::statistics::power::{PowerGoal, smallest_detectable_effect};
 use super::statistics::sign_flip::{sign_flip_test, smallest_p_value};
 use super::statistics::{is_within_margin, log_ratio, mean, standard_deviation};
@@ -153,12 +153,12 @@ pub struct EffectEstimate {
     /// The geometric mean of the ratios.
     pub ratio: f64,
     /// The interval of the ratio with confidence `1 - alpha`.
-    pub interval: Interval,
+    pub interval: ConfidenceInterval,
     /// The expanded BCa interval of the ratio with confidence `1 - alpha`. It is reported and decides nothing: for values
     /// with heavy tails it is too narrow.
-    pub bca_interval: Interval,
+    pub bca_interval: ConfidenceInterval,
     /// The interval of the ratio with confidence `1 - 2 * alpha`, for the equivalence.
-    pub equivalence_interval: Interval,
+    pub equivalence_interval: ConfidenceInterval,
     /// The two-sided p-value of the sign-flip test.
     pub p_value: f64,
     /// Whether the test counted all sign patterns.
@@ -175,7 +175,7 @@ pub struct EffectEstimate {
 
 /// What a campaign says about a metric.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Verdict {
+pub enum EffectVerdict {
     /// B is better.
     Faster,
     /// B is worse.
@@ -221,7 +221,7 @@ pub struct MetricAnalysis {
     /// The metric.
     pub metric: Metric,
     /// The verdict.
-    pub verdict: Verdict,
+    pub verdict: EffectVerdict,
     /// The estimate over the comparison blocks that count.
     pub comparison: EffectEstimate,
     /// The p-value of the comparison after the correction for several metrics.
@@ -322,7 +322,7 @@ pub fn analyze(blocks: &[BlockSamples], options: &AnalysisOptions) -> Result<Ana
     for (metric, p_value) in metrics.iter_mut().zip(correct_p_values(&p_values, options.correction)) {
         metric.corrected_p_value = p_value;
         metric.verdict = match counter {
-            Some(CounterResult { has_moved: false, .. }) => Verdict::NotApplied,
+            Some(CounterResult { has_moved: false, .. }) => EffectVerdict::NotApplied,
             _ => verdict(&metric.comparison, metric.metric.direction, p_value, options.alpha),
         };
     }
@@ -330,12 +330,12 @@ pub fn analyze(blocks: &[BlockSamples], options: &AnalysisOptions) -> Result<Ana
     Ok(Analysis { metrics, counter, noisy_blocks })
 }
 
-fn verdict(estimate: &EffectEstimate, direction: Direction, p_value: f64, alpha: f64) -> Verdict {
+fn verdict(estimate: &EffectEstimate, direction: Direction, p_value: f64, alpha: f64) -> EffectVerdict {
     match difference(estimate, p_value, alpha) {
-        Some(change) if change == direction => Verdict::Slower,
-        Some(_) => Verdict::Faster,
-        None if estimate.is_within_margin => Verdict::Equivalent,
-        None => Verdict::Inconclusive { smallest_detectable_effect: estimate.smallest_detectable_effect },
+        Some(change) if change == direction => EffectVerdict::Slower,
+        Some(_) => EffectVerdict::Faster,
+        None if estimate.is_within_margin => EffectVerdict::Equivalent,
+        None => EffectVerdict::Inconclusive { smallest_detectable_effect: estimate.smallest_detectable_effect },
     }
 }
 
@@ -413,7 +413,7 @@ fn analyze_metric(
     Ok(MetricAnalysis {
         metric: metric.clone(),
         // Both are set after the correction for all metrics.
-        verdict: Verdict::NotApplied,
+        verdict: EffectVerdict::NotApplied,
         corrected_p_value: comparison.p_value,
         other_noisy_choice: (has_noise && other.len() >= 2).then(|| estimate(&other, comparison_goal)),
         comparison,
@@ -474,7 +474,11 @@ pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions, goal: Po
     } else {
         smallest_detectable_effect(deviation, log_ratios.len(), goal).exp_m1()
     };
-    let as_ratio = |interval: Interval| Interval { low: interval.low.exp(), high: interval.high.exp(), ..interval };
+    let as_ratio = |interval: ConfidenceInterval| ConfidenceInterval {
+        low: interval.low.exp(),
+        high: interval.high.exp(),
+        ..interval
+    };
     EffectEstimate {
         blocks: log_ratios.len(),
         ratio: mean(&log_ratios).exp(),
