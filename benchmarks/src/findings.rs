@@ -157,7 +157,7 @@ impl PairedRatio {
         let log_ratios: Vec<f64> = ratios.into_iter().map(f64::ln).collect();
         let rounds = log_ratios.len();
         let options = AnalysisOptions::new(Vec::new(), 0);
-        let estimate = (rounds > 0).then(|| estimate_effect(log_ratios, &options))?;
+        let estimate = (rounds > 0).then(|| estimate_effect(log_ratios, &options, options.control_goal()))?;
         let interval = (rounds > 1).then_some((estimate.interval.low, estimate.interval.high));
         Some(Self { ratio: estimate.ratio, interval })
     }

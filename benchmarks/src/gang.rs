@@ -75,14 +75,50 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             SCENES.iter().filter(|scene| scene.cpus == cpus).map(|s| script(s, rounds, window_ms)).collect();
         output += &run_gang_scenes(&pagefold, cpus, &scenes, TIMEOUT).map_err(|why| anyhow!(why))?;
     }
+    Ok(evaluate(SceneFigures { output: &output, rounds }))
+}
+
+/// What the machine printed of all scenes, and how many rounds each had.
+#[derive(Clone, Copy)]
+struct SceneFigures<'a> {
+    output: &'a str,
+    rounds: usize,
+}
+
+impl SceneFigures<'_> {
+    fn samples(self, load: &str, policy: &str) -> Vec<LoadFigures> {
+        (0..self.rounds).map(|round| load_figures(self.output, &format!("{load}-{policy}-{round}"))).collect()
+    }
+
+    fn median(self, load: &str, policy: &str) -> LoadFigures {
+        median_figures(&self.samples(load, policy))
+    }
+
+    /// The rate of a load under a policy relative to that of another one.
+    fn ratio(self, [load, policy]: [&str; 2], [base, base_policy]: [&str; 2]) -> f64 {
+        self.median(load, policy).rate / self.median(base, base_policy).rate
+    }
+}
+
+fn evaluate(figures: SceneFigures<'_>) -> Findings {
     let mut findings = Findings::new("load,scheduler,round,operations_per_second,fairness,corun");
+    tabulate_rates(figures, &mut findings);
+    findings.checks.extend(check_over_commit(figures));
+    findings.checks.extend(check_rates(figures));
+    findings.checks.push(check_wider_of_two(figures));
+    findings.checks.extend(check_hand_over(figures));
+    findings
+}
+
+/// Adds the table of all loads, and every sample.
+fn tabulate_rates(figures: SceneFigures<'_>, findings: &mut Findings) {
     let mut table = MarkdownTable::new(
         "Median of the rounds",
         &["load (VMs x vCPUs)", "scheduler", "operations/s", "range", "fairness", "co-run"],
     );
     for scene in &SCENES {
         for policy in std::iter::once(&KERNEL).chain(scene.policies) {
-            let samples = samples(&output, scene.load, policy, rounds);
+            let samples = figures.samples(scene.load, policy);
             for (round, sample) in samples.iter().enumerate() {
                 let LoadFigures { rate, fairness, corun, .. } = sample;
                 findings.samples.push(format!("{},{policy},{round},{rate:.0},{fairness:.4},{corun:.4}", scene.load));
@@ -100,61 +136,75 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             ]);
         }
     }
-    let median = |load: &str, policy: &str| median_figures(&samples(&output, load, policy, rounds));
-    for (load, alone) in
-        [("kvm-2x4", "kvm-1x4"), ("threads-4x4", "threads-1x4"), ("threads-2x8-on-8", "threads-1x8-on-8")]
-    {
-        let (gang, ideal) = (median(load, "gang"), median(alone, KERNEL));
-        let ratio = gang.rate / ideal.rate;
-        findings.checks.push(ThresholdCheck {
+    findings.tables.push(table);
+}
+
+/// Several gangs against one of them alone.
+fn check_over_commit(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck> {
+    let loads = [("kvm-2x4", "kvm-1x4"), ("threads-4x4", "threads-1x4"), ("threads-2x8-on-8", "threads-1x8-on-8")];
+    loads.into_iter().map(move |(load, alone)| {
+        let gang = figures.median(load, "gang");
+        let ratio = figures.ratio([load, "gang"], [alone, KERNEL]);
+        ThresholdCheck {
             claim: format!(
                 "{load}: at least {MIN_RATE} of one VM alone, fairness at least {MIN_FAIRNESS}, co-run at least {MIN_CORUN}"
             ),
             measured: format!("{ratio:.3}, {:.3}, {:.3}", gang.fairness, gang.corun),
             met: ratio >= MIN_RATE && gang.fairness >= MIN_FAIRNESS && gang.corun >= MIN_CORUN,
-        });
-    }
-    for (claim, rate, base, target) in [
+        }
+    })
+}
+
+/// The rates that gangs must not lose.
+fn check_rates(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck> {
+    let claims = [
         (
             "one busy ordinary task for each CPU, against none",
-            median("kvm-2x4-tasks", "gang"),
-            median("kvm-2x4", "gang"),
+            ["kvm-2x4-tasks", "gang"],
+            ["kvm-2x4", "gang"],
             MIN_RATE_WITH_TASKS,
         ),
-        ("no over-commit, KVM", median("kvm-1x4", "gang"), median("kvm-1x4", KERNEL), MIN_RATE_ALONE),
-        ("no over-commit, stand-ins", median("threads-1x4", "gang"), median("threads-1x4", KERNEL), MIN_RATE_ALONE),
-        ("two wider than the machine, KVM with PLE", median("kvm-2x8-ple", "gang"), median("kvm-2x8-ple", KERNEL), 1.0),
-    ] {
-        let ratio = rate.rate / base.rate;
-        findings.checks.push(ThresholdCheck {
+        ("no over-commit, KVM", ["kvm-1x4", "gang"], ["kvm-1x4", KERNEL], MIN_RATE_ALONE),
+        ("no over-commit, stand-ins", ["threads-1x4", "gang"], ["threads-1x4", KERNEL], MIN_RATE_ALONE),
+        ("two wider than the machine, KVM with PLE", ["kvm-2x8-ple", "gang"], ["kvm-2x8-ple", KERNEL], 1.0),
+    ];
+    claims.into_iter().map(move |(claim, rate, base, target)| {
+        let ratio = figures.ratio(rate, base);
+        ThresholdCheck {
             claim: format!("{claim}: at least {target} of the rate"),
             measured: format!("{ratio:.3}"),
             met: ratio >= target,
-        });
-    }
-    let wide_rate = |policy: &str| {
-        let mut rates: Vec<f64> =
-            (0..rounds).map(|round| machine_rates(&output, &format!("kvm-8+4-ple-{policy}-{round}"))[0]).collect();
+        }
+    })
+}
+
+/// The wider of two VMs, which needs more slots than the narrower one.
+fn check_wider_of_two(figures: SceneFigures<'_>) -> ThresholdCheck {
+    let rate = |policy: &str| {
+        let rate = |round| machine_rates(figures.output, &format!("kvm-8+4-ple-{policy}-{round}"))[0];
+        let mut rates: Vec<f64> = (0..figures.rounds).map(rate).collect();
         rates.sort_by(f64::total_cmp);
-        rates[rounds / 2]
+        rates[figures.rounds / 2]
     };
-    let ratio = wide_rate("gang") / wide_rate(KERNEL);
-    findings.checks.push(ThresholdCheck {
+    let ratio = rate("gang") / rate(KERNEL);
+    ThresholdCheck {
         claim: "the wider of two, KVM with PLE: at least 1 of the rate".to_owned(),
         measured: format!("{ratio:.3}"),
         met: ratio >= 1.0,
-    });
-    for scene in SCENES.iter().filter(|scene| scene.is_handed_over) {
-        // The same scheduler has the VM then: the rates differ by chance, and the ratio is not a target.
-        let line = format!("SAID {}-gang handed over to the kernel's scheduler", scene.load);
-        findings.checks.push(ThresholdCheck {
-            claim: format!("{}: wider than the machine and alone: handed over to the kernel's scheduler", scene.load),
-            measured: format!("{:.3} of its rate", median(scene.load, "gang").rate / median(scene.load, KERNEL).rate),
-            met: output.contains(&line),
-        });
     }
-    findings.tables.push(table);
-    Ok(findings)
+}
+
+/// The kernel's scheduler gets each VM that is wider than the machine and alone.
+fn check_hand_over(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck> {
+    SCENES.iter().filter(|scene| scene.is_handed_over).map(move |Scene { load, .. }| {
+        // The same scheduler has the VM then: the rates differ by chance, and the ratio is not a target.
+        let line = format!("SAID {load}-gang handed over to the kernel's scheduler");
+        ThresholdCheck {
+            claim: format!("{load}: wider than the machine and alone: handed over to the kernel's scheduler"),
+            measured: format!("{:.3} of its rate", figures.ratio([load, "gang"], [load, KERNEL])),
+            met: figures.output.contains(&line),
+        }
+    })
 }
 
 /// The script of a scene: after a warm-up, each scheduler measures all rounds.
@@ -172,13 +222,59 @@ fn script(scene: &Scene, rounds: usize, window_ms: u32) -> String {
     script + "end_load\n"
 }
 
-fn samples(output: &str, load: &str, policy: &str, rounds: usize) -> Vec<LoadFigures> {
-    (0..rounds).map(|round| load_figures(output, &format!("{load}-{policy}-{round}"))).collect()
-}
-
 /// The sample with the median rate.
 fn median_figures(samples: &[LoadFigures]) -> LoadFigures {
     let mut samples = samples.to_vec();
     samples.sort_by(|a, b| a.rate.total_cmp(&b.rate));
     samples[samples.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Output in which the rate of each load under each scheduler is 1000, but for these ones, and all VMs that must be
+    /// handed over are, but for this one.
+    fn evaluate_output(rates: &[(&str, &str, f64)], kept: &str) -> Vec<bool> {
+        let mut output = String::new();
+        for Scene { load, policies, is_handed_over, .. } in &SCENES {
+            for policy in std::iter::once(&KERNEL).chain(*policies) {
+                let rate =
+                    rates.iter().find(|(of, by, _)| of == load && by == policy).map_or(1000.0, |(.., rate)| *rate);
+                for (round, spread) in [0.9, 1.0, 1.1].into_iter().enumerate() {
+                    let rate = rate * spread;
+                    output += &format!(
+                        "RESULT {load}-{policy}-{round} rate={rate} jain=0.99 corun=0.96 idle=0 rates={rate},{rate}\n"
+                    );
+                }
+            }
+            if *is_handed_over && *load != kept {
+                output += &format!("SAID {load}-gang handed over to the kernel's scheduler\n");
+            }
+        }
+        let findings = evaluate(SceneFigures { output: &output, rounds: 3 });
+        let schedulers: usize = SCENES.iter().map(|scene| 1 + scene.policies.len()).sum();
+        assert_eq!((findings.tables[0].rows.len(), findings.samples.len()), (schedulers, 1 + 3 * schedulers));
+        assert_eq!(findings.tables[0].rows[0][2..4], ["1000", "900 to 1100"]);
+        findings.checks.iter().map(|check| check.met).collect()
+    }
+
+    #[test]
+    fn each_target_is_met_and_missed_alone() {
+        assert_eq!(evaluate_output(&[], ""), [true; 10]);
+        for (load, policy, rate, missed) in [
+            ("threads-4x4", "gang", 920.0, 1),
+            ("threads-1x8-on-8", KERNEL, 1080.0, 2),
+            ("kvm-2x4-tasks", "gang", 790.0, 3),
+            ("kvm-1x4", "gang", 970.0, 4),
+            ("threads-1x4", "gang", 970.0, 5),
+            ("kvm-2x8-ple", "gang", 999.0, 6),
+            ("kvm-8+4-ple", "gang", 999.0, 7),
+        ] {
+            let met = evaluate_output(&[(load, policy, rate)], "");
+            let expected: Vec<bool> = (0..10).map(|position| position != missed).collect();
+            assert_eq!(met, expected, "{load} {policy}");
+        }
+        assert_eq!(evaluate_output(&[], "threads-1x8")[8..], [true, false]);
+    }
 }

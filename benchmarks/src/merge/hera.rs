@@ -28,7 +28,7 @@ use plotters::prelude::*;
 use rustix::process::{Pid, Signal};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const BYTES_PER_MIB: f64 = (1 << 20) as f64;
@@ -119,6 +119,11 @@ impl HeraMode {
             Self::GuidedMerge => "ksm guided".to_owned(),
             Self::UserEngine => "engine".to_owned(),
         }
+    }
+
+    /// How many pages ksmd scans at once, if it scans all memory.
+    fn pages_to_scan(self) -> Option<u64> {
+        if let Self::WholeProcessKsm(pages) = self { Some(u64::from(pages)) } else { None }
     }
 
     fn uses_ksmd(self) -> bool {
@@ -236,31 +241,12 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     // On a tmpfs, as domains require, and used by this run only.
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
     let state = tempfile::tempdir().context("a folder for pagefold's state")?;
-    let pages_to_scan = if let HeraMode::WholeProcessKsm(pages) = mode { Some(u64::from(pages)) } else { None };
+    let pages_to_scan = mode.pages_to_scan();
     ksm.write_setting("pages_to_scan", pages_to_scan.unwrap_or(DEFAULT_PAGES_TO_SCAN));
     ksm.write_setting("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
     ksm.write_setting("run", u8::from(pages_to_scan.is_some()));
     let settings = writable_ksm_settings();
-
-    let mut command = match mode {
-        HeraMode::GuidedMerge => {
-            let guided = conditions.pagefold.run_guided_command(state.path(), conditions.cpu_percent);
-            let mut command = command_through_hold(guided.get_program(), false)?;
-            command.args(guided.get_args()).arg(&conditions.program);
-            command
-        }
-        _ => command_through_hold(&conditions.program, pages_to_scan.is_some())?,
-    };
-    let quick = if conditions.quick { QUICK_ARGUMENTS } else { "" };
-    // After its first sample the code takes none, because samples cost time.
-    let memory = match mode {
-        HeraMode::BlockIndirection => "blocks",
-        HeraMode::UserEngine => "engine",
-        HeraMode::Plain | HeraMode::WholeProcessKsm(_) | HeraMode::GuidedMerge => "plain",
-    };
-    command.args(case.arguments.split(' ')).args(quick.split_ascii_whitespace());
-    command.args(["--sample", "1000000", "--memory", memory, "--max-slowdown", &conditions.max_slowdown.to_string()]);
-    command.args(["--min-runtime", &conditions.min_runtime_seconds().to_string()]);
+    let command = build_command(case, mode, conditions, state.path())?;
     let (output, complaints) = (folder.path().join("output"), folder.path().join("complaints"));
     let before = KsmCounters::read(ksmd)?;
     let start = Instant::now();
@@ -308,6 +294,30 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
         engine_seconds: engine.fold(0.0, f64::max),
         result: result.to_owned(),
     })
+}
+
+/// The command of a run. The OOM killer takes its program first.
+fn build_command(case: HeraCase, mode: HeraMode, conditions: &HeraConditions, state: &Path) -> Result<Command> {
+    let mut command = match mode {
+        HeraMode::GuidedMerge => {
+            let guided = conditions.pagefold.run_guided_command(state, conditions.cpu_percent);
+            let mut command = command_through_hold(guided.get_program(), false)?;
+            command.args(guided.get_args()).arg(&conditions.program);
+            command
+        }
+        _ => command_through_hold(&conditions.program, mode.pages_to_scan().is_some())?,
+    };
+    let quick = if conditions.quick { QUICK_ARGUMENTS } else { "" };
+    // After its first sample the code takes none, because samples cost time.
+    let memory = match mode {
+        HeraMode::BlockIndirection => "blocks",
+        HeraMode::UserEngine => "engine",
+        HeraMode::Plain | HeraMode::WholeProcessKsm(_) | HeraMode::GuidedMerge => "plain",
+    };
+    command.args(case.arguments.split(' ')).args(quick.split_ascii_whitespace());
+    command.args(["--sample", "1000000", "--memory", memory, "--max-slowdown", &conditions.max_slowdown.to_string()]);
+    command.args(["--min-runtime", &conditions.min_runtime_seconds().to_string()]);
+    Ok(command)
 }
 
 /// Sample a run until it has ended, and check that it succeeded. `read` adds the seconds since the start, ksmd's

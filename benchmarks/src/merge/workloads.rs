@@ -207,22 +207,7 @@ impl MergeWorkload {
                 (vec![program], pids, None, mergeable)
             }
             WorkloadSetup::Databases { processes, rows } => {
-                let database = create_database(rows)?;
-                let mut programs = Vec::new();
-                for _ in 0..processes {
-                    let mut command = command_through_hold("sqlite3", enrolled)?;
-                    command.args(["-batch", "-bail"]).stderr(Stdio::inherit());
-                    let mut program = RunningProgram::start(command)?;
-                    program.send_line(&format!(".open --deserialize \"{}\"", database.display()))?;
-                    program.send_line(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
-                    program
-                        .send_line(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
-                    program.send_line(".print READY")?;
-                    programs.push(program);
-                }
-                for program in &mut programs {
-                    program.wait_until_ready()?;
-                }
+                let programs = start_databases(processes, rows, enrolled)?;
                 let pids = programs.iter().map(RunningProgram::pid).collect::<Vec<_>>();
                 let mergeable = mergeable_pages::count_mergeable(&pids)?;
                 (programs, pids, Some(DATABASE_CHECK_SQL), mergeable)
@@ -244,6 +229,26 @@ const DATABASE_CHECK_SQL: &str = "SELECT (SELECT group_concat(integrity_check) F
 /// A file of `labs/`.
 pub fn lab_file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("labs").join(name)
+}
+
+/// Starts SQLite shells with the common database in memory and a table of their own, and waits until they have both.
+fn start_databases(processes: u32, rows: u64, enrolled: bool) -> Result<Vec<RunningProgram>> {
+    let database = create_database(rows)?;
+    let mut programs = Vec::new();
+    for _ in 0..processes {
+        let mut command = command_through_hold("sqlite3", enrolled)?;
+        command.args(["-batch", "-bail"]).stderr(Stdio::inherit());
+        let mut program = RunningProgram::start(command)?;
+        program.send_line(&format!(".open --deserialize \"{}\"", database.display()))?;
+        program.send_line(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
+        program.send_line(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
+        program.send_line(".print READY")?;
+        programs.push(program);
+    }
+    for program in &mut programs {
+        program.wait_until_ready()?;
+    }
+    Ok(programs)
 }
 
 /// The common database, created once.

@@ -174,6 +174,19 @@ pub fn resolve_modules(host: &dyn Host, experiment: &Experiment) -> Result<Modul
     Ok(resolved)
 }
 
+/// What happened to the changes of a host, by this run and by earlier ones.
+#[derive(Debug, Default)]
+pub struct SettingsOutcome {
+    /// Changes of an earlier run that were undone first.
+    pub recovered: Vec<Action>,
+    /// Changes of an earlier run that could not be undone.
+    pub failed_recoveries: Vec<FailedUndo>,
+    /// Changes of this run that could not be undone.
+    pub failed_undos: Vec<FailedUndo>,
+    /// The arm whose command `after` failed at the end, with the reason. A resumption runs the command again.
+    pub failed_after: Option<(char, ArmError)>,
+}
+
 /// Switches a host between the arms of a campaign, and restores it when dropped.
 pub struct ArmSwitch<'a> {
     sessions: BTreeMap<ResourceClass, Session<'a>>,
@@ -183,8 +196,8 @@ pub struct ArmSwitch<'a> {
 }
 
 impl<'a> ArmSwitch<'a> {
-    /// Takes the locks of the settings that the arms change. Also returns what an earlier, killed run had left and what
-    /// was undone.
+    /// Takes the locks of the settings that the arms change. Changes that an earlier run had left are undone first and noted
+    /// in `outcome`, also if a later step fails.
     ///
     /// # Errors
     /// If a lock or a journal cannot be used.
@@ -192,20 +205,21 @@ impl<'a> ArmSwitch<'a> {
         host: &'a dyn Host,
         state_directory: &Path,
         campaign: &'a CampaignStart,
-    ) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), ArmError> {
+        outcome: &mut SettingsOutcome,
+    ) -> Result<Self, ArmError> {
         let mut classes: BTreeSet<ResourceClass> =
             campaign.settings.keys().filter_map(|path| Knob::from_path(path)).map(|knob| knob.class()).collect();
         if !campaign.modules.is_empty() {
             classes.insert(ResourceClass::Settings);
         }
-        let (mut undone, mut failed, mut sessions) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let mut sessions = BTreeMap::new();
         for class in classes {
-            let (session, undone_here, failed_here) = Session::begin(host, state_directory, class)?;
-            undone.extend(undone_here);
-            failed.extend(failed_here);
+            let (session, undone, failed) = Session::begin(host, state_directory, class)?;
+            outcome.recovered.extend(undone);
+            outcome.failed_recoveries.extend(failed);
             sessions.insert(class, session);
         }
-        Ok((Self { sessions, host, campaign, current: None }, undone, failed))
+        Ok(Self { sessions, host, campaign, current: None })
     }
 
     /// The arm whose settings are in force.
@@ -310,16 +324,27 @@ impl<'a> ArmSwitch<'a> {
         Ok(())
     }
 
-    /// Restores what was found.
+    /// Restores what was found, for all classes of resources even if one fails. Returns what could not be undone.
     ///
     /// # Errors
-    /// If a journal cannot be written.
-    pub fn restore(mut self) -> Result<Vec<FailedUndo>, ArmError> {
-        let mut failed = Vec::new();
+    /// If a journal cannot be written; the first of such errors.
+    pub fn restore(mut self) -> (Vec<FailedUndo>, Result<(), ArmError>) {
+        let (mut failed_undos, mut result) = (Vec::new(), Ok(()));
         for session in self.sessions.values_mut().rev() {
-            failed.extend(session.undo_all()?);
+            let error = match session.undo_all() {
+                Ok(failed) => {
+                    failed_undos.extend(failed);
+                    continue;
+                }
+                Err(Error::UndoFailed { failed_undos: failed, source }) => {
+                    failed_undos.extend(failed);
+                    *source
+                }
+                Err(error) => error,
+            };
+            result = result.and(Err(error.into()));
         }
-        Ok(failed)
+        (failed_undos, result)
     }
 }
 
@@ -341,6 +366,7 @@ pub fn run_shell(command: &str) -> Result<(), ArmError> {
 mod tests {
     use super::*;
     use pagefold_host::fake_host::FakeHost;
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
     const SWAPPINESS: &str = "proc/sys/vm/swappiness";
 
@@ -370,13 +396,41 @@ mod tests {
         let campaign = campaign(&host, experiment(&[("vm.swappiness", "10")]));
         assert_eq!(campaign.settings[SWAPPINESS], ["60", "10"]);
         let value = || String::from_utf8(host.read(SWAPPINESS).unwrap()).unwrap();
-        let (mut switch, ..) = ArmSwitch::begin(&host, directory.path(), &campaign).unwrap();
+        let mut outcome = SettingsOutcome::default();
+        let mut switch = ArmSwitch::begin(&host, directory.path(), &campaign, &mut outcome).unwrap();
         for (arm, expected) in [(Arm::B, "10"), (Arm::A, "60"), (Arm::B, "10")] {
             switch.enter(arm).unwrap();
             assert_eq!(value(), expected);
         }
-        assert!(switch.restore().unwrap().is_empty());
+        let (failed_undos, restored) = switch.restore();
+        restored.unwrap();
+        assert_eq!(failed_undos, []);
         assert_eq!(value(), "60");
+    }
+
+    /// The journal of the class that is restored first cannot be written, and a setting of it cannot be restored.
+    #[test]
+    fn all_classes_are_restored_even_if_one_fails() {
+        let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+        fake.put_file(SWAPPINESS, "60");
+        let before = fake.setting_value("pages_to_scan");
+        let writes = std::sync::atomic::AtomicUsize::new(0);
+        let host = FaultyHost::new(&fake, |path: &str| {
+            let is_undo = path == "#write swappiness" && writes.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 1;
+            is_undo.then_some(InjectedFault::Absent(Absent::Denied))
+        });
+        let campaign = campaign(&host, experiment(&[("vm.swappiness", "10"), ("ksm.pages_to_scan", "777")]));
+        let mut outcome = SettingsOutcome::default();
+        let mut switch = ArmSwitch::begin(&host, directory.path(), &campaign, &mut outcome).unwrap();
+        switch.enter(Arm::B).unwrap();
+        assert_eq!(fake.setting_value("pages_to_scan"), "777");
+        let blocking_directory = directory.path().join(format!("{}.new", ResourceClass::Settings.journal_file()));
+        std::fs::create_dir(&blocking_directory).unwrap();
+        let (failed_undos, restored) = switch.restore();
+        assert!(matches!(restored, Err(ArmError::Transaction(Error::Journal(_)))), "{restored:?}");
+        let failed: Vec<String> = failed_undos.iter().map(ToString::to_string).collect();
+        assert!(failed.len() == 1 && failed[0].starts_with("/proc/sys/vm/swappiness was 60: "), "{failed:?}");
+        assert_eq!(fake.setting_value("pages_to_scan"), before);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Carries out a campaign: block by block, with its record.
 
-use crate::arms::{self, ArmError, ArmSwitch};
-use crate::decide::analysis::{AnalysisError, Verdict, analyze};
+use crate::arms::{self, ArmError, ArmSwitch, SettingsOutcome};
+use crate::decide::analysis::{AnalysisError, EffectVerdict, analyze};
 use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
@@ -16,13 +16,12 @@ use crate::samples::collect_samples;
 use crate::workload::{RunError, SampledMetric, Side, SideResult, observe, read_once, run_sides};
 use pagefold_base::Pid;
 use pagefold_host::Host;
-use pagefold_host::action::Action;
-use pagefold_host::transaction::session::{FailedUndo, read_boot_id};
+use pagefold_host::transaction::session::read_boot_id;
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 use thiserror::Error;
 
 /// How long the host is observed before the first block.
@@ -84,13 +83,13 @@ pub struct CampaignProgress {
     pub blocks: usize,
 }
 
-/// What happened to the host's settings.
-#[derive(Debug, Default)]
-pub struct SettingsOutcome {
-    /// Changes of an earlier, killed run that were undone first.
-    pub recovered: Vec<Action>,
-    /// Changes that could not be undone.
-    pub failed_undos: Vec<FailedUndo>,
+/// How a campaign ended.
+#[derive(Debug)]
+pub struct CampaignOutcome {
+    /// The first failure, or the stop. The record keeps all completed blocks.
+    pub result: Result<(), CampaignError>,
+    /// What happened to the host's settings.
+    pub settings: SettingsOutcome,
 }
 
 /// The first line of a new campaign's record.
@@ -112,10 +111,7 @@ pub fn define(host: &dyn Host, mut experiment: Experiment) -> Result<CampaignSta
     })
 }
 
-/// Carries out the rest of a campaign, and restores the settings.
-///
-/// # Errors
-/// The first failure; the record keeps all completed blocks, and the settings are restored.
+/// Carries out the rest of a campaign. The settings are restored whether it succeeds or not.
 pub fn run(
     host: &dyn Host,
     state_directory: &Path,
@@ -123,41 +119,38 @@ pub fn run(
     loaded: &LoadedRecord,
     stop: &AtomicBool,
     note_progress: &mut dyn FnMut(CampaignProgress),
-) -> Result<SettingsOutcome, CampaignError> {
+) -> CampaignOutcome {
+    let mut settings = SettingsOutcome::default();
+    let (boot, switch) = match begin(host, state_directory, loaded, &mut settings) {
+        Ok(begun) => begun,
+        Err(error) => return CampaignOutcome { result: Err(error), settings },
+    };
+    let baseline = BlockEnvironment::default();
+    let mut campaign = Campaign { host, record, start: &loaded.start, boot, baseline, stop, switch };
+    let result = campaign.run_session(loaded, note_progress);
+    // The arm is left even if a run failed.
+    let left = match campaign.leave() {
+        Err(CampaignError::Arm { arm, source }) => {
+            settings.failed_after = Some((arm, source));
+            Ok(())
+        }
+        left => left,
+    };
+    let (failed_undos, restored) = campaign.switch.restore();
+    settings.failed_undos = failed_undos;
+    CampaignOutcome { result: result.and(left).and(restored.map_err(CampaignError::Settings)), settings }
+}
+
+/// Ends what an earlier run had left, before anything is measured. Returns the boot and the switch between the arms.
+fn begin<'a>(
+    host: &'a dyn Host,
+    state_directory: &Path,
+    loaded: &'a LoadedRecord,
+    settings: &mut SettingsOutcome,
+) -> Result<(String, ArmSwitch<'a>), CampaignError> {
     let boot = read_boot_id(host).map_err(CampaignError::Boot)?;
     end_leftover(host, &loaded.leftover, &boot);
-    let start = &loaded.start;
-    // The settings of a killed run are undone before anything is measured.
-    let (switch, recovered, failed_undos) = ArmSwitch::begin(host, state_directory, start)?;
-    let left = match loaded.entered_arm {
-        Some('A') => start.experiment.a.after.as_deref(),
-        Some(_) => start.experiment.b.after.as_deref(),
-        None => None,
-    };
-    left.map_or(Ok(()), arms::run_shell)?;
-    let baseline =
-        loaded.sessions.last().filter(|session| session.boot == boot).map(|session| session.baseline.clone());
-    let baseline = baseline.unwrap_or_else(|| {
-        let before = EnvironmentCounters::read(host);
-        host.sleep(BASELINE_DURATION);
-        before.readings_since(host, 0.0)
-    });
-    let program = start.experiment.program();
-    record.append(&RecordLine::Session(Box::new(SessionStart {
-        boot: boot.clone(),
-        unix_seconds: unix_seconds(host),
-        host: HostDescription::read(host, program.as_deref()),
-        baseline: baseline.clone(),
-    })))?;
-    let mut campaign = Campaign { host, record, start, boot, baseline, stop, switch };
-    let result = campaign.run_blocks(loaded, note_progress);
-    // The arm is left even if a run failed.
-    let left = campaign.leave();
-    let Campaign { switch, .. } = campaign;
-    let mut failed_undos = failed_undos;
-    failed_undos.extend(switch.restore()?);
-    result.and(left)?;
-    Ok(SettingsOutcome { recovered, failed_undos })
+    Ok((boot, ArmSwitch::begin(host, state_directory, &loaded.start, settings)?))
 }
 
 fn unix_seconds(host: &dyn Host) -> f64 {
@@ -186,6 +179,37 @@ struct Campaign<'a, 'r> {
 }
 
 impl Campaign<'_, '_> {
+    /// Runs the blocks that are missing, after the start of this session was recorded.
+    fn run_session(
+        &mut self,
+        loaded: &LoadedRecord,
+        note_progress: &mut dyn FnMut(CampaignProgress),
+    ) -> Result<(), CampaignError> {
+        let (host, experiment) = (self.host, &self.start.experiment);
+        let after = match loaded.entered_arm {
+            Some('A') => experiment.a.after.as_deref(),
+            Some(_) => experiment.b.after.as_deref(),
+            None => None,
+        };
+        after.map_or(Ok(()), arms::run_shell)?;
+        if loaded.entered_arm.is_some() {
+            self.record.append(&RecordLine::ArmLeft)?;
+        }
+        let last = loaded.sessions.last().filter(|session| session.boot == self.boot);
+        self.baseline = last.map(|session| session.baseline.clone()).unwrap_or_else(|| {
+            let before = EnvironmentCounters::read(host);
+            host.sleep(BASELINE_DURATION);
+            before.readings_since(host, 0.0)
+        });
+        self.record.append(&RecordLine::Session(Box::new(SessionStart {
+            boot: self.boot.clone(),
+            unix_seconds: unix_seconds(host),
+            host: HostDescription::read(host, experiment.program().as_deref()),
+            baseline: self.baseline.clone(),
+        })))?;
+        self.run_blocks(loaded, note_progress)
+    }
+
     fn run_blocks(
         &mut self,
         loaded: &LoadedRecord,
@@ -273,6 +297,7 @@ impl Campaign<'_, '_> {
         let before = read_counter()?;
         let (results, readings) = self.run_or_observe(&sides, &sampled).map_err(failed)?;
         let counter_change = before.zip(read_counter()?).map(|(before, after)| after - before);
+        let (now_unix, now) = (unix_seconds(host), Instant::now());
         let mut records = Vec::new();
         for (number, (run, result)) in group.iter().zip(&results).enumerate() {
             let failed = |source: RunError| CampaignError::Run { block, position: position + number, source };
@@ -285,9 +310,10 @@ impl Campaign<'_, '_> {
                 applied: arm_letter(run.applied),
                 slowdown_percent: run.slowdown_percent,
                 warm_up: run.is_warm_up,
-                unix_seconds: unix_seconds(self.host),
+                // The side of a pair that ends first has ended before now.
+                unix_seconds: now_unix - now.saturating_duration_since(result.ended).as_secs_f64(),
                 stopped_seconds: result.stopped.as_secs_f64(),
-                wall_seconds: result.wall.as_secs_f64(),
+                wall_seconds: result.wall().as_secs_f64(),
                 samples,
                 counter_change,
             });
@@ -324,9 +350,10 @@ impl Campaign<'_, '_> {
         let experiment = &self.start.experiment;
         if experiment.workload.is_empty() {
             let duration = Duration::from_secs_f64(experiment.observe_seconds.unwrap_or_default());
+            let began = Instant::now();
             let readings = observe(self.host, duration, self.stop, sampled)?;
-            let nothing =
-                SideResult { wall: duration, cpu: Duration::ZERO, stopped: Duration::ZERO, output: String::new() };
+            let (ended, zero) = (Instant::now(), Duration::ZERO);
+            let nothing = SideResult { began, ended, cpu: zero, stopped: zero, output: String::new() };
             return Ok((vec![nothing], readings));
         }
         let (host, boot, record) = (self.host, &self.boot, &mut *self.record);
@@ -354,7 +381,7 @@ impl Campaign<'_, '_> {
         let read = |(index, metric): (usize, &MetricDefinition)| {
             let values = match (&metric.source, over_time(index)) {
                 (_, Some(readings)) if !readings.is_empty() => Ok(readings.to_vec()),
-                (MetricSource::WallTime, _) => Ok(vec![result.wall.as_secs_f64()]),
+                (MetricSource::WallTime, _) => Ok(vec![result.wall().as_secs_f64()]),
                 (MetricSource::CpuTime, _) => Ok(vec![result.cpu.as_secs_f64()]),
                 (MetricSource::Pattern { pattern }, _) => {
                     metric::match_number(pattern, &result.output).map(|value| vec![value])
@@ -405,7 +432,7 @@ fn find_difference_at_look(
         Err(AnalysisError::TooFewBlocks { .. }) => return Ok(None),
         analysis => analysis?,
     };
-    let is_difference = |verdict| matches!(verdict, Verdict::Faster | Verdict::Slower);
+    let is_difference = |verdict| matches!(verdict, EffectVerdict::Faster | EffectVerdict::Slower);
     Ok(analysis.metrics.first().is_some_and(|metric| is_difference(metric.verdict)).then_some(compared))
 }
 

@@ -1,7 +1,10 @@
 //! The page of a campaign: one HTML file without references to others, with its pictures as SVG.
 
-use crate::text::{describe_control, describe_found, describe_injections, describe_smallest_effect, describe_verdict};
-use crate::wire::{AbReport, EstimateReport, MetricReport};
+use crate::text::{
+    describe_control, describe_found, describe_injections, describe_smallest_effect, describe_unrestored,
+    describe_verdict, list_unrestored,
+};
+use crate::wire::{AbReport, EffectEstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
 use std::fmt::Write;
 
@@ -12,10 +15,14 @@ const SERIES_HEIGHT: f64 = 220.0;
 
 const STYLE: &str = "\
 :root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:960px;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;text-align:left;border-bottom:1px solid #8884}
+table{border-collapse:collapse;display:block;margin:1em 0;overflow-x:auto}td,th{padding:.25em .8em;text-align:left;border-bottom:1px solid #8884}
 svg{width:100%;height:auto}svg text{font:12px system-ui,sans-serif;fill:currentColor}.axis{stroke:currentColor;opacity:.4}
 .a{fill:#3572b0;stroke:#3572b0}.b{fill:#d9702b;stroke:#d9702b}.band{fill:#3572b0;opacity:.18}.mde{stroke:#888;stroke-dasharray:4 3}
 code{overflow-wrap:anywhere}";
+
+/// The Content Security Policy of the page: a browser runs no script, loads nothing, and applies only this style. The hash
+/// is SHA-256 of [`STYLE`].
+const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; style-src 'sha256-+3pMwfgWZIINXJOzdj9FlVbF1ZepGEMmDtach7dcYcY='; base-uri 'none'; form-action 'none'";
 
 fn escape(text: &str) -> String {
     escape_unprintable(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
@@ -27,7 +34,10 @@ pub fn render(report: &AbReport) -> String {
     let result = &report.result;
     let name = if result.experiment.name.is_empty() { "Experiment" } else { &result.experiment.name };
     let mut page = format!(
-        "<!doctype html>\n<html lang=\"en\"><meta charset=\"utf-8\"><title>{0}</title><style>{STYLE}</style>\n<h1>{0}</h1>\n",
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"{CONTENT_SECURITY_POLICY}\">\n\
+         <title>{0}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{0}</h1>\n",
         escape(name)
     );
     for words in &result.experiment.workload {
@@ -52,6 +62,13 @@ pub fn render(report: &AbReport) -> String {
             counter.change_in_a,
             counter.change_in_b
         );
+    }
+    for (heading, changes) in list_unrestored(&report.unrestored) {
+        let _ = writeln!(page, "<p>{heading}:</p>\n<ul>");
+        for change in changes {
+            let _ = writeln!(page, "<li>{}", escape(&describe_unrestored(change)));
+        }
+        page.push_str("</ul>\n");
     }
     for line in describe_injections(report) {
         let _ = writeln!(page, "<p>Controls: {line}.</p>");
@@ -87,7 +104,7 @@ pub fn render(report: &AbReport) -> String {
     if !flagged.is_empty() {
         let _ = writeln!(page, "<h2>Blocks flagged as noisy</h2>\n<ul>\n{}\n</ul>", flagged.join("\n"));
     }
-    page.push_str("</html>\n");
+    page.push_str("</body>\n</html>\n");
     page
 }
 
@@ -98,7 +115,7 @@ fn percent(ratio: f64) -> String {
 fn control_table(metric: &MetricReport) -> String {
     let mut table =
         "<table><tr><th>blocks<th>number<th>B to A<th>interval<th>p<th>smallest effect detected with 80 % probability<th>found</tr>\n".to_owned();
-    let mut row = |name: &str, estimate: &EstimateReport, found: &str| {
+    let mut row = |name: &str, estimate: &EffectEstimateReport, found: &str| {
         let interval = match estimate.interval {
             [Some(low), Some(high)] => format!("{} to {}", percent(low), percent(high)),
             _ => "unknown".to_owned(),
@@ -126,7 +143,7 @@ fn scale(values: impl Iterator<Item = f64> + Clone) -> impl Fn(f64) -> f64 {
     move |value| MARGIN + (value - min) / (max - min).max(1e-9) * (WIDTH - MARGIN - 20.0)
 }
 
-fn difference_picture(estimate: &EstimateReport) -> String {
+fn difference_picture(estimate: &EffectEstimateReport) -> String {
     let [low, high] = estimate.interval.map(|limit| limit.unwrap_or(estimate.ratio));
     let x = scale(estimate.block_ratios.iter().copied().chain([low, high]));
     let height = (estimate.block_ratios.len() as f64 + 2.0) * ROW_HEIGHT;
@@ -153,13 +170,14 @@ fn difference_picture(estimate: &EstimateReport) -> String {
 }
 
 fn interval_picture(metric: &MetricReport) -> String {
-    let rows: Vec<(String, &EstimateReport)> = std::iter::once(("A against B".to_owned(), &metric.comparison))
+    let rows: Vec<(String, &EffectEstimateReport)> = std::iter::once(("A against B".to_owned(), &metric.comparison))
         .chain(metric.same_arm.iter().chain(&metric.injected).map(|c| (describe_control(c), &c.estimate)))
         .collect();
-    let limits = |estimate: &EstimateReport| {
+    let limits = |estimate: &EffectEstimateReport| {
         let [low, high] = estimate.interval.map(|limit| limit.unwrap_or(estimate.ratio));
         let smallest = estimate.smallest_detectable_percent.unwrap_or(0.0) / 100.0;
-        [low, high, 1.0 - smallest, 1.0 + smallest]
+        // An effect of this size in either direction has the same logarithm.
+        [low, high, (1.0 + smallest).recip(), 1.0 + smallest]
     };
     let all: Vec<f64> = rows.iter().flat_map(|(_, estimate)| limits(estimate)).collect();
     let x = scale(all.iter().copied());
@@ -221,3 +239,6 @@ fn series_picture(report: &AbReport, metric: usize) -> String {
     svg.push_str("</svg>\n<p>Blue: A. Orange: B.</p>\n");
     svg
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,6 +11,8 @@ pub mod decide;
 pub mod environment;
 pub mod experiment;
 pub mod html;
+#[cfg(test)]
+mod made_up_campaign;
 pub mod metric;
 pub mod record;
 pub mod samples;

@@ -2,7 +2,8 @@
 
 pub mod study;
 
-use crate::wire::{AbReport, ControlReport, EstimateReport, InjectionReport, MetricReport, VerdictName};
+use crate::wire::unrestored::{UnrestoredChange, UnrestoredChanges};
+use crate::wire::{AbReport, ControlReport, EffectEstimateReport, EffectVerdictName, InjectionReport, MetricReport};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;
 
@@ -51,7 +52,36 @@ pub fn render(report: &AbReport, style: TextStyle) -> String {
     for metric in &result.metrics {
         let _ = write!(text, "\n{}", render_metric(metric, report, style));
     }
+    text.push_str(&render_unrestored(&report.unrestored));
     text
+}
+
+/// What is not undone, with the reasons and the remedies; empty if everything is.
+#[must_use]
+pub fn render_unrestored(unrestored: &UnrestoredChanges) -> String {
+    let mut text = String::new();
+    for (heading, changes) in list_unrestored(unrestored) {
+        let _ = writeln!(text, "\n{heading}:");
+        for change in changes {
+            let _ = writeln!(text, "  {}", escape_unprintable(&describe_unrestored(change)));
+        }
+    }
+    text
+}
+
+/// The kinds of changes that are not undone, with a heading each; kinds without changes are left out.
+pub fn list_unrestored(unrestored: &UnrestoredChanges) -> impl Iterator<Item = (&'static str, &Vec<UnrestoredChange>)> {
+    let kinds = [
+        ("Not restored", &unrestored.failed_undos),
+        ("Left as another program has written it", &unrestored.overwritten_changes),
+    ];
+    kinds.into_iter().filter(|(_, changes)| !changes.is_empty())
+}
+
+/// A change that is not undone, in words.
+#[must_use]
+pub fn describe_unrestored(change: &UnrestoredChange) -> String {
+    format!("{}: {}; {}", change.previous_state, change.why, change.remedy)
 }
 
 fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> String {
@@ -60,7 +90,7 @@ fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> 
         writeln!(text, "{}", style.format_heading(&format!("{}: {}", metric.name, describe_verdict(metric, report))));
     let mut table =
         style.new_table(&["blocks", "number", "B to A", "interval", "p", "smallest effect detected", "found"]);
-    let row = |name: String, estimate: &EstimateReport, found: String| {
+    let row = |name: String, estimate: &EffectEstimateReport, found: String| {
         vec![
             name,
             estimate.blocks.to_string(),
@@ -103,7 +133,7 @@ pub fn describe_injections(report: &AbReport) -> Vec<String> {
 
 /// The smallest effect that is detected with 80 % probability.
 #[must_use]
-pub fn describe_smallest_effect(estimate: &EstimateReport) -> String {
+pub fn describe_smallest_effect(estimate: &EffectEstimateReport) -> String {
     match estimate.smallest_detectable_percent {
         Some(percent) if percent > NO_NOISE_PERCENT => format!("{percent:.2} %"),
         Some(_) => "unknown".to_owned(),
@@ -136,12 +166,12 @@ pub fn describe_found(control: &ControlReport) -> &'static str {
 pub fn describe_verdict(metric: &MetricReport, report: &AbReport) -> String {
     let change = format_percent(metric.comparison.ratio);
     match metric.verdict {
-        VerdictName::Better => format!("B is better ({change}, {})", format_interval(&metric.comparison)),
-        VerdictName::Worse => format!("B is worse ({change}, {})", format_interval(&metric.comparison)),
-        VerdictName::Equivalent => {
+        EffectVerdictName::Better => format!("B is better ({change}, {})", format_interval(&metric.comparison)),
+        EffectVerdictName::Worse => format!("B is worse ({change}, {})", format_interval(&metric.comparison)),
+        EffectVerdictName::Equivalent => {
             format!("no effect larger than {} %", report.result.experiment.equivalence_percent)
         }
-        VerdictName::Inconclusive => match metric.comparison.smallest_detectable_percent {
+        EffectVerdictName::Inconclusive => match metric.comparison.smallest_detectable_percent {
             Some(percent) if percent > NO_NOISE_PERCENT => {
                 format!("inconclusive; an effect of {percent:.2} % would have been detected with 80 % probability")
             }
@@ -150,7 +180,7 @@ pub fn describe_verdict(metric: &MetricReport, report: &AbReport) -> String {
                 format!("inconclusive; {} blocks are too few to show an effect of any size", metric.comparison.blocks)
             }
         },
-        VerdictName::NotApplied => "not applied: the proof counter did not move".to_owned(),
+        EffectVerdictName::NotApplied => "not applied: the proof counter did not move".to_owned(),
     }
 }
 
@@ -158,7 +188,7 @@ fn format_percent(ratio: f64) -> String {
     format!("{:+.2} %", (ratio - 1.0) * 100.0)
 }
 
-fn format_interval(estimate: &EstimateReport) -> String {
+fn format_interval(estimate: &EffectEstimateReport) -> String {
     match estimate.interval {
         [Some(low), Some(high)] => format!("{} to {}", format_percent(low), format_percent(high)),
         _ => "unknown".to_owned(),

@@ -5,8 +5,10 @@
 //! [`AbReport`]: times, readings of the host, flags.
 
 pub mod study;
+pub mod unrestored;
 
-use crate::decide::analysis::{AnalysisError, EffectEstimate, MetricAnalysis, Verdict, analyze};
+use self::unrestored::UnrestoredChanges;
+use crate::decide::analysis::{AnalysisError, EffectEstimate, EffectVerdict, MetricAnalysis, analyze};
 use crate::environment::{BlockEnvironment, HostDescription};
 use crate::experiment::Experiment;
 use crate::record::{LoadedRecord, PlannedKind, RunRecord};
@@ -29,11 +31,14 @@ pub struct AbReport {
     /// The environment of each block.
     pub environment: Vec<BlockNoiseReport>,
     /// For each metric with noisy blocks, the estimate of the other choice: without them, or with them.
-    pub other_choice_of_noisy_blocks: BTreeMap<String, EstimateReport>,
+    pub other_choice_of_noisy_blocks: BTreeMap<String, EffectEstimateReport>,
     /// What the injection achieved, for each slow-down; empty if the host is observed without a workload.
     pub injections: Vec<InjectionReport>,
     /// For each completed run, when it ended and how long the injection stopped it.
     pub run_times: Vec<RunTimeReport>,
+    /// Changes of the host that are not undone.
+    #[serde(flatten)]
+    pub unrestored: UnrestoredChanges,
 }
 
 /// What the injection of a slow-down achieved.
@@ -142,7 +147,7 @@ pub struct SampleReport {
 /// The verdict on a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum VerdictName {
+pub enum EffectVerdictName {
     /// B is better.
     Better,
     /// B is worse.
@@ -161,9 +166,9 @@ pub struct MetricReport {
     /// Its name.
     pub name: String,
     /// The verdict.
-    pub verdict: VerdictName,
+    pub verdict: EffectVerdictName,
     /// A against B.
-    pub comparison: EstimateReport,
+    pub comparison: EffectEstimateReport,
     /// The p-value after the correction for several metrics.
     pub corrected_p_value: f64,
     /// A against A: the true ratio is 1.
@@ -180,14 +185,14 @@ pub struct ControlReport {
     /// The ratio that the control has.
     pub true_ratio: f64,
     /// The estimate.
-    pub estimate: EstimateReport,
+    pub estimate: EffectEstimateReport,
     /// Whether the campaign sees a difference: for A against A a false one.
     pub is_found: bool,
 }
 
 /// An estimated ratio of B to A.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct EstimateReport {
+pub struct EffectEstimateReport {
     /// Number of blocks.
     pub blocks: usize,
     /// The geometric mean of the ratios of the blocks.
@@ -199,7 +204,8 @@ pub struct EstimateReport {
     /// The p-value of the sign-flip permutation test.
     pub p_value: f64,
     /// The smallest effect that so many blocks detect with 80 % probability, in percent; absent if the blocks are too few
-    /// to show any.
+    /// to show any. In comparisons its level is divided by the number of metrics: an upper bound, because Holm's correction
+    /// compares only the smallest p-value with this level. Controls are not corrected.
     pub smallest_detectable_percent: Option<f64>,
     /// The ratio of each block.
     pub block_ratios: Vec<f64>,
@@ -218,7 +224,7 @@ pub struct ProofCounterReport {
     pub has_moved: bool,
 }
 
-impl EstimateReport {
+impl EffectEstimateReport {
     fn new(estimate: &EffectEstimate) -> Self {
         let finite = |value: f64| value.is_finite().then_some(value);
         Self {
@@ -238,25 +244,25 @@ impl MetricReport {
         let same_arm = metric.same_arm.as_ref().map(|control| ControlReport {
             slowdown_percent: 0,
             true_ratio: 1.0,
-            estimate: EstimateReport::new(&control.estimate),
+            estimate: EffectEstimateReport::new(&control.estimate),
             is_found: control.is_difference_found,
         });
         let injected = metric.injected.iter().map(|control| ControlReport {
             slowdown_percent: control.slowdown_percent,
             true_ratio: control.true_ratio,
-            estimate: EstimateReport::new(&control.estimate),
+            estimate: EffectEstimateReport::new(&control.estimate),
             is_found: control.is_found,
         });
         Self {
             name: metric.metric.name.clone(),
             verdict: match metric.verdict {
-                Verdict::Faster => VerdictName::Better,
-                Verdict::Slower => VerdictName::Worse,
-                Verdict::Equivalent => VerdictName::Equivalent,
-                Verdict::Inconclusive { .. } => VerdictName::Inconclusive,
-                Verdict::NotApplied => VerdictName::NotApplied,
+                EffectVerdict::Faster => EffectVerdictName::Better,
+                EffectVerdict::Slower => EffectVerdictName::Worse,
+                EffectVerdict::Equivalent => EffectVerdictName::Equivalent,
+                EffectVerdict::Inconclusive { .. } => EffectVerdictName::Inconclusive,
+                EffectVerdict::NotApplied => EffectVerdictName::NotApplied,
             },
-            comparison: EstimateReport::new(&metric.comparison),
+            comparison: EffectEstimateReport::new(&metric.comparison),
             corrected_p_value: metric.corrected_p_value,
             same_arm,
             injected: injected.collect(),
@@ -301,7 +307,7 @@ impl AbReport {
             samples: run.samples.clone(),
         };
         let other = marked.iter().flat_map(|analysis| &analysis.metrics).filter_map(|metric| {
-            Some((metric.metric.name.clone(), EstimateReport::new(metric.other_noisy_choice.as_ref()?)))
+            Some((metric.metric.name.clone(), EffectEstimateReport::new(metric.other_noisy_choice.as_ref()?)))
         });
         Self {
             result: CampaignResult {
@@ -342,23 +348,26 @@ impl AbReport {
                     stopped_seconds: run.stopped_seconds,
                 })
                 .collect(),
+            unrestored: UnrestoredChanges::default(),
         }
     }
 
-    /// Whether part was not seen: the campaign is not complete, or the setting was not applied.
+    /// Whether part was not seen or not undone: the campaign is not complete, the setting was not applied, or an undo
+    /// failed.
     #[must_use]
     pub fn is_partial(&self) -> bool {
         let metrics = &self.result.metrics;
         !self.result.complete
+            || !self.unrestored.failed_undos.is_empty()
             || metrics.is_empty()
-            || metrics.iter().any(|metric| metric.verdict == VerdictName::NotApplied)
+            || metrics.iter().any(|metric| metric.verdict == EffectVerdictName::NotApplied)
     }
 
     /// Whether the first metric has an answer: a difference, or equivalence.
     #[must_use]
     pub fn has_answer(&self) -> bool {
         let verdict = self.result.metrics.first().map(|metric| metric.verdict);
-        matches!(verdict, Some(VerdictName::Better | VerdictName::Worse | VerdictName::Equivalent))
+        matches!(verdict, Some(EffectVerdictName::Better | EffectVerdictName::Worse | EffectVerdictName::Equivalent))
     }
 }
 

@@ -56,14 +56,24 @@ pub struct SampledMetric<'a> {
 /// What a side of a run measured.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SideResult {
-    /// From the start of the first command to the end of the last.
-    pub wall: Duration,
+    /// The start of its first command.
+    pub began: Instant,
+    /// The end of its last command.
+    pub ended: Instant,
     /// CPU time of the commands.
     pub cpu: Duration,
     /// How long the commands were stopped by the injection.
     pub stopped: Duration,
     /// Standard output and error of the commands, in their order.
     pub output: String,
+}
+
+impl SideResult {
+    /// From the start of the first command to the end of the last.
+    #[must_use]
+    pub fn wall(&self) -> Duration {
+        self.ended.saturating_duration_since(self.began)
+    }
 }
 
 /// Why a run gave no result.
@@ -166,16 +176,9 @@ pub fn run_sides(
     samples: &[SampledMetric<'_>],
     note_started: &mut dyn FnMut(&[u32]) -> io::Result<()>,
 ) -> Result<(Vec<SideResult>, Vec<Vec<f64>>), RunError> {
-    let mut running = RunningCommands { children: Vec::new() };
     let begin = Instant::now();
-    for (number, side) in sides.iter().enumerate() {
-        let _affinity =
-            side.cpus.as_deref().map(RestrictedThread::new).transpose().map_err(system("cannot set CPUs"))?;
-        for words in &side.commands {
-            let position = running.children.len();
-            running.children.push(start_command(words, &side.environment, output_directory, number, position)?);
-        }
-    }
+    let mut running = RunningCommands { children: Vec::new() };
+    let begun = start_sides(sides, output_directory, &mut running)?;
     let pids: Vec<u32> = running.children.iter().map(|command| command.child.id()).collect();
     note_started(&pids).map_err(system("cannot record the processes of the run"))?;
     let (sender, ends) = mpsc::channel();
@@ -205,7 +208,7 @@ pub fn run_sides(
             Err(RecvTimeoutError::Timeout) => {
                 for (number, side) in sides.iter().enumerate().filter(|(_, side)| side.slowdown_percent > 0) {
                     let already = stopped[number];
-                    stopped[number] = already + inject(&running, number, side.slowdown_percent, begin, already);
+                    stopped[number] = already + inject(&running, number, side.slowdown_percent, begun[number], already);
                 }
             }
         }
@@ -217,10 +220,37 @@ pub fn run_sides(
         }
         read_due(samples, &mut due, &mut readings)?;
     }
+    Ok((collect_results(&mut running, &begun, &stopped)?, readings))
+}
+
+/// Starts the commands of all sides. Returns when each side began.
+fn start_sides(
+    sides: &[Side],
+    output_directory: &Path,
+    running: &mut RunningCommands,
+) -> Result<Vec<Instant>, RunError> {
+    let mut begun = Vec::new();
+    for (number, side) in sides.iter().enumerate() {
+        let _affinity =
+            side.cpus.as_deref().map(RestrictedThread::new).transpose().map_err(system("cannot set CPUs"))?;
+        begun.push(Instant::now());
+        for words in &side.commands {
+            let position = running.children.len();
+            running.children.push(start_command(words, &side.environment, output_directory, number, position)?);
+        }
+    }
+    Ok(begun)
+}
+
+/// Reaps the commands, which have ended, and what they left running. Each side began and was stopped for the given time.
+fn collect_results(
+    running: &mut RunningCommands,
+    begun: &[Instant],
+    stopped: &[Duration],
+) -> Result<Vec<SideResult>, RunError> {
     let mut results = Vec::new();
-    for (number, stopped) in stopped.iter().enumerate() {
-        let mut result =
-            SideResult { wall: Duration::ZERO, cpu: Duration::ZERO, stopped: *stopped, output: String::new() };
+    for (number, (&began, &stopped)) in begun.iter().zip(stopped).enumerate() {
+        let mut result = SideResult { began, ended: began, cpu: Duration::ZERO, stopped, output: String::new() };
         for command in running.children.iter_mut().filter(|command| command.side == number) {
             // What the command left running must not disturb the next run.
             command.signal(Signal::KILL);
@@ -231,15 +261,14 @@ pub fn run_sides(
                 let (program, output) = (command.program.clone(), command.output.clone());
                 return Err(RunError::Failed { program, status, output });
             }
-            let ended = command.ended.unwrap_or_else(Instant::now);
-            result.wall = result.wall.max(ended.saturating_duration_since(begin));
+            result.ended = result.ended.max(command.ended.unwrap_or_else(Instant::now));
             result.cpu += cpu;
             let bytes = std::fs::read(&command.output).map_err(system("cannot read the output of a command"))?;
             result.output.push_str(&String::from_utf8_lossy(&bytes));
         }
         results.push(result);
     }
-    Ok((results, readings))
+    Ok(results)
 }
 
 /// Observes the host for a time without running a command.
@@ -388,10 +417,10 @@ mod tests {
     fn injection_stops_the_stated_share_of_the_running_time() {
         let loops = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
         let result = &run(&[side(loops, 50)], RUN_TIMEOUT).unwrap()[0];
-        let ran = result.wall.saturating_sub(result.stopped).as_secs_f64();
+        let ran = result.wall().saturating_sub(result.stopped).as_secs_f64();
         let share = result.stopped.as_secs_f64() / ran;
-        assert!(result.wall > INJECTION_QUANTUM * 4, "the workload is too short: {result:?}");
-        assert!(share > 0.3 && result.stopped < result.wall, "{share}: {result:?}");
+        assert!(result.wall() > INJECTION_QUANTUM * 4, "the workload is too short: {result:?}");
+        assert!(share > 0.3 && result.stopped < result.wall(), "{share}: {result:?}");
     }
 
     #[test]

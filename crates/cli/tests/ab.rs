@@ -8,6 +8,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::Mutex;
 
 /// A workload whose only sample follows from the block, the run and the arm.
 const WORKLOAD: &str = "case $PAGEFOLD_AB_ARM in A) x=1000;; B) x=900;; esac; \
@@ -15,6 +16,12 @@ const WORKLOAD: &str = "case $PAGEFOLD_AB_ARM in A) x=1000;; B) x=900;; esac; \
 
 /// A setting of this host that disturbs nothing: the interval at which statistics of memory are summed up, in seconds.
 const SETTING: &str = "/proc/sys/vm/stat_interval";
+
+/// Another one, which is a weight of 100 by default.
+const OTHER_SETTING: &str = "/proc/sys/vm/vfs_cache_pressure";
+
+/// Held while a test changes settings of this host.
+static SETTINGS_LOCK: Mutex<()> = Mutex::new(());
 
 /// The blocks of A against B; the schedule has four times as many.
 const BLOCKS: &str = "20";
@@ -45,6 +52,7 @@ fn result(directory: &Path) -> String {
 
 #[test]
 fn campaign_killed_ten_times_has_the_result_of_an_undisturbed_one() {
+    let _lock = SETTINGS_LOCK.lock().unwrap();
     let before = fs::read_to_string(SETTING).unwrap();
     let can_write = fs::write(SETTING, &before).is_ok();
     if !can_write {
@@ -89,6 +97,50 @@ fn campaign_killed_ten_times_has_the_result_of_an_undisturbed_one() {
     for file in ["samples.csv", "report.html", "report.json"] {
         assert!(fs::metadata(Path::new(&killed).join(file)).is_ok_and(|file| file.len() > 0), "{file}");
     }
+}
+
+/// The workload makes one setting read-only, writes the other one, and stops the campaign. The mount ends with the
+/// campaign's namespace, so that `recover` succeeds.
+#[test]
+fn stopped_campaign_prints_json_with_what_is_not_restored() {
+    let _lock = SETTINGS_LOCK.lock().unwrap();
+    let read = |path: &str| fs::read_to_string(path).unwrap().trim().to_owned();
+    let (before, other_before) = (read(SETTING), read(OTHER_SETTING));
+    let can_write = fs::write(SETTING, &before).is_ok() && fs::write(OTHER_SETTING, &other_before).is_ok();
+    let can_unshare = Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
+    if !can_write || !can_unshare {
+        return println!("skipped: needs settings that can be written, and unshare --mount; run as root");
+    }
+    let (state, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let campaign = directory.path().join("campaign");
+    let mut command = Command::new("unshare");
+    command.args(["--mount", env!("CARGO_BIN_EXE_pagefold"), "--state"]).arg(state.path()).args(["ab", "--json"]);
+    for (arm, value, other) in [("--a", 11, 101), ("--b", 12, 102)] {
+        let assignments = [format!("vm.stat_interval={value}"), format!("vm.vfs_cache_pressure={other}")];
+        command.args([arm, &assignments[0], arm, &assignments[1]]);
+    }
+    let workload = format!(
+        "mount --bind {OTHER_SETTING} {OTHER_SETTING} && mount -o remount,bind,ro {OTHER_SETTING} && \
+         echo 13 > {SETTING} && kill -TERM $PPID && sleep 60"
+    );
+    let output = command.arg("--dir").arg(&campaign).args(["--", "sh", "-c", &workload]).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("pagefold ab resume") && !stderr.contains("An earlier pagefold"), "{stderr}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["result"]["complete"], false);
+    let [failed] = &report["failed_undos"].as_array().unwrap()[..] else { panic!("{report}") };
+    assert_eq!(failed["previous_state"], format!("{OTHER_SETTING} was {other_before}"));
+    assert!(failed["will_retry"] == true && failed["why"].as_str().unwrap().contains("Read-only"), "{failed}");
+    assert_eq!(failed["remedy"], format!("run `pagefold recover --state {}`", state.path().display()));
+    let [overwritten] = &report["overwritten_changes"].as_array().unwrap()[..] else { panic!("{report}") };
+    assert_eq!(overwritten["previous_state"], format!("{SETTING} was {before}"));
+    assert_eq!(read(SETTING), "13", "the value of another program stays");
+    fs::write(SETTING, &before).unwrap();
+
+    let recovered = pagefold(state.path(), &["recover"], None);
+    assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
+    assert_eq!(read(OTHER_SETTING), other_before);
 }
 
 #[test]

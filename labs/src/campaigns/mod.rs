@@ -10,7 +10,7 @@ pub mod rivals;
 pub mod run_times;
 
 use pagefold_ab::decide::analysis::{
-    Analysis, AnalysisOptions, BlockSamples, Direction, EffectEstimate, Metric, RunSamples, Verdict, analyze,
+    Analysis, AnalysisOptions, BlockSamples, Direction, EffectEstimate, EffectVerdict, Metric, RunSamples, analyze,
 };
 use pagefold_ab::decide::design::{Arm, BlockKind, DesignOptions, Level, Schedule};
 use pagefold_ab::decide::statistics::interval::{Bootstrap, IntervalMethod};
@@ -92,7 +92,7 @@ pub struct EffectOutcome {
 
 /// What one campaign said.
 #[derive(Clone, Debug, PartialEq)]
-pub struct CampaignOutcome {
+pub struct SimulatedCampaignOutcome {
     /// For each of [`EFFECT_PERCENTS`].
     pub effects: [EffectOutcome; 4],
     /// For each of [`METHODS`], whether its 95 % interval contained the true ratio of the comparison.
@@ -104,7 +104,7 @@ pub struct CampaignOutcome {
 /// # Panics
 /// If the analysis refuses the samples, which are complete and positive.
 #[must_use]
-pub fn try_campaign(model: RunTimeModel, blocks: usize, resamples: usize, seed: u64) -> CampaignOutcome {
+pub fn try_campaign(model: RunTimeModel, blocks: usize, resamples: usize, seed: u64) -> SimulatedCampaignOutcome {
     let samples = simulate(model, blocks, seed);
     let options = analysis_options(seed);
     let analysis = analyze(&samples, &options).expect("a simulated campaign is complete");
@@ -139,7 +139,7 @@ pub fn try_campaign(model: RunTimeModel, blocks: usize, resamples: usize, seed: 
     let comparison = &analysis.metrics[0].comparison.log_ratios;
     let bootstrap = Bootstrap::with_studentized_means(comparison, resamples, seed);
     let truth = (f64::from(COMPARISON_PERCENT) / 100.0).ln_1p();
-    CampaignOutcome {
+    SimulatedCampaignOutcome {
         effects,
         covered_by_method: METHODS.map(|method| bootstrap.interval(method, 0.95).contains(truth)),
     }
@@ -157,7 +157,7 @@ fn kind_of_effect(percent: u32) -> BlockKind {
 fn result_of_effect(analysis: &Analysis, percent: u32) -> (&EffectEstimate, bool) {
     let metric = &analysis.metrics[0];
     match kind_of_effect(percent) {
-        BlockKind::Comparison => (&metric.comparison, metric.verdict == Verdict::Slower),
+        BlockKind::Comparison => (&metric.comparison, metric.verdict == EffectVerdict::Slower),
         BlockKind::SameArm => {
             let result = metric.same_arm.as_ref().expect("a campaign has same-arm blocks");
             (&result.estimate, result.is_difference_found)
@@ -240,7 +240,7 @@ pub struct CampaignRates {
 impl CampaignRates {
     /// Count one campaign.
     #[must_use]
-    pub fn with(mut self, outcome: &CampaignOutcome) -> Self {
+    pub fn with(mut self, outcome: &SimulatedCampaignOutcome) -> Self {
         for (rates, outcome) in self.effects.iter_mut().zip(&outcome.effects) {
             rates.found.count(outcome.is_found);
             rates.covered.count(outcome.is_covered);

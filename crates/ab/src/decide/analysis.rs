@@ -8,7 +8,7 @@
 use super::design::{Arm, BlockKind};
 use super::statistics::components::BlockComponents;
 use super::statistics::correction::{Correction, correct_p_values};
-use super::statistics::interval::{Bootstrap, Interval, IntervalMethod};
+use super::statistics::interval::{Bootstrap, ConfidenceInterval, IntervalMethod};
 use super::statistics::power::{PowerGoal, smallest_detectable_effect};
 use super::statistics::sign_flip::{sign_flip_test, smallest_p_value};
 use super::statistics::{is_within_margin, log_ratio, mean, standard_deviation};
@@ -128,6 +128,19 @@ impl AnalysisOptions {
             seed,
         }
     }
+
+    /// What the comparison of a metric detects whatever the other metrics show. Its level is corrected for several metrics.
+    #[must_use]
+    pub fn comparison_goal(&self) -> PowerGoal {
+        let alpha = self.correction.individual_alpha(self.alpha, self.metrics.len());
+        PowerGoal { alpha, power: self.power }
+    }
+
+    /// What a control of a metric detects. Findings of controls are not corrected.
+    #[must_use]
+    pub fn control_goal(&self) -> PowerGoal {
+        PowerGoal { alpha: self.alpha, power: self.power }
+    }
 }
 
 /// An estimated effect. Ratios are B to A.
@@ -140,20 +153,20 @@ pub struct EffectEstimate {
     /// The geometric mean of the ratios.
     pub ratio: f64,
     /// The interval of the ratio with confidence `1 - alpha`.
-    pub interval: Interval,
+    pub interval: ConfidenceInterval,
     /// The expanded BCa interval of the ratio with confidence `1 - alpha`. It is reported and decides nothing: for values
     /// with heavy tails it is too narrow.
-    pub bca_interval: Interval,
+    pub bca_interval: ConfidenceInterval,
     /// The interval of the ratio with confidence `1 - 2 * alpha`, for the equivalence.
-    pub equivalence_interval: Interval,
+    pub equivalence_interval: ConfidenceInterval,
     /// The two-sided p-value of the sign-flip test.
     pub p_value: f64,
     /// Whether the test counted all sign patterns.
     pub is_p_value_exact: bool,
     /// The standard deviation of the log ratios.
     pub standard_deviation: f64,
-    /// The smallest effect that so many blocks find with the power of the options, as a share: 0.01 is one percent.
-    /// Infinite if the sign-flip test of so many blocks cannot reach the level.
+    /// The smallest effect that so many blocks find with the level and the power of the goal, as a share: 0.01 is one
+    /// percent. Infinite if the sign-flip test of so many blocks cannot reach the level.
     pub smallest_detectable_effect: f64,
     /// Whether no effect is larger than the margin. An interval of one point shows nothing: blocks that all have the same
     /// ratio do not show the noise.
@@ -162,7 +175,7 @@ pub struct EffectEstimate {
 
 /// What a campaign says about a metric.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Verdict {
+pub enum EffectVerdict {
     /// B is better.
     Faster,
     /// B is worse.
@@ -208,7 +221,7 @@ pub struct MetricAnalysis {
     /// The metric.
     pub metric: Metric,
     /// The verdict.
-    pub verdict: Verdict,
+    pub verdict: EffectVerdict,
     /// The estimate over the comparison blocks that count.
     pub comparison: EffectEstimate,
     /// The p-value of the comparison after the correction for several metrics.
@@ -309,7 +322,7 @@ pub fn analyze(blocks: &[BlockSamples], options: &AnalysisOptions) -> Result<Ana
     for (metric, p_value) in metrics.iter_mut().zip(correct_p_values(&p_values, options.correction)) {
         metric.corrected_p_value = p_value;
         metric.verdict = match counter {
-            Some(CounterResult { has_moved: false, .. }) => Verdict::NotApplied,
+            Some(CounterResult { has_moved: false, .. }) => EffectVerdict::NotApplied,
             _ => verdict(&metric.comparison, metric.metric.direction, p_value, options.alpha),
         };
     }
@@ -317,12 +330,12 @@ pub fn analyze(blocks: &[BlockSamples], options: &AnalysisOptions) -> Result<Ana
     Ok(Analysis { metrics, counter, noisy_blocks })
 }
 
-fn verdict(estimate: &EffectEstimate, direction: Direction, p_value: f64, alpha: f64) -> Verdict {
+fn verdict(estimate: &EffectEstimate, direction: Direction, p_value: f64, alpha: f64) -> EffectVerdict {
     match difference(estimate, p_value, alpha) {
-        Some(change) if change == direction => Verdict::Slower,
-        Some(_) => Verdict::Faster,
-        None if estimate.is_within_margin => Verdict::Equivalent,
-        None => Verdict::Inconclusive { smallest_detectable_effect: estimate.smallest_detectable_effect },
+        Some(change) if change == direction => EffectVerdict::Slower,
+        Some(_) => EffectVerdict::Faster,
+        None if estimate.is_within_margin => EffectVerdict::Equivalent,
+        None => EffectVerdict::Inconclusive { smallest_detectable_effect: estimate.smallest_detectable_effect },
     }
 }
 
@@ -355,11 +368,15 @@ fn analyze_metric(
     if counted.len() < 2 {
         return Err(AnalysisError::TooFewBlocks { blocks: counted.len() });
     }
-    let estimate = |means: &[RunMeans]| estimate(means, options);
+    let comparison_goal = options.comparison_goal();
+    let estimate = |means: &[RunMeans], goal: PowerGoal| {
+        let log_ratios = means.iter().map(|means| log_ratio(&means.a, &means.b)).collect();
+        estimate_effect(log_ratios, options, goal)
+    };
     let is_counted = |block: &BlockSamples| options.noisy_blocks == NoisyBlocks::Keep || !block.is_noisy;
     let control = |kind: BlockKind| -> Result<Option<EffectEstimate>, AnalysisError> {
         let means = means(&|block| block.kind == kind && is_counted(block))?;
-        Ok((means.len() >= 2).then(|| estimate(&means)))
+        Ok((means.len() >= 2).then(|| estimate(&means, options.control_goal())))
     };
     let same_arm = control(BlockKind::SameArm)?.map(|estimate| {
         let is_difference_found = difference(&estimate, estimate.p_value, options.alpha).is_some();
@@ -390,15 +407,15 @@ fn analyze_metric(
             estimate,
         });
     }
-    let comparison = estimate(&counted);
+    let comparison = estimate(&counted, comparison_goal);
     let logarithms = |means: &[f64]| means.iter().map(|mean| mean.ln()).collect::<Vec<f64>>();
     let pairs: Vec<_> = counted.iter().map(|means| (logarithms(&means.a), logarithms(&means.b))).collect();
     Ok(MetricAnalysis {
         metric: metric.clone(),
         // Both are set after the correction for all metrics.
-        verdict: Verdict::NotApplied,
+        verdict: EffectVerdict::NotApplied,
         corrected_p_value: comparison.p_value,
-        other_noisy_choice: (has_noise && other.len() >= 2).then(|| estimate(&other)),
+        other_noisy_choice: (has_noise && other.len() >= 2).then(|| estimate(&other, comparison_goal)),
         comparison,
         same_arm,
         injected,
@@ -435,20 +452,15 @@ fn run_means(block: &BlockSamples, index: usize, metric: &str) -> Result<RunMean
     Ok(means)
 }
 
-fn estimate(blocks: &[RunMeans], options: &AnalysisOptions) -> EffectEstimate {
-    let log_ratios: Vec<f64> = blocks.iter().map(|means| log_ratio(&means.a, &means.b)).collect();
-    estimate_effect(log_ratios, options)
-}
-
 /// The width of an interval of log ratios that has only rounding errors.
 const DEGENERATE_INTERVAL_WIDTH: f64 = 1e-12;
 
-/// The estimate from the log ratios of at least one block.
+/// The estimate from the log ratios of at least one block. The goal is that of the smallest detectable effect.
 ///
 /// # Panics
 /// Without log ratios.
 #[must_use]
-pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions) -> EffectEstimate {
+pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions, goal: PowerGoal) -> EffectEstimate {
     let bootstrap = match options.method {
         IntervalMethod::BootstrapT => Bootstrap::with_studentized_means(&log_ratios, options.resamples, options.seed),
         _ => Bootstrap::new(&log_ratios, options.resamples, options.seed),
@@ -457,13 +469,16 @@ pub fn estimate_effect(log_ratios: Vec<f64>, options: &AnalysisOptions) -> Effec
     let inner = bootstrap.interval(options.method, 1.0 - 2.0 * options.alpha);
     let test = sign_flip_test(&log_ratios, options.seed);
     let deviation = standard_deviation(&log_ratios);
-    let goal = PowerGoal { alpha: options.alpha, power: options.power };
-    let smallest_effect = if smallest_p_value(log_ratios.len()) > options.alpha {
+    let smallest_effect = if smallest_p_value(log_ratios.len()) > goal.alpha {
         f64::INFINITY
     } else {
         smallest_detectable_effect(deviation, log_ratios.len(), goal).exp_m1()
     };
-    let as_ratio = |interval: Interval| Interval { low: interval.low.exp(), high: interval.high.exp(), ..interval };
+    let as_ratio = |interval: ConfidenceInterval| ConfidenceInterval {
+        low: interval.low.exp(),
+        high: interval.high.exp(),
+        ..interval
+    };
     EffectEstimate {
         blocks: log_ratios.len(),
         ratio: mean(&log_ratios).exp(),

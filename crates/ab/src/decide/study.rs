@@ -63,17 +63,18 @@ pub struct RepetitionPlan {
     pub pairs_per_block: usize,
     /// The standard deviation of the log ratio of a block.
     pub block_deviation: f64,
-    /// The log ratio that [`REFERENCE_BLOCKS`] blocks detect at level 0.05 with 80 % probability.
+    /// The log ratio that [`REFERENCE_BLOCKS`] blocks detect with the level and the probability of the goal.
     pub smallest_effect: f64,
-    /// For each of [`PLANNED_EFFECT_PERCENTS`], the blocks that detect it with 80 % probability; `None` above a million.
+    /// For each of [`PLANNED_EFFECT_PERCENTS`], the blocks that detect it likewise; `None` above a million.
     pub blocks_needed: [Option<usize>; 3],
     /// The time of one block of each kind of a campaign, in seconds.
     pub seconds_per_block: f64,
 }
 
-/// Analyzes a study. `None` without samples, or with fewer than two blocks.
+/// Analyzes a study. The goal is what a campaign is to detect in this metric. `None` without samples, or with fewer than
+/// two blocks.
 #[must_use]
-pub fn analyze_study(blocks: &[StudyBlock], costs: StudyCosts) -> Option<MetricStudy> {
+pub fn analyze_study(blocks: &[StudyBlock], costs: StudyCosts, goal: PowerGoal) -> Option<MetricStudy> {
     if blocks.len() < 2 || blocks.iter().any(|runs| runs.iter().all(|(_, samples)| samples.is_empty())) {
         return None;
     }
@@ -104,17 +105,23 @@ pub fn analyze_study(blocks: &[StudyBlock], costs: StudyCosts) -> Option<MetricS
         .collect();
     let within = BlockComponents::from_blocks(&pairs);
     let warm_up_seconds = warm_up.runs_per_block as f64 * costs.run_seconds;
-    let mut plans = vec![plan(within, warm_up_seconds, 2.0 * costs.run_seconds, false)];
+    let mut plans = vec![plan(within, warm_up_seconds, 2.0 * costs.run_seconds, false, goal)];
     if let Some(restart_seconds) = costs.restart_seconds {
         let each_run = BlockComponents { runs: within.runs + components.restarts, blocks: 0.0 };
-        plans.push(plan(each_run, 0.0, 2.0 * (restart_seconds + warm_up_seconds + costs.run_seconds), true));
+        let pair_seconds = 2.0 * (restart_seconds + warm_up_seconds + costs.run_seconds);
+        plans.push(plan(each_run, 0.0, pair_seconds, true, goal));
     }
     let all: Vec<f64> = restarts.concat().concat();
     Some(MetricStudy { mean: mean(&all).exp(), warm_up, components, plans })
 }
 
-fn plan(components: BlockComponents, block_seconds: f64, pair_seconds: f64, restarts_each_run: bool) -> RepetitionPlan {
-    let goal = PowerGoal::default();
+fn plan(
+    components: BlockComponents,
+    block_seconds: f64,
+    pair_seconds: f64,
+    restarts_each_run: bool,
+    goal: PowerGoal,
+) -> RepetitionPlan {
     let pairs_per_block =
         components.best_pairs_per_block(block_seconds, pair_seconds, MAX_PAIRS_PER_BLOCK).max(MIN_PAIRS_PER_BLOCK);
     let block_deviation = components.variance_of_block(pairs_per_block).sqrt();
@@ -204,9 +211,9 @@ mod tests {
     #[test]
     fn slow_first_runs_are_warm_up_and_noise_is_none() {
         let costs = StudyCosts { restart_seconds: None, run_seconds: 1.0 };
-        let warm = analyze_study(&draw(10, 0.0, 0.01, 0.2), costs).unwrap();
+        let warm = analyze_study(&draw(10, 0.0, 0.01, 0.2), costs, PowerGoal::default()).unwrap();
         assert_eq!(warm.warm_up, WarmUpRule { runs_per_block: 1, samples_per_run: 0 });
-        let steady = analyze_study(&draw(10, 0.0, 0.01, 0.0), costs).unwrap();
+        let steady = analyze_study(&draw(10, 0.0, 0.01, 0.0), costs, PowerGoal::default()).unwrap();
         assert_eq!(steady.warm_up, WarmUpRule::default());
         assert!((steady.mean / 10.0 - 1.0).abs() < 0.01, "{steady:?}");
     }
@@ -214,7 +221,7 @@ mod tests {
     #[test]
     fn restarts_matter_only_if_each_run_has_one() {
         let costs = StudyCosts { restart_seconds: Some(30.0), run_seconds: 2.0 };
-        let study = analyze_study(&draw(400, 0.03, 0.01, 0.0), costs).unwrap();
+        let study = analyze_study(&draw(400, 0.03, 0.01, 0.0), costs, PowerGoal::default()).unwrap();
         let [within, each_run] = &study.plans[..] else { panic!("{study:?}") };
         assert!((study.components.restarts.sqrt() / 0.03 - 1.0).abs() < 0.1, "{study:?}");
         assert!((study.components.runs.sqrt() / 0.01 - 1.0).abs() < 0.1, "{study:?}");
@@ -229,11 +236,29 @@ mod tests {
         assert_eq!(within.blocks_needed[0], Some(6), "fewer cannot reach the level");
     }
 
+    /// Two metrics halve the level. By scipy's noncentral t distribution, 20 blocks detect 0.7391 instead of 0.6604
+    /// standard deviations.
+    #[test]
+    fn stricter_goal_needs_more_blocks() {
+        let costs = StudyCosts { restart_seconds: None, run_seconds: 1.0 };
+        let blocks = draw(400, 0.0, 0.01, 0.0);
+        let plan = |alpha: f64| {
+            let goal = PowerGoal { alpha, ..PowerGoal::default() };
+            analyze_study(&blocks, costs, goal).unwrap().plans.remove(0)
+        };
+        let (one, two) = (plan(0.05), plan(0.025));
+        let growth = two.smallest_effect / one.smallest_effect;
+        assert!((growth - 0.739_070_5 / 0.660_441_7).abs() < 2e-3, "{growth}");
+        assert!(two.blocks_needed[2] > one.blocks_needed[2], "{one:?} {two:?}");
+        // The smallest p-values of 6 and 7 blocks are 2 to the power of -5 and of -6.
+        assert_eq!((one.blocks_needed[0], two.blocks_needed[0]), (Some(6), Some(7)));
+    }
+
     #[test]
     fn study_without_two_blocks_says_nothing() {
         let costs = StudyCosts { restart_seconds: None, run_seconds: 1.0 };
-        assert_eq!(analyze_study(&draw(1, 0.0, 0.01, 0.0), costs), None);
-        assert_eq!(analyze_study(&[], costs), None);
-        assert_eq!(analyze_study(&[vec![(Arm::A, vec![])], vec![(Arm::A, vec![])]], costs), None);
+        assert_eq!(analyze_study(&draw(1, 0.0, 0.01, 0.0), costs, PowerGoal::default()), None);
+        assert_eq!(analyze_study(&[], costs, PowerGoal::default()), None);
+        assert_eq!(analyze_study(&[vec![(Arm::A, vec![])], vec![(Arm::A, vec![])]], costs, PowerGoal::default()), None);
     }
 }

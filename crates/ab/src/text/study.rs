@@ -1,5 +1,6 @@
 //! What a person sees of a variance study on the terminal.
 
+use crate::text::render_unrestored;
 use crate::wire::study::{MetricStudyReport, PlannedEffectReport, RepetitionPlanReport, StudyReport};
 use pagefold_output::text::{TextStyle, escape_unprintable};
 use std::fmt::Write;
@@ -31,12 +32,14 @@ pub fn render(report: &StudyReport, directory: &str, style: TextStyle) -> String
         let _ = writeln!(text, "\nNot analyzed: a study needs at least two completed blocks.");
     }
     for metric in &report.metrics {
-        let _ = write!(text, "\n{}", render_metric(metric, report.restart_seconds.is_some(), style));
+        let _ = write!(text, "\n{}", render_metric(metric, report, style));
     }
+    text.push_str(&render_unrestored(&report.unrestored));
     text
 }
 
-fn render_metric(metric: &MetricStudyReport, has_restarts: bool, style: TextStyle) -> String {
+fn render_metric(metric: &MetricStudyReport, report: &StudyReport, style: TextStyle) -> String {
+    let (has_restarts, metric_count) = (report.restart_seconds.is_some(), report.experiment.metric.len());
     let heading = format!("{}: {} on average", metric.name, format_mean(metric.mean));
     let mut text = format!("{}\n", style.format_heading(&escape_unprintable(&heading)));
     let mut table = style.new_table(&["level", "standard deviation that it adds"]);
@@ -74,8 +77,12 @@ fn render_metric(metric: &MetricStudyReport, has_restarts: bool, style: TextStyl
         (runs, samples) => format!("warm-up: {runs} runs of a block, {samples} samples of a run"),
     };
     let advice = metric.plans.first().map_or(String::new(), |plan| advise(plan, metric));
+    let several = match metric_count {
+        1 => String::new(),
+        count => format!(", at the level corrected for {count} metrics"),
+    };
     let paragraph = format!(
-        "An effect is seen if a campaign detects it with 80 % probability. The last columns are the blocks that detect a \
+        "An effect is seen if a campaign detects it with 80 % probability{several}. The last columns are the blocks that detect a \
          slow-down of 5, 2 and 1 %, and the time of a campaign with as many blocks of each control; {warm_up}. {advice}"
     );
     let _ = writeln!(text, "\n{}", style.format_paragraph(&paragraph, 0));

@@ -6,6 +6,7 @@ use crate::decide::study::{
 };
 use crate::experiment::{Experiment, RepetitionLevel};
 use crate::record::{LoadedRecord, RunRecord};
+use crate::wire::unrestored::UnrestoredChanges;
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -28,6 +29,9 @@ pub struct StudyReport {
     pub noisy_blocks: usize,
     /// The metrics with samples, in the order of the experiment.
     pub metrics: Vec<MetricStudyReport>,
+    /// Changes of the host that are not undone.
+    #[serde(flatten)]
+    pub unrestored: UnrestoredChanges,
 }
 
 /// What a study found of one metric.
@@ -63,9 +67,10 @@ pub struct RepetitionPlanReport {
     pub block_ratio_percent: f64,
     /// The number of blocks of `smallest_effect_percent`.
     pub reference_blocks: usize,
-    /// The slow-down that so many blocks detect at level 0.05 with 80 % probability, in percent.
+    /// The slow-down that so many blocks detect with 80 % probability, in percent. The level is that of the experiment
+    /// divided by the number of its metrics.
     pub smallest_effect_percent: f64,
-    /// The blocks and the time that detect an effect with 80 % probability.
+    /// The blocks and the time that detect an effect with 80 % probability at the same level.
     pub effects: Vec<PlannedEffectReport>,
 }
 
@@ -104,8 +109,9 @@ impl StudyReport {
             };
             blocks.iter().map(|runs| runs.iter().map(run).collect()).collect()
         };
+        let goal = experiment.analysis(experiment.alpha).comparison_goal();
         let metrics = experiment.metric.iter().enumerate().filter_map(|(position, metric)| {
-            let study = analyze_study(&samples_of(position), costs)?;
+            let study = analyze_study(&samples_of(position), costs, goal)?;
             Some(MetricStudyReport::new(metric.name.clone(), &study))
         });
         Self {
@@ -117,7 +123,14 @@ impl StudyReport {
             restart_seconds: costs.restart_seconds,
             noisy_blocks: record.blocks.iter().filter(|(block, _)| !block.flags.is_empty()).count(),
             metrics: metrics.collect(),
+            unrestored: UnrestoredChanges::default(),
         }
+    }
+
+    /// Whether the study is not complete, or an undo failed.
+    #[must_use]
+    pub fn is_partial(&self) -> bool {
+        !self.complete || !self.unrestored.failed_undos.is_empty()
     }
 }
 

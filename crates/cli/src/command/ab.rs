@@ -9,12 +9,13 @@ use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use pagefold_ab::arms::ArmError;
-use pagefold_ab::campaign::{self, CampaignError};
+use pagefold_ab::campaign::{self, CampaignError, CampaignOutcome};
 use pagefold_ab::experiment::{
     ArmDefinition, ExpectedMove, Experiment, MetricDefinition, MetricSource, ProofCounter, RepetitionLevel,
 };
 use pagefold_ab::record::{self, CampaignStart, LoadedRecord, Record};
 use pagefold_ab::wire::study::StudyReport;
+use pagefold_ab::wire::unrestored::UnrestoredChanges;
 use pagefold_ab::wire::{AbReport, samples_csv};
 use pagefold_ab::{html, text};
 use pagefold_host::Host;
@@ -49,8 +50,8 @@ Examples:
 Every campaign also runs A against A, and A against A slowed by 2 and by 5 %, and says whether it found these. \
 DIR gets the record, the samples, a page and result.json. Settings are restored at the end.
 
-Exit status: 0 an effect or equivalence is shown, 1 inconclusive, 2 failure, 3 not complete, or the setting was not \
-applied.";
+Exit status: 0 an effect or equivalence is shown, 1 inconclusive, 2 failure, 3 not complete, the setting was not \
+applied, or a change could not be undone: the report says what is left and how to restore it.";
 
 const STUDY_EXAMPLES: &str = "\
 Examples:
@@ -63,7 +64,7 @@ runs. With --restart, the command runs before each block, and the report tells t
 between runs. It says how many runs are warm-up, how many pairs a block should have, and how many blocks and how much \
 time a slow-down of 5, 2 and 1 % needs. `ab resume DIR` and `ab report DIR` serve studies, too.
 
-Exit status: 0 done, 2 usage error or failure, 3 not complete.";
+Exit status: 0 done, 2 usage error or failure, 3 not complete, or a change could not be undone.";
 
 /// Arguments of `ab`.
 #[derive(Args, Debug)]
@@ -260,7 +261,7 @@ pub fn run(options: &AbArguments, global: &GlobalOptions) -> anyhow::Result<Comm
     match &options.command {
         Some(AbCommand::Report(options)) => {
             let loaded = record::load(&options.directory)?;
-            print_report(&options.directory, &loaded, options.json, global)
+            print_report(&options.directory, &loaded, UnrestoredChanges::default(), options.json, global)
         }
         Some(AbCommand::Resume(options)) => {
             let host = open_live_host(global)?;
@@ -327,37 +328,52 @@ fn carry_out(
         bar.set_message("blocks");
     };
     let directory = record.directory().to_owned();
-    let result = campaign::run(host, &global.state, &mut record, loaded, &stop, &mut note_progress);
+    let CampaignOutcome { result, settings } =
+        campaign::run(host, &global.state, &mut record, loaded, &stop, &mut note_progress);
     bar.finish_and_clear();
-    let settings = match result {
-        Ok(settings) => settings,
-        Err(error) if error.is_stop() => {
-            eprintln!("Stopped by a signal; continue with `pagefold ab resume {}`", directory.display());
-            return Ok(CommandOutcome::Partial);
-        }
+    print_leftover(&settings.recovered, &settings.failed_recoveries);
+    let unrestored = UnrestoredChanges::new(&settings, &global.state, &directory);
+    let is_restored = settings.failed_recoveries.is_empty() && unrestored.failed_undos.is_empty();
+    let resume = format!("`pagefold ab resume {}`", directory.display());
+    match result {
+        Ok(()) => {}
+        Err(error) if error.is_stop() => eprintln!("Stopped by a signal; continue with {resume}"),
         Err(error) => {
-            let remedy = format!("continue with `pagefold ab resume {}`", directory.display());
-            return Err(add_remedy(error).context(remedy));
+            let error = add_remedy(error).context(format!("continue with {resume}"));
+            if is_restored {
+                return Err(error);
+            }
+            eprintln!("pagefold: {error:#}");
         }
-    };
-    print_leftover(&settings.recovered, &settings.failed_undos);
-    let loaded = record::load(&directory)?;
-    let outcome = print_report(&directory, &loaded, json, global)?;
-    Ok(if settings.failed_undos.is_empty() { outcome } else { CommandOutcome::Partial })
+    }
+    let printed = record::load(&directory)
+        .map_err(anyhow::Error::from)
+        .and_then(|loaded| print_report(&directory, &loaded, unrestored.clone(), json, global));
+    match printed {
+        printed if is_restored => printed,
+        Ok(_) => Ok(CommandOutcome::Partial),
+        // What is left is told even if the report could not be printed.
+        Err(error) => {
+            eprintln!("pagefold: {error:#}{}", text::render_unrestored(&unrestored));
+            Ok(CommandOutcome::Partial)
+        }
+    }
 }
 
 /// Write the files of a campaign, and print its report.
 fn print_report(
     directory: &Path,
     loaded: &LoadedRecord,
+    unrestored: UnrestoredChanges,
     json: bool,
     global: &GlobalOptions,
 ) -> anyhow::Result<CommandOutcome> {
     record::replace_file(directory, "samples.csv", samples_csv(loaded).as_bytes())?;
     if loaded.start.experiment.study {
-        return print_study(directory, &StudyReport::from_record(loaded), json, global);
+        let report = StudyReport { unrestored, ..StudyReport::from_record(loaded) };
+        return print_study(directory, &report, json, global);
     }
-    let report = AbReport::from_record(loaded);
+    let report = AbReport { unrestored, ..AbReport::from_record(loaded) };
     record::replace_file(directory, "report.html", html::render(&report).as_bytes())?;
     record::replace_file(directory, "report.json", wire::to_json(&report).as_bytes())?;
     record::replace_file(directory, "result.json", wire::to_json(&report.result).as_bytes())?;
@@ -385,7 +401,7 @@ fn print_study(
     } else {
         text::study::render(report, &directory.to_string_lossy(), output::stdout_style(global))
     })?;
-    Ok(if report.complete { CommandOutcome::Done } else { CommandOutcome::Partial })
+    Ok(if report.is_partial() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
 /// Add the remedy to an error of the transaction.

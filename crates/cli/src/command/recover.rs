@@ -73,10 +73,10 @@ pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::
     Ok(session)
 }
 
-/// Print to standard error what a killed run had left behind and what was undone.
+/// Print to standard error what an earlier run had left behind and what was undone.
 pub fn print_leftover(undone: &[Action], failed_undos: &[FailedUndo]) {
     if !undone.is_empty() || !failed_undos.is_empty() {
-        eprint!("An earlier pagefold was killed.\n{}", build_report(undone, failed_undos).render(""));
+        eprint!("An earlier pagefold left changes behind.\n{}", build_report(undone, failed_undos).render(""));
     }
 }
 
@@ -166,7 +166,8 @@ mod tests {
     fn error_claims_nothing_changed_only_if_true() {
         let refused = || Error::Refused(ActionError::Denied("writing 1 to run".to_owned()));
         let undo = Action::Write { knob: Setting::PagesToScan.into(), value: "100".to_owned() };
-        let failed_undos = vec![FailedUndo { undo, why: "permission denied".to_owned(), will_retry: true }];
+        let why = "permission denied".to_owned();
+        let failed_undos = vec![FailedUndo { undo, why, will_retry: true, is_overwritten: false }];
         let partial = with_remedy(Error::UndoFailed { failed_undos, source: Box::new(refused()) });
         assert_eq!(
             format!("{partial:#}"),

@@ -72,6 +72,8 @@ pub struct FailedUndo {
     pub why: String,
     /// Whether the next session retries it.
     pub will_retry: bool,
+    /// Whether another program has changed the same thing since. That change stays; nothing failed.
+    pub is_overwritten: bool,
 }
 
 impl fmt::Display for FailedUndo {

@@ -18,6 +18,20 @@ pub enum Correction {
     BenjaminiHochberg,
 }
 
+impl Correction {
+    /// The level at which the p-value of one of `count` metrics is significant whatever the other p-values are.
+    ///
+    /// Holm's rule and that of Benjamini and Hochberg compare the smallest p-value with `alpha / count`, which is the level
+    /// of Bonferroni's correction, and the others with higher levels.
+    #[must_use]
+    pub fn individual_alpha(self, alpha: f64, count: usize) -> f64 {
+        match self {
+            Self::None => alpha,
+            Self::Holm | Self::BenjaminiHochberg => alpha / count.max(1) as f64,
+        }
+    }
+}
+
 /// The corrected p-values, in the order of the given ones.
 #[must_use]
 pub fn correct_p_values(p_values: &[f64], correction: Correction) -> Vec<f64> {
@@ -63,5 +77,17 @@ mod tests {
         // scipy.stats.false_discovery_control([.01, .04, .03, .005, .8])
         check(Correction::BenjaminiHochberg, &[0.025, 0.05, 0.05, 0.025, 0.8]);
         assert!(correct_p_values(&[], Correction::Holm).is_empty());
+    }
+
+    /// The other metrics have no effect, which is the worst case.
+    #[test]
+    fn p_value_at_the_individual_level_is_significant_alone() {
+        for correction in [Correction::None, Correction::Holm, Correction::BenjaminiHochberg] {
+            let level = correction.individual_alpha(0.05, 4);
+            let corrected = |p_value: f64| correct_p_values(&[1.0, p_value, 1.0, 1.0], correction)[1];
+            assert!((corrected(level) - 0.05).abs() < 1e-12, "{correction:?}: {level}");
+            assert!(corrected(level * 1.01) > 0.05, "{correction:?}: {level}");
+        }
+        assert_eq!(Correction::Holm.individual_alpha(0.05, 1), 0.05);
     }
 }

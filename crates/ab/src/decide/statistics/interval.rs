@@ -40,7 +40,7 @@ pub enum IntervalMethod {
 
 /// An interval for the mean, in the unit of the values.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Interval {
+pub struct ConfidenceInterval {
     /// The lower limit.
     pub low: f64,
     /// The upper limit.
@@ -51,7 +51,7 @@ pub struct Interval {
     pub method: IntervalMethod,
 }
 
-impl Interval {
+impl ConfidenceInterval {
     /// Whether the interval contains a value.
     #[must_use]
     pub fn contains(&self, value: f64) -> bool {
@@ -130,13 +130,13 @@ impl Bootstrap {
     /// # Panics
     /// If `confidence` is not between 0 and 1.
     #[must_use]
-    pub fn interval(&self, method: IntervalMethod, confidence: f64) -> Interval {
+    pub fn interval(&self, method: IntervalMethod, confidence: f64) -> ConfidenceInterval {
         assert!(0.0 < confidence && confidence < 1.0, "a confidence of {confidence}");
         let center = mean(&self.values);
         let tail = (1.0 - confidence) / 2.0;
         let spread = standard_deviation(&self.values);
         if spread <= 1e-14 * center.abs().max(f64::MIN_POSITIVE) {
-            return Interval { low: center, high: center, confidence, method: IntervalMethod::Degenerate };
+            return ConfidenceInterval { low: center, high: center, confidence, method: IntervalMethod::Degenerate };
         }
         let quantiles = match method {
             IntervalMethod::Percentile => Some((tail, 1.0 - tail)),
@@ -152,7 +152,7 @@ impl Bootstrap {
             }
             IntervalMethod::BootstrapT if self.is_resolved(tail) && self.studentized.len() * 2 > self.means.len() => {
                 let error = spread / (self.values.len() as f64).sqrt();
-                return Interval {
+                return ConfidenceInterval {
                     low: center - error * quantile(&self.studentized, 1.0 - tail),
                     high: center - error * quantile(&self.studentized, tail),
                     confidence,
@@ -170,7 +170,7 @@ impl Bootstrap {
         if !self.is_resolved(low.min(1.0 - high)) {
             return student_t_interval(&self.values, confidence);
         }
-        Interval { low: quantile(&self.means, low), high: quantile(&self.means, high), confidence, method }
+        ConfidenceInterval { low: quantile(&self.means, low), high: quantile(&self.means, high), confidence, method }
     }
 
     fn is_resolved(&self, tail: f64) -> bool {
@@ -212,7 +212,7 @@ fn acceleration_of_mean(values: &[f64]) -> f64 {
 /// # Panics
 /// Without values, or if `confidence` is not between 0 and 1.
 #[must_use]
-pub fn student_t_interval(values: &[f64], confidence: f64) -> Interval {
+pub fn student_t_interval(values: &[f64], confidence: f64) -> ConfidenceInterval {
     let center = mean(values);
     let half = if values.len() < 2 {
         f64::INFINITY
@@ -220,7 +220,7 @@ pub fn student_t_interval(values: &[f64], confidence: f64) -> Interval {
         let count = values.len() as f64;
         t_quantile(0.5 + confidence / 2.0, count - 1.0) * standard_deviation(values) / count.sqrt()
     };
-    Interval { low: center - half, high: center + half, confidence, method: IntervalMethod::StudentT }
+    ConfidenceInterval { low: center - half, high: center + half, confidence, method: IntervalMethod::StudentT }
 }
 
 /// The quantile of sorted values, interpolated linearly between order statistics.

@@ -39,14 +39,25 @@ impl SocketOwner {
     }
 }
 
+/// What becomes of a change whose undo failed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FailedUndoFate {
+    /// The next session retries the undo.
+    Retried,
+    /// It stays, because the undo cannot succeed.
+    Stays,
+    /// Another program has changed the same thing since, and that change stays.
+    Overwritten,
+}
+
 /// The result of undoing an entry.
 #[derive(Default)]
 struct UndoResult {
     undone: Option<Action>,
     /// Whether the process was busy until the timeout.
     is_busy: bool,
-    /// The parts that failed, with the reason and whether to retry them later.
-    failed: Vec<(JournalEntry, String, bool)>,
+    /// The parts that failed, with the reason.
+    failed: Vec<(JournalEntry, String, FailedUndoFate)>,
 }
 
 impl UndoResult {
@@ -54,8 +65,8 @@ impl UndoResult {
         Self { undone: Some(entry.undo.clone()), ..Self::default() }
     }
 
-    fn failure(entry: &JournalEntry, why: impl ToString, will_retry: bool) -> Self {
-        Self { failed: vec![(entry.clone(), why.to_string(), will_retry)], ..Self::default() }
+    fn failure(entry: &JournalEntry, why: impl ToString, fate: FailedUndoFate) -> Self {
+        Self { failed: vec![(entry.clone(), why.to_string(), fate)], ..Self::default() }
     }
 }
 
@@ -89,7 +100,9 @@ impl Session<'_> {
             let socket_owner = SocketOwner::find(&entry.undo);
             let started = self.host.now();
             let result = match socket_owner {
-                Some(owner) if hung.contains(&owner) => UndoResult::failure(&entry, HUNG_REASON, true),
+                Some(owner) if hung.contains(&owner) => {
+                    UndoResult::failure(&entry, HUNG_REASON, FailedUndoFate::Retried)
+                }
                 _ => self.undo_entry(&entry, deadline),
             };
             let is_hung =
@@ -98,8 +111,10 @@ impl Session<'_> {
             self.journal.entries.pop();
             undone.extend(result.undone);
             let retry_count = self.retry_entries.len();
-            for (entry, why, will_retry) in result.failed {
-                failed_undos.push(FailedUndo { undo: entry.undo.clone(), why, will_retry });
+            for (entry, why, fate) in result.failed {
+                let will_retry = fate == FailedUndoFate::Retried;
+                let is_overwritten = fate == FailedUndoFate::Overwritten;
+                failed_undos.push(FailedUndo { undo: entry.undo.clone(), why, will_retry, is_overwritten });
                 if will_retry {
                     self.retry_entries.insert(older_count, entry);
                 }
@@ -123,13 +138,13 @@ impl Session<'_> {
         if entry.until_commit
             && let Err(why) = self.check_memory_for_copies(&entry.undo)
         {
-            return UndoResult::failure(entry, why, true);
+            return UndoResult::failure(entry, why, FailedUndoFate::Retried);
         }
         match &entry.undo {
             Action::Write { knob, value } => match self.needs_undo(entry, knob, value) {
                 Ok(true) => {}
                 Ok(false) => return UndoResult::success(entry),
-                Err((why, will_retry)) => return UndoResult::failure(entry, why, will_retry),
+                Err((why, fate)) => return UndoResult::failure(entry, why, fate),
             },
             Action::Advise { process, ranges, .. }
             | Action::MovePages { process, ranges, .. }
@@ -142,7 +157,7 @@ impl Session<'_> {
             Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
             Err(why) => UndoResult {
                 is_busy: matches!(why, ActionError::Busy(_)),
-                ..UndoResult::failure(entry, &why, is_retryable(&why))
+                ..UndoResult::failure(entry, &why, fate_after(&why))
             },
         }
     }
@@ -190,9 +205,13 @@ impl Session<'_> {
         Ok(Some((fits, cgroup)))
     }
 
-    /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
-    fn needs_undo(&self, entry: &JournalEntry, knob: &Knob, value: &str) -> Result<bool, (String, bool)> {
-        let current = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
+    /// Whether a setting is to be restored. The error says why it must not be restored.
+    fn needs_undo(&self, entry: &JournalEntry, knob: &Knob, value: &str) -> Result<bool, (String, FailedUndoFate)> {
+        let unreadable = |why: Absent| {
+            let is_gone = why == Absent::NotOnThisKernel;
+            (why.to_string(), if is_gone { FailedUndoFate::Stays } else { FailedUndoFate::Retried })
+        };
+        let current = knob.read(self.host).map_err(unreadable)?;
         if knob.restorable_value(current.clone()) == *value {
             return Ok(false);
         }
@@ -200,16 +219,17 @@ impl Session<'_> {
             && driver.read(self.host).as_deref() == Ok(active)
         {
             if self.retry_entries.iter().any(|entry| is_entry_of_knob(entry, &driver)) {
-                return Err((format!("{driver} is {active} and could not be restored"), true));
+                return Err((format!("{driver} is {active} and could not be restored"), FailedUndoFate::Retried));
             }
             let was_active = Action::Write { knob: driver.clone(), value: active.to_owned() };
             // If the driver had this value before, the kernel sets this setting.
             let was_active_before = self.journal.entries.iter().any(|entry| entry.undo == was_active);
-            let foreign_write = || (format!("{driver} is {active}, which another program wrote"), false);
+            let foreign_write =
+                || (format!("{driver} is {active}, which another program wrote"), FailedUndoFate::Overwritten);
             return if was_active_before { Ok(false) } else { Err(foreign_write()) };
         }
         if !entry.written_values.contains(&current) {
-            return Err((format!("it is {current} now, written by another program"), false));
+            return Err((format!("it is {current} now, written by another program"), FailedUndoFate::Overwritten));
         }
         Ok(true)
     }
@@ -225,7 +245,7 @@ impl Session<'_> {
         let extents = match Extents::read(self.host, process) {
             Ok(extents) => extents,
             Err(Absent::Vanished) => return UndoResult::success(entry),
-            Err(why) => return UndoResult::failure(entry, why, true),
+            Err(why) => return UndoResult::failure(entry, why, FailedUndoFate::Retried),
         };
         let partial_entry = |pairs: &[(AddressRange, AddressRange)]| {
             let (ranges, enclosing_extents) = pairs.iter().copied().unzip();
@@ -244,7 +264,7 @@ impl Session<'_> {
         }
         if !changed.is_empty() {
             let why = "another mapping may be there now and was left unchanged";
-            result.failed.push((partial_entry(&changed), why.to_owned(), false));
+            result.failed.push((partial_entry(&changed), why.to_owned(), FailedUndoFate::Overwritten));
         }
         if unchanged.is_empty() {
             result.undone = changed.is_empty().then(|| entry.undo.clone());
@@ -267,18 +287,26 @@ impl Session<'_> {
                 // Pages that several processes map now, such as those merged by KSM since, stay where they are, and
                 // policies of other programs stay as they are.
                 result.failed.extend(missed.into_iter().map(|(why, pairs)| {
-                    let will_retry = !matches!(why, MissedReason::MappedBySeveral | MissedReason::OtherPolicy(_));
-                    (partial_entry(&pairs), why.to_string(), will_retry)
+                    let fate = match why {
+                        MissedReason::OtherPolicy(_) => FailedUndoFate::Overwritten,
+                        MissedReason::MappedBySeveral => FailedUndoFate::Stays,
+                        _ => FailedUndoFate::Retried,
+                    };
+                    (partial_entry(&pairs), why.to_string(), fate)
                 }));
             }
             Err(ActionError::Vanished) => result.undone = Some(remaining_entry.undo),
-            Err(why) => result.failed.push((remaining_entry, why.to_string(), is_retryable(&why))),
+            Err(why) => result.failed.push((remaining_entry, why.to_string(), fate_after(&why))),
         }
         result
     }
 }
 
-/// Whether an action that failed may succeed later.
-fn is_retryable(why: &ActionError) -> bool {
-    !matches!(why, ActionError::ReadOnly | ActionError::Unsupported(_) | ActionError::ChangedByOthers(_))
+/// What becomes of a change whose undo failed for this reason.
+fn fate_after(why: &ActionError) -> FailedUndoFate {
+    match why {
+        ActionError::ChangedByOthers(_) => FailedUndoFate::Overwritten,
+        ActionError::ReadOnly | ActionError::Unsupported(_) => FailedUndoFate::Stays,
+        _ => FailedUndoFate::Retried,
+    }
 }

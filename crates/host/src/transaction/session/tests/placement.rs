@@ -175,7 +175,7 @@ fn module_in_use_is_refused_and_its_undo_is_retried() {
     session.apply(&set_npt("1", "0"), ChangeLifetime::Temporary).unwrap();
     host.put_file("sys/module/kvm_amd/refcnt", "3");
     let failed = session.undo_all().unwrap();
-    assert!(matches!(&failed[..], [FailedUndo { will_retry: true, .. }, ..]), "{failed:?}");
+    assert!(matches!(&failed[..], [FailedUndo { will_retry: true, is_overwritten: false, .. }, ..]), "{failed:?}");
     host.put_file("sys/module/kvm_amd/refcnt", "0");
     drop(session);
     let (_, undone, failed) = Session::begin(&host, directory.path(), ResourceClass::Settings).unwrap();
