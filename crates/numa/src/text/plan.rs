@@ -166,7 +166,7 @@ fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: Te
     text.push_str(&style.format_paragraph(
         &format!(
             "CPU s/h: CPU seconds that the resource is worth in an hour. A GiB of memory is worth {:.0}, and a GiB of the \
-             hottest machine at twice the local distance costs {:.0}. A move must gain {:.0}.",
+             hottest machine at twice the local distance costs {:.0}. A move must gain {:.1}.",
             gib(report.prices.saved_page),
             gib(report.prices.remote_page),
             report.prices.min_gain
