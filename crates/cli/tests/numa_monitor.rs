@@ -249,6 +249,7 @@ const FALSE_MONITOR: &str = r#"
     my $mode = shift;
     my ($path) = $ARGV[1] =~ /^unix:([^,]*)/;
     my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 4) or die;
+    while ($mode eq 'deaf') { sleep 100; }
     while (my $client = $listener->accept()) {
         $client->autoflush(1);
         if ($mode eq 'silent') { while (<$client>) {} next; }
@@ -283,6 +284,8 @@ fn map_false_monitor(mode: &str) -> Option<(Value, Vec<String>)> {
     let (process, text) = read_map(child.0.id(), &[]);
     let finding = doctor_finding(child.0.id(), "vm-monitor", &[]);
     assert!(matches!(finding["verdict"].as_str(), Some("warn" | "unknown")), "{mode}: {finding}");
+    // The connection of the first command still waits.
+    assert_eq!(finding.to_string().contains("has not accepted a connection"), mode == "deaf", "{mode}: {finding}");
     let machine = &process["machine"];
     assert_eq!(machine["vcpu_source"], "thread-names", "{mode}: {machine}");
     let texts = |key: &str| -> Vec<String> {
@@ -303,6 +306,7 @@ fn false_monitors_are_named_and_names_of_threads_count() {
     let foreign = format!(r#"[{{"cpu-index": 0, "thread-id": {own_pid}}}]"#);
     let cases = [
         ("silent", "nothing within 1000 ms"),
+        ("deaf", "nothing within 1000 ms"),
         ("garbage", "does not speak QMP"),
         ("endless", "does not speak QMP"),
         (&foreign, "which this machine does not have; the source is not used"),

@@ -3,7 +3,8 @@
 //! [`SESSION_TIMEOUT`].
 //!
 //! QEMU serves one client of a monitor at a time. `/proc/PID/net/unix` shows whether a client is connected or waits
-//! (net/unix/af_unix.c, `unix_seq_show`); such a monitor is left alone. A monitor with `wait=on` is left alone, too:
+//! (net/unix/af_unix.c, `unix_seq_show`); such a monitor is left alone. If a connection waits although no client is
+//! connected, QEMU hangs. A monitor with `wait=on` is left alone, too:
 //! a machine that still waits for its first client would start.
 
 use super::{QmpError, QmpMonitor};
@@ -22,8 +23,18 @@ use std::time::Duration;
 /// How long a session with one monitor may take, from the connection to the last answer.
 pub(crate) const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// `SS_CONNECTING` and `SS_CONNECTED` (include/uapi/linux/net.h), as `/proc/net/unix` shows them.
-const STATES_OF_CLIENTS: [&str; 2] = ["02", "03"];
+/// `SS_CONNECTED` (include/uapi/linux/net.h), as `/proc/net/unix` shows a client that was accepted.
+const CONNECTED_STATE: &str = "03";
+
+/// `SS_CONNECTING`, as it shows a connection that was not accepted yet, even if its client has left (net/unix/af_unix.c,
+/// `unix_seq_show`).
+const WAITING_STATE: &str = "02";
+
+/// How long a connection may wait to be accepted. A monitor without a client accepts at once, unless QEMU hangs.
+const ACCEPT_TIME: Duration = Duration::from_millis(300);
+
+/// How often the connections of a monitor are looked at meanwhile.
+const ACCEPT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A session cannot be stopped: it is short.
 static NEVER_STOPPED: AtomicBool = AtomicBool::new(false);
@@ -44,9 +55,15 @@ pub(crate) fn ask(
     let mut is_in_use = false;
     for channel in &channels {
         let MonitorChannel::Socket(path) = channel else { continue };
-        if has_client(&process.read("net/unix").unwrap_or_default(), path) {
-            is_in_use = true;
-            continue;
+        match wait_for_acceptance(|| monitor_use(&process.read("net/unix").unwrap_or_default(), path)) {
+            MonitorUse::InUse => {
+                is_in_use = true;
+                continue;
+            }
+            MonitorUse::Waiting => {
+                return Err(Absent::NoAnswer("QEMU hangs: it has not accepted a connection to the monitor".to_owned()));
+            }
+            MonitorUse::Free => {}
         }
         return ask_at(&reachable_path(process, path), process.id(), questions, SESSION_TIMEOUT);
     }
@@ -72,18 +89,46 @@ pub(crate) fn ask(
     }
 }
 
-/// Whether a client is connected to the socket that is bound to this path, or waits for that, by `/proc/PID/net/unix`.
-fn has_client(sockets: &[u8], path: &str) -> bool {
+/// How a monitor is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum MonitorUse {
+    /// It has no client.
+    Free,
+    /// A connection waits to be accepted, and no client is connected.
+    Waiting,
+    /// A client is connected.
+    InUse,
+}
+
+/// The use of a monitor, once no connection waits or the time for that is over.
+fn wait_for_acceptance(read_use: impl Fn() -> MonitorUse) -> MonitorUse {
+    let mut polls = ACCEPT_TIME.as_millis() / ACCEPT_POLL_INTERVAL.as_millis();
+    loop {
+        let monitor_use = read_use();
+        if monitor_use != MonitorUse::Waiting || polls == 0 {
+            return monitor_use;
+        }
+        polls -= 1;
+        std::thread::sleep(ACCEPT_POLL_INTERVAL);
+    }
+}
+
+/// The use of the socket that is bound to this path, by `/proc/PID/net/unix`.
+fn monitor_use(sockets: &[u8], path: &str) -> MonitorUse {
     let text = String::from_utf8_lossy(sockets);
-    let is_client = |line: &str| {
+    let use_of_line = |line: &str| {
         // Num, RefCount, Protocol, Flags, Type, St, Inode, Path.
         let mut fields = line.split_ascii_whitespace();
         let state = fields.nth(5);
         let inode = fields.next();
         let bound = inode.and_then(|inode| line.split_once(&format!(" {inode} "))).map(|(_, bound)| bound);
-        bound == Some(path) && state.is_some_and(|state| STATES_OF_CLIENTS.contains(&state))
+        match state.filter(|_| bound == Some(path)) {
+            Some(CONNECTED_STATE) => MonitorUse::InUse,
+            Some(WAITING_STATE) => MonitorUse::Waiting,
+            _ => MonitorUse::Free,
+        }
     };
-    text.lines().skip(1).any(is_client)
+    text.lines().skip(1).map(use_of_line).max().unwrap_or(MonitorUse::Free)
 }
 
 fn ask_at(

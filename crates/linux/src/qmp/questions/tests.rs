@@ -179,22 +179,31 @@ fn clients_of_a_monitor_are_found() {
         00000000d3a1cc37: 00000003 00000000 00000000 0001 03 13699 /run/held\n\
         00000000d3a1cc38: 00000003 00000000 00000000 0001 02 13700 /run/waits\n\
         00000000d3a1cc39: 00000003 00000000 00000000 0001 03 13701\n";
-    let found = ["/run/q 1", "/run/held", "/run/waits", "/run/hel", ""].map(|path| has_client(sockets, path));
-    assert_eq!(found, [false, true, true, false, false]);
+    let found = ["/run/q 1", "/run/held", "/run/waits", "/run/hel", ""].map(|path| monitor_use(sockets, path));
+    use MonitorUse::{Free, InUse, Waiting};
+    assert_eq!(found, [Free, InUse, Waiting, Free, Free]);
+    // QEMU accepts no second client.
+    let both = [&sockets[..], b"00000000d3a1cc40: 00000003 00000000 00000000 0001 02 13702 /run/held\n"].concat();
+    assert_eq!(monitor_use(&both, "/run/held"), InUse);
 }
 
 /// A socket of this process, with a client or without one.
 #[test]
-fn connected_client_is_seen_in_proc() {
+fn clients_are_seen_in_proc() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    let has_client = || has_client(&std::fs::read("/proc/self/net/unix").unwrap(), path.to_str().unwrap());
-    assert!(!has_client());
+    let read_use = || monitor_use(&std::fs::read("/proc/self/net/unix").unwrap(), path.to_str().unwrap());
+    assert_eq!(read_use(), MonitorUse::Free);
     let client = UnixStream::connect(&path).unwrap();
-    assert!(has_client(), "it waits");
+    assert_eq!(read_use(), MonitorUse::Waiting);
     let (accepted, _) = listener.accept().unwrap();
-    assert!(has_client());
+    assert_eq!(read_use(), MonitorUse::InUse);
     drop((client, accepted));
-    assert!(!has_client());
+    assert_eq!(read_use(), MonitorUse::Free);
+    // A client that has left still waits.
+    drop(UnixStream::connect(&path).unwrap());
+    assert_eq!(wait_for_acceptance(read_use), MonitorUse::Waiting);
+    drop(listener.accept().unwrap());
+    assert_eq!(wait_for_acceptance(read_use), MonitorUse::Free);
 }
