@@ -18,10 +18,10 @@ pagefold() {
 }
 
 look() {
-    pagefold census "$@"
     pagefold doctor
+    pagefold census "$@"
     if [ "$(id -u)" -eq 0 ]; then
-        # All guests belong to root, so that each may learn the contents of the others.
+        say "Each guest is a trust domain of its own, within which the census counts. All of them are yours: merge across"
         pagefold merge --across-domains "$@"
     fi
     pagefold account "$@"
