@@ -303,7 +303,22 @@ fn run_pagemap_scan(
         }
         start = request.walk_end;
     }
-    Ok(())
+    // Some kernels find nothing in memory that is gone, and report no error.
+    if reported_end == range.start && range.start < range.end {
+        check_memory_exists(pagemap, range.start)
+    } else {
+        Ok(())
+    }
+}
+
+/// Fails with `ESRCH` if the memory that a pagemap describes is gone: it then has no entries (fs/proc/task_mmu.c,
+/// `pagemap_read`).
+fn check_memory_exists(pagemap: &File, address: u64) -> io::Result<()> {
+    let offset = address / crate::mapping::page_size() as u64 * size_of::<u64>() as u64;
+    match pagemap.read_at(&mut [0; size_of::<u64>()], offset)? {
+        0 => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
