@@ -307,8 +307,7 @@ impl<'h> PlacementKeeper<'h> {
         let mut map = map::read_map(self.host, selection)?;
         let kept = apply::read_kept_cpus(self.host, &self.directory)?;
         apply::restore_permitted_cpus(&mut map, &kept);
-        let other_vcpus = map::read_other_vcpus(self.host, &map)?;
-        let mut problem = placement_problem(&map, &other_vcpus, self.host.page_size(), self.settings.limits);
+        let mut problem = placement_problem(&map, self.host.page_size(), self.settings.limits);
         for (vm, placement) in problem.vms.iter_mut().zip(&map.processes) {
             vm.fixed |= resting.contains(&placement.process.id);
         }

@@ -50,16 +50,8 @@ pub type KnownContents = BTreeMap<ProcessId, (TrustDomain, Arc<ContentSketches>)
 /// Memory of other processes stays where it is: a node offers its free memory, its file cache, its free hugetlb pages and
 /// the memory of the placed processes. If it is not known which hugetlb pages are free, it offers those of the placed
 /// processes only. CPU time of other processes is not considered. Pages that are merged and those of files stay where they
-/// are, and count as remote reads only. `other_vcpus` are virtual CPUs of other machines by node ([`map::read_other_vcpus`]),
-/// for which the node keeps room.
-///
-/// [`map::read_other_vcpus`]: crate::map::read_other_vcpus
-pub fn placement_problem(
-    map: &NumaMap,
-    other_vcpus: &BTreeMap<u32, f64>,
-    page_size: PageSize,
-    limits: PlanLimits,
-) -> PlacementProblem {
+/// are, and count as remote reads only.
+pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits) -> PlacementProblem {
     let used = |node: u32| {
         let mut used = PageKinds::default();
         map.processes
@@ -90,11 +82,7 @@ pub fn placement_problem(
             .topology
             .nodes
             .iter()
-            .map(|(&id, node)| {
-                let capacity = node_capacity((id, node), used(id), page_size, limits);
-                let other_vcpus = other_vcpus.get(&id).copied().unwrap_or(0.0);
-                NodeCapacity { vcpus: (capacity.vcpus - other_vcpus).max(0.0), ..capacity }
-            })
+            .map(|(&id, node)| node_capacity((id, node), used(id), page_size, limits))
             .collect(),
         distances: ids
             .iter()

@@ -9,7 +9,7 @@ use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand};
-use pagefold_base::{Bytes, Reading};
+use pagefold_base::{Bytes, PageSize, Reading};
 use pagefold_host::Host;
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::resource::ResourceClass;
@@ -30,7 +30,6 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_numa::working_set::{self, MachineToMeasure, MeasureError};
 use pagefold_output::wire;
-use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -269,14 +268,13 @@ impl PlanOptions {
     /// The planning problem of a map.
     pub(super) fn problem(
         &self,
-        host: &dyn Host,
         map: &NumaMap,
+        page_size: PageSize,
         global: &GlobalOptions,
     ) -> anyhow::Result<PlacementProblem> {
         let prices = configured_prices(global)?;
-        let other_vcpus = map::read_other_vcpus(host, map)?;
         let limits = PlanLimits { vcpus_per_cpu: self.vcpus_per_cpu, headroom_share: self.headroom, prices };
-        Ok(placement_problem(map, &other_vcpus, host.page_size(), limits))
+        Ok(placement_problem(map, page_size, limits))
     }
 
     /// Measure the working sets of the machines of a map, if requested, and weight their problem by them.
@@ -328,7 +326,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&*host, &map, global)?;
+    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
     let hotness = match options.plan.working_set {
         Some(_) => {
             let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
@@ -363,8 +361,7 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         headroom_share: options.headroom,
         prices: configured_prices(global)?,
     };
-    // The map has all machines.
-    let problem = placement_problem(&map, &BTreeMap::new(), host.page_size(), limits);
+    let problem = placement_problem(&map, host.page_size(), limits);
     let is_selected = |position: &usize| {
         let id = map.processes[*position].process.id;
         selected.processes.iter().any(|placement| placement.process.id == id)

@@ -14,7 +14,7 @@ use pagefold_host::{Host, hold};
 use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
 use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
-use pagefold_numa::map::NumaMap;
+use pagefold_numa::map::{self, NumaMap};
 use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
 use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
@@ -116,7 +116,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     // The locks are taken before the map is read, so that no other pagefold moves memory in between.
     let sessions = if options.dry_run { None } else { Some(begin_sessions(&*host, global)?) };
     let map = read_placeable_map(&*host, &options.targets, global)?;
-    let mut problem = options.plan.problem(&*host, &map, global)?;
+    let mut problem = options.plan.problem(&map, host.page_size(), global)?;
     let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
@@ -145,7 +145,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
     let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
-    let crowded = plan::crowded_nodes(&problem, &placed_parts);
+    let other_vcpus = map::read_other_vcpus(&*host, &map)?;
+    let crowded = plan::crowded_nodes(&problem, &placed_parts, &other_vcpus);
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();

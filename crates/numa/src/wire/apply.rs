@@ -108,9 +108,9 @@ impl From<&PartNodes> for PartNodesReport {
 pub struct CrowdedNodeReport {
     /// The node.
     pub node: u32,
-    /// Virtual CPUs of the selected machines that would run on it; those of machines that stay count where they run now.
+    /// Virtual CPUs of all machines that would run on it; those of machines that stay count where they run now.
     pub vcpus: f64,
-    /// Virtual CPUs that it may run, without those of other machines.
+    /// Virtual CPUs that it may run.
     pub vcpu_capacity: f64,
 }
 

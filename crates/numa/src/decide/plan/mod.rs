@@ -355,12 +355,17 @@ pub struct CrowdedNode {
 pub(crate) const VCPU_TOLERANCE: f64 = 0.01;
 
 /// The nodes of the placed machines that would run more virtual CPUs than they may. `placed` has positions in the problem.
-pub fn crowded_nodes(problem: &PlacementProblem, placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>) -> Vec<CrowdedNode> {
+/// `other_vcpus` are those of machines that are not part of it, by node.
+pub fn crowded_nodes(
+    problem: &PlacementProblem,
+    placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>,
+    other_vcpus: &BTreeMap<u32, f64>,
+) -> Vec<CrowdedNode> {
     let vcpus = vcpus_on_nodes(problem, 0..problem.vms.len(), placed);
     let is_used = |id: u32| placed.values().flat_map(|parts| parts.iter().flatten()).any(|&(node, _)| node == id);
     let on_node = |node: &NodeCapacity| CrowdedNode {
         node: node.id,
-        vcpus: vcpus.get(&node.id).copied().unwrap_or(0.0),
+        vcpus: [&vcpus, other_vcpus].into_iter().filter_map(|vcpus| vcpus.get(&node.id)).sum(),
         vcpu_capacity: node.vcpus,
     };
     let used = problem.nodes.iter().filter(|node| is_used(node.id)).map(on_node);

@@ -76,16 +76,19 @@ fn nodes_with_more_virtual_cpus_than_cpus_are_crowded() {
     problem.vms =
         vec![vm("spread", vec![part(4.0, 1e5, &[0, 1], &[0, 1])]), vm("large", vec![part(8.0, 1e5, &[0], &[0])])];
     // Machines, each on a node.
-    let crowded = |placed: &[(usize, u32)]| {
+    let crowded = |placed: &[(usize, u32)], other_vcpus| {
         let parts: Vec<_> = placed.iter().map(|&(vm, node)| (vm, vec![vec![(node, 1.0)]])).collect();
-        let crowded = crowded_nodes(&problem, &parts.iter().map(|(vm, parts)| (*vm, &parts[..])).collect());
+        let parts = parts.iter().map(|(vm, parts)| (*vm, &parts[..])).collect();
+        let crowded = crowded_nodes(&problem, &parts, &[(1, other_vcpus)].into());
         crowded.iter().map(|node| (node.node, node.vcpus, node.vcpu_capacity)).collect::<Vec<_>>()
     };
-    assert_eq!(crowded(&[(1, 1)]), [(1, 10.0, 8.0)]);
-    assert_eq!(crowded(&[(0, 0)]), [(0, 12.0, 8.0)]);
-    assert_eq!(crowded(&[(0, 0), (1, 1)]), []);
+    assert_eq!(crowded(&[(1, 1)], 0.0), [(1, 10.0, 8.0)]);
+    assert_eq!(crowded(&[(0, 0)], 0.0), [(0, 12.0, 8.0)]);
+    assert_eq!(crowded(&[(0, 0), (1, 1)], 0.0), []);
+    // With those of a machine that is not planned.
+    assert_eq!(crowded(&[(0, 0), (1, 1)], 2.0), [(1, 10.0, 8.0)]);
     // Node 0 has too many already, and nothing comes to it.
-    assert_eq!(crowded(&[(0, 1)]), []);
+    assert_eq!(crowded(&[(0, 1)], 0.0), []);
 }
 
 #[test]
