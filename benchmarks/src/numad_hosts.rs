@@ -26,7 +26,7 @@ const NUMAD: &str = "/usr/bin/numad";
 const MAX_REMOTE_RATIO: f64 = 0.7;
 
 /// The numbers of machines of the hosts.
-const MACHINES: std::ops::RangeInclusive<usize> = 5..=60;
+const MACHINE_COUNTS: std::ops::RangeInclusive<usize> = 5..=60;
 
 /// Generated hosts that are compared, beside those of published sizes.
 const GENERATED_HOSTS: usize = 50;
@@ -50,13 +50,14 @@ const ANSWER_TIME_LIMIT: Duration = Duration::from_secs(120);
 /// Advice counts as that of the heuristic if it is worth as much, but for errors of the measured idle time.
 const WORTH_TOLERANCE: f64 = 0.03;
 
-/// The files of the host, mounted over those of this one. numad also writes a log and looks for a running numad.
-const ASK: &str = "mount --bind node /sys/devices/system/node && mount --bind cpu /sys/devices/system/cpu && \
+/// Mounts the files of the host over those of this one, and starts numad (`$0`) with a request (`$1`). numad also writes a log and looks for a running numad.
+const ASK_SCRIPT: &str = "mount --bind node /sys/devices/system/node && mount --bind cpu /sys/devices/system/cpu && \
                    mount --bind stat /proc/stat && mount -t tmpfs none /var/log && mount -t tmpfs none /run && \
                    exec \"$0\" -w \"$1\"";
 
-/// What came of the machines of a host.
+/// The result of starting all machines of a host on the nodes that numad advises.
 struct StartedHost {
+    /// Their remote reads, in pages with hotness 1 at twice the local distance.
     by_numad: f64,
     numad_overload: Load,
     /// Advice that is the heuristic's, or worth as much.
@@ -66,7 +67,8 @@ struct StartedHost {
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     ensure!(Path::new(NUMAD).exists(), "{NUMAD} is missing: apt-get install numad");
-    let generated = generated_hosts().filter(|problem| MACHINES.contains(&problem.vms.len())).take(GENERATED_HOSTS);
+    let generated =
+        generated_hosts().filter(|problem| MACHINE_COUNTS.contains(&problem.vms.len())).take(GENERATED_HOSTS);
     let published = PUBLISHED_SIZES.iter().map(|&(count, vcpus)| published_host(count, vcpus));
     let hosts: Vec<PlacementProblem> = published.chain(generated).map(at_default_prices).map(spread_evenly).collect();
     let hosts = &hosts[..if effort.quick { 1 } else { hosts.len() }];
@@ -127,7 +129,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     Ok(findings)
 }
 
-/// The host with its machines spread evenly over all nodes, as those are that are bound nowhere.
+/// The host with its machines spread evenly over all nodes, as machines are that are bound to no node.
 fn spread_evenly(mut problem: PlacementProblem) -> PlacementProblem {
     let ids: Vec<u32> = problem.nodes.iter().map(|node| node.id).collect();
     let spread =
@@ -177,7 +179,7 @@ fn ask_numad(problem: &PlacementProblem, free: &[Load], request: Load) -> Result
     write_idle_ticks(&stat, &idle_shares, Duration::ZERO)?;
     let mebibytes = request.pages / 256.0;
     let mut numad = Command::new("unshare")
-        .args(["--mount", "sh", "-c", ASK, NUMAD, &format!("{:.0}:{mebibytes:.0}", request.vcpus)])
+        .args(["--mount", "sh", "-c", ASK_SCRIPT, NUMAD, &format!("{:.0}:{mebibytes:.0}", request.vcpus)])
         .current_dir(folder.path())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

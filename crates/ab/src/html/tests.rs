@@ -3,6 +3,7 @@ use crate::experiment::{ExpectedMove, Experiment, MetricDefinition, MetricSource
 use crate::made_up_campaign::{experiment, record};
 use crate::record::{LoadedRecord, SessionStart};
 use crate::wire::unrestored::{UnrestoredChange, UnrestoredChanges};
+use base64::prelude::{BASE64_STANDARD, Engine as _};
 use regex::Regex;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -82,25 +83,12 @@ fn page_loads_nothing() {
 fn policy_allows_the_style_and_nothing_else() {
     let page = render(&AbReport::from_record(&campaign(experiment())));
     let style = page.split_once("<style>").unwrap().1.split_once("</style>").unwrap().0;
-    let source = format!("style-src 'sha256-{}'", base64(&Sha256::digest(style)));
+    let source = format!("style-src 'sha256-{}'", BASE64_STANDARD.encode(Sha256::digest(style)));
     assert!(CONTENT_SECURITY_POLICY.contains(&source), "CONTENT_SECURITY_POLICY must contain: {source}");
     let policy = format!("<meta http-equiv=\"Content-Security-Policy\" content=\"{CONTENT_SECURITY_POLICY}\">");
     let (at, style) = (page.find(&policy).unwrap(), page.find("<style>").unwrap());
     assert!(at < style && CONTENT_SECURITY_POLICY.starts_with("default-src 'none'; "));
     assert_eq!(CONTENT_SECURITY_POLICY.matches("-src ").count(), 2, "{CONTENT_SECURITY_POLICY}");
-}
-
-fn base64(bytes: &[u8]) -> String {
-    const BASE64_DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for three in bytes.chunks(3) {
-        let bits = three.iter().fold(0, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
-        for digit in 0..4 {
-            let at = (bits >> (18 - 6 * digit)) & 63;
-            text.push(if digit <= three.len() { char::from(BASE64_DIGITS[at as usize]) } else { '=' });
-        }
-    }
-    text
 }
 
 /// The elements of a picture with this name and class, each as its numbers by attribute.

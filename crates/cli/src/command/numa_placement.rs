@@ -12,7 +12,7 @@ use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
 use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
-use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
+use pagefold_numa::decide::plan::{self, CrowdedNode, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::{self, NumaMap};
 use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
@@ -144,9 +144,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
-    let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
-    let other_vcpus = map::read_other_vcpus(&*host, &map)?;
-    let crowded = plan::crowded_nodes(&problem, &placed_parts, &other_vcpus);
+    let crowded = find_crowded_nodes(&*host, &map, &problem, &targets)?;
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
@@ -160,6 +158,20 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+/// The nodes that get more virtual CPUs than they may run. Other machines are read only if some are placed.
+fn find_crowded_nodes(
+    host: &dyn Host,
+    map: &NumaMap,
+    problem: &PlacementProblem,
+    targets: &[MachineTarget],
+) -> anyhow::Result<Vec<CrowdedNode>> {
+    if targets.is_empty() {
+        return Ok(Vec::new());
+    }
+    let placed = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
+    Ok(plan::crowded_nodes(problem, &placed, &map::read_other_vcpus(host, map)?))
 }
 
 fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {

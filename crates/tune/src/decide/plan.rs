@@ -13,6 +13,9 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Modules that Pagefold loads again: no other module depends on them.
 const RELOADABLE_MODULES: [&str; 2] = ["kvm_amd", "kvm_intel"];
 
+/// Directories whose numbers are decimal. Elsewhere, as in `/proc/irq`, there are masks of CPUs in hexadecimal.
+const DECIMAL_SETTINGS: [&str; 3] = ["proc/sys/", "sys/kernel/mm/", "sys/module/"];
+
 /// The setting that stops and starts ksmd.
 pub const KSM_RUN_PATH: &str = "sys/kernel/mm/ksm/run";
 
@@ -62,11 +65,17 @@ struct Planner<'a> {
 
 impl Planner<'_> {
     fn refuse(&mut self, proposal: &Proposal, change: &SettingChange, why: String) {
-        self.refuse_now(proposal, change, why, Vec::new());
+        self.refuse_for_now(proposal, change, why, Vec::new());
     }
 
     /// Refuses a change that other programs can prepare for later.
-    fn refuse_now(&mut self, proposal: &Proposal, change: &SettingChange, why: String, deferred: Vec<SettingChange>) {
+    fn refuse_for_now(
+        &mut self,
+        proposal: &Proposal,
+        change: &SettingChange,
+        why: String,
+        deferred: Vec<SettingChange>,
+    ) {
         let (rule, change) = (proposal.rule.clone(), describe_change(change));
         self.plan.refusals.push(Refusal { rule, change, why, deferred });
     }
@@ -94,7 +103,8 @@ impl Planner<'_> {
         if *from == to {
             return;
         }
-        if path.starts_with("proc/sys/") && is_numeric(from) && !is_numeric(&to) {
+        let is_decimal = DECIMAL_SETTINGS.iter().any(|directory| path.starts_with(directory));
+        if is_decimal && is_numeric(from) && !is_numeric(&to) {
             return self.refuse(proposal, change, format!("its value is a number ({from}), and {to:?} is none"));
         }
         if let Some(writer) = find_repeating_writer(&self.state.tuners, path) {
@@ -125,7 +135,7 @@ impl Planner<'_> {
         };
         if let Some((why, deferred)) = find_module_refusal(module, state, &parameters, &self.state.kvm_users) {
             let deferred = deferred.changes(module, parameters);
-            return self.refuse_now(proposal, &change, why, deferred);
+            return self.refuse_for_now(proposal, &change, why, deferred);
         }
         parameters.retain(|name, value| {
             *value = normal_value(value);
@@ -169,7 +179,7 @@ impl Planner<'_> {
             Err(why) => {
                 let is_plain = remove.iter().chain(&add).all(|parameter| boot::is_plain(parameter));
                 let deferred = if is_plain { vec![change.clone()] } else { Vec::new() };
-                self.refuse_now(proposal, change, why, deferred);
+                self.refuse_for_now(proposal, change, why, deferred);
             }
         }
     }
@@ -240,7 +250,8 @@ impl DeferredParameters {
             Self::Never => None,
             Self::AtLoad => Some(SettingChange::ModuleParameter { module: module.to_owned(), parameter, value }),
             Self::AtBoot => {
-                Some(SettingChange::BootParameter { remove: None, add: Some(format!("{module}.{parameter}={value}")) })
+                let add = Some(format!("{module}.{parameter}={value}")).filter(|add| boot::is_plain(add))?;
+                Some(SettingChange::BootParameter { remove: None, add: Some(add) })
             }
         };
         parameters.into_iter().filter_map(change).collect()
@@ -282,9 +293,12 @@ fn find_module_refusal(
     Some((why, DeferredParameters::AtLoad))
 }
 
-/// Whether a value consists of numbers, or of lists of CPUs such as 0-3,8.
+/// Whether a value consists of numbers, which the kernel also takes in hexadecimal, or of lists of CPUs such as 0-3,8.
 fn is_numeric(value: &str) -> bool {
-    let is_number = |word: &str| word.parse::<i128>().is_ok() || word.parse::<IdSet>().is_ok_and(|set| !set.is_empty());
+    let is_hexadecimal =
+        |word: &str| word.strip_prefix("0x").is_some_and(|digits| u64::from_str_radix(digits, 16).is_ok());
+    let is_list = |word: &str| word.parse::<IdSet>().is_ok_and(|set| !set.is_empty());
+    let is_number = |word: &str| word.parse::<i128>().is_ok() || is_hexadecimal(word) || is_list(word);
     !value.is_empty() && value.split_ascii_whitespace().all(is_number)
 }
 

@@ -114,6 +114,7 @@ fn module_in_use_is_refused_and_its_machines_are_named() {
         (write(KSM_RUN_PATH, "2"), "unmerge"),
         (write("proc/sys/vm/zone_reclaim_mode", "abc"), "number"),
         (write("proc/sys/kernel/printk", "4 x"), "number"),
+        (write(POLL, "abc"), "number"),
     ] {
         let plan = plan_of(vec![change], &state);
         assert!(plan.steps.is_empty() && plan.refusals[0].why.contains(why), "{why}: {plan:?}");
@@ -140,6 +141,7 @@ fn module_that_is_not_loaded_gets_its_file_only() {
     assert!(refusal.why.contains("kernel image"));
     let boot = SettingChange::BootParameter { remove: None, add: Some("kvm_intel.ept=1".to_owned()) };
     assert_eq!(refusal.deferred, [boot]);
+    assert_eq!(plan_of(vec![parameter("kvm_intel", "ept", "$(reboot)")], &state).refusals[0].deferred, []);
 }
 
 #[test]
@@ -152,9 +154,10 @@ fn boot_parameter_of_an_unknown_boot_loader_is_left_to_other_programs() {
 }
 
 #[test]
-fn lists_of_cpus_are_numeric() {
+fn lists_of_cpus_and_hexadecimal_numbers_are_numeric() {
     assert_eq!(plan_of(vec![write("proc/sys/kernel/watchdog_cpumask", "0-1,3")], &state()).refusals, []);
     assert_eq!(plan_of(vec![write("proc/sys/kernel/printk", "4 4 1 3")], &state()).refusals, []);
+    assert_eq!(plan_of(vec![write("proc/sys/vm/zone_reclaim_mode", "0x1")], &state()).refusals, []);
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub(super) const NEXT_START: SettingRule = SettingRule {
               runs, and a change of the machine that runs is lost when it ends.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-        expected: "the definition of libvirt and the command line tell the same",
+        expected: "the definition of libvirt and the command line agree",
         details: SettingDetails {
             benefit: "the settings that were chosen are in force",
             risk: "a start of the machine interrupts its work",
