@@ -112,7 +112,7 @@ pub(super) struct DaemonConfigSection {
     #[schemars(with = "Option<schema::Percent>", extend("default" = "7.7%"))]
     placement_huge_page_cost: OptionalWord,
     /// The net gain, in CPU seconds an hour, that moving a virtual machine must have.
-    #[schemars(with = "Option<f64>", extend("minimum" = 0, "default" = 3.6))]
+    #[schemars(with = "Option<f64>", extend("minimum" = 0, "default" = 36.0))]
     placement_min_gain: Option<Spanned<f64>>,
     /// The time for which a placement is expected to last: the CPU time of moving memory is spread over it.
     #[schemars(with = "Option<schema::Time>", extend("default" = "1h"))]

@@ -47,7 +47,7 @@ pub struct OperatorPrices {
     /// The share of its CPU time that a machine loses if none of its memory is in huge pages. The default is the effect of
     /// more huge pages in A. H. Hunter et al., "Beyond malloc efficiency to fleet efficiency" (OSDI 2021).
     pub huge_page_share: f64,
-    /// CPU seconds an hour that a placement of a machine must gain. The default is a thousandth of a CPU, which keeps
+    /// CPU seconds an hour that a placement of a machine must gain. The default is a hundredth of a CPU, which keeps
     /// machines from being moved for next to nothing. It is a choice, not a measurement.
     pub min_gain: f64,
     /// The time for which a placement or a merge is expected to last.
@@ -60,7 +60,7 @@ impl Default for OperatorPrices {
             cpus_per_gib: None,
             remote_read_share: 0.2,
             huge_page_share: 0.077,
-            min_gain: SECONDS_PER_HOUR / 1000.0,
+            min_gain: SECONDS_PER_HOUR / 100.0,
             period: Duration::from_secs(3600),
         }
     }
