@@ -52,12 +52,12 @@ const VM_COMMANDS: &[(&str, &[&str])] = &[
     ("numa-plan.txt", &["numa", "plan", "--all-machines", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
     ("numa-plan.json", &["numa", "plan", "--vcpus-per-cpu", "2", "--deadline", "60s", "--json"]),
     ("numa-predict.txt", &["numa", "predict", "--vm", "*", "--to", "0"]),
-    // The host with one node has no node 1.
+    // Hosts with fewer nodes have no node 1 or 2.
     ("numa-predict-1.txt", &["numa", "predict", "--vm", "*", "--to", "1"]),
     ("numa-predict-split.txt", &["numa", "predict", "--vm", "*", "--to", "0=0,1=1"]),
     ("numa-predict.json", &["numa", "predict", "--vm", "*", "--to", "1", "--json"]),
-    ("numa-predict-crowded.txt", &["numa", "predict", "--vm", "*", "--to", "0", "--vcpus-per-cpu", "0.25"]),
-    ("numa-apply-crowded.txt", &["numa", "apply", "--dry-run", "--vm", "*", "--to", "0", "--vcpus-per-cpu", "0.25"]),
+    ("numa-predict-crowded.txt", &["numa", "predict", "--vm", "*", "--to", "2", "--vcpus-per-cpu", "0.25"]),
+    ("numa-apply-crowded.txt", &["numa", "apply", "--dry-run", "--vm", "*", "--to", "2", "--vcpus-per-cpu", "0.25"]),
     ("numa-apply.txt", &["numa", "apply", "--dry-run", "--vcpus-per-cpu", "2", "--deadline", "60s"]),
 ];
 

@@ -305,8 +305,10 @@ impl<'h> PlacementKeeper<'h> {
         resting: &BTreeSet<ProcessId>,
     ) -> Result<PlannedMoves, Box<dyn std::error::Error>> {
         let mut map = map::read_map(self.host, selection)?;
+        map::add_other_machines(self.host, &mut map, None)?;
         let kept = apply::read_kept_cpus(self.host, &self.directory)?;
         apply::restore_permitted_cpus(&mut map, &kept);
+        placement_record::mark_placed(self.host, &self.directory, &mut map)?;
         let mut problem = placement_problem(&map, self.host.page_size(), self.settings.limits);
         for (vm, placement) in problem.vms.iter_mut().zip(&map.processes) {
             vm.fixed |= resting.contains(&placement.process.id);
@@ -317,11 +319,12 @@ impl<'h> PlacementKeeper<'h> {
             let part_count = problem.vms[position].parts.len();
             Some((MachineTarget::new(position, part_count, &planned.pattern, &problem)?, planned.gain))
         };
-        let stays = plan.moves.iter().enumerate().filter(|(_, planned)| planned.pattern == Pattern::Leave);
-        let losing_merges = stays
-            .filter_map(|(position, _)| {
-                let gain = plan::gain_of_remote_merges(&problem, &problem.vms[position])?;
-                (gain.net() < 0.0).then(|| (map.processes[position].process.id, gain))
+        let machines = map.processes.iter().zip(&problem.vms).zip(&plan.moves);
+        let losing_merges = machines
+            .filter(|(_, planned)| planned.pattern == Pattern::Leave)
+            .filter_map(|((placement, vm), _)| {
+                let gain = plan::gain_of_remote_merges(&problem, vm)?;
+                (gain.net() < 0.0).then_some((placement.process.id, gain))
             })
             .collect();
         let (targets, gains) = plan.moves.iter().enumerate().filter_map(target).unzip();

@@ -16,13 +16,13 @@ use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
-use pagefold_base::{Absent, IdSet, Pfn, Reading};
+use pagefold_base::{Absent, IdSet, Pfn, Pid, ProcessId, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::observe::NumaNodes;
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::{Host, ProcessHandle, observe, parse};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The placement of the selected processes.
 #[derive(Clone, Debug)]
@@ -31,6 +31,9 @@ pub struct NumaMap {
     pub topology: Topology,
     /// The processes, the largest resident memory first.
     pub processes: Vec<ProcessPlacement>,
+    /// Virtual machines that run beside these, without their memory: their virtual CPUs need room on nodes, too. Empty
+    /// unless [`add_other_machines`] has read them.
+    pub other_machines: Vec<ProcessPlacement>,
     /// The merged frames that these processes map, by the node of the frame.
     pub merged: BTreeMap<u32, MergedFrames>,
     /// Processes that were selected and could not be read.
@@ -56,6 +59,8 @@ pub struct ProcessPlacement {
     pub bound_nodes: Option<IdSet>,
     /// The domain of libvirt that the process runs, if it runs one.
     pub libvirt: Option<LibvirtDomain>,
+    /// Whether Pagefold has placed it in this boot ([`crate::placement_record::mark_placed`]).
+    pub is_placed: bool,
     /// What QEMU's monitor and libvirt say about a virtual machine.
     pub machine: Option<MachineFacts>,
     /// Devices of the host that are passed through.
@@ -136,27 +141,39 @@ pub fn read_map_and_frames(
     };
     let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().map(with_reader).unzip();
     let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
-    let map = NumaMap { topology, processes, merged, unscanned, uptime_ticks: read_uptime_ticks(host) };
+    let map = NumaMap {
+        topology,
+        processes,
+        other_machines: Vec::new(),
+        merged,
+        unscanned,
+        uptime_ticks: read_uptime_ticks(host),
+    };
     Ok((map, readers))
 }
 
-/// The virtual CPUs of virtual machines that a map does not have, by the node on which they run.
+/// Add to a map of some processes the virtual machines that run beside them. Those that cannot be read are unscanned
+/// processes of the map then. With `monitors`, QEMU's monitors are asked about them.
 ///
 /// # Errors
 /// If processes cannot be listed.
-pub fn read_other_vcpus(host: &dyn Host, map: &NumaMap) -> Result<BTreeMap<u32, f64>, MapError> {
-    let is_other = |process: &Process| map.processes.iter().all(|placement| placement.process.id.pid != process.id.pid);
-    let (machines, _) = scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
-        let is_machine = process.identity.vm.is_some() && is_other(&process);
-        if is_machine { threads::read_threads(host, handle, true) } else { Ok(Vec::new()) }
+pub fn add_other_machines(host: &dyn Host, map: &mut NumaMap, monitors: Option<MonitorAccess>) -> Result<(), MapError> {
+    let domains = observe::libvirt_domains(host).unwrap_or_default();
+    let mapped: BTreeSet<ProcessId> = map.processes.iter().map(|placement| placement.process.id).collect();
+    let (found, unscanned) = scan_scope::inspect_selected(host, &ProcessSelection::default(), |handle, process| {
+        if process.identity.vm.is_none() || mapped.contains(&process.id) {
+            return Ok(None);
+        }
+        let placement = read_placement_without_memory(host, &domains, handle, process);
+        // Of these, only the virtual CPUs matter.
+        placement.threads.clone()?;
+        Ok(Some(placement))
     })?;
-    let mut vcpus: BTreeMap<u32, f64> = BTreeMap::new();
-    for threads in &machines {
-        let count = threads::working_threads(threads).count() as f64;
-        let shares = threads::cpu_shares(&map.topology, threads::working_threads(threads));
-        shares.into_iter().for_each(|(node, share)| *vcpus.entry(node).or_default() += share * count);
-    }
-    Ok(vcpus)
+    let known: BTreeSet<Pid> = map.unscanned.iter().map(|process| process.pid).collect();
+    map.unscanned.extend(unscanned.into_iter().filter(|process| !known.contains(&process.pid)));
+    map.other_machines = found.into_iter().flatten().collect();
+    machine::add_machine_facts(host, &mut map.other_machines.iter_mut().collect::<Vec<_>>(), monitors);
+    Ok(())
 }
 
 /// The maximum number of pairs of processes that are counted for each frame, over all frames: less than a second's work.
@@ -178,48 +195,54 @@ fn read_process(
     handle: &dyn ProcessHandle,
     process: Process,
 ) -> Reading<(ProcessPlacement, Vec<Pfn>)> {
-    let arguments = process.arguments.as_deref().unwrap_or_default();
-    let configured = process.identity.vm.as_ref().map_or_else(Vec::new, |_| virtual_nodes::virtual_nodes(arguments));
-    let bound_nodes =
-        process.identity.vm.as_ref().and_then(|_| virtual_nodes::other_bound_nodes(arguments, &configured));
-    let devices = virtual_nodes::passed_through_devices(arguments)
-        .into_iter()
-        .map(|address| PassedThroughDevice { node: read_device_node(host, &address), address })
-        .collect();
+    let mut placement = read_placement_without_memory(host, domains, handle, process);
     let regions = observe::regions(handle)?;
+    let configured: Vec<VirtualNode> = placement.virtual_nodes.iter().map(|node| node.node.clone()).collect();
     let node_of_region = assign_regions(&configured, &regions);
-    let mut pages = PageNodes::default();
     let mut pages_by_virtual_node: BTreeMap<u32, PageNodes> = BTreeMap::new();
     let mut frames = Vec::new();
     for region in &regions {
         let found = reader.read_region(handle, region)?;
-        pages.add(&found.pages);
+        placement.pages.add(&found.pages);
         frames.extend(found.merged_frames);
         if let Some(node) = node_of_region.get(&region.range.start) {
             pages_by_virtual_node.entry(*node).or_default().add(&found.pages);
         }
     }
-    let threads = threads::read_threads(host, handle, process.identity.vm.is_some());
-    let virtual_nodes = configured
+    for node in &mut placement.virtual_nodes {
+        node.pages = pages_by_virtual_node.remove(&node.node.id);
+    }
+    Ok((placement, frames))
+}
+
+fn read_placement_without_memory(
+    host: &dyn Host,
+    domains: &[LibvirtDomain],
+    handle: &dyn ProcessHandle,
+    process: Process,
+) -> ProcessPlacement {
+    let arguments = process.arguments.as_deref().unwrap_or_default();
+    let is_vm = process.identity.vm.is_some();
+    let nodes = if is_vm { virtual_nodes::virtual_nodes(arguments) } else { Vec::new() };
+    let bound_nodes = if is_vm { virtual_nodes::other_bound_nodes(arguments, &nodes) } else { None };
+    let devices = virtual_nodes::passed_through_devices(arguments)
         .into_iter()
-        .map(|node| VirtualNodePlacement { pages: pages_by_virtual_node.remove(&node.id), node, cost: None })
+        .map(|address| PassedThroughDevice { node: read_device_node(host, &address), address })
         .collect();
-    let allowed_nodes = handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes);
-    let runs_domain = |domain: &&LibvirtDomain| process.identity.vm.is_some() && domain.pid == process.id.pid;
-    let libvirt = domains.iter().find(runs_domain).cloned();
-    let placement = ProcessPlacement {
-        process,
-        pages,
-        virtual_nodes,
-        threads,
-        allowed_nodes,
+    let runs_domain = |domain: &&LibvirtDomain| is_vm && domain.pid == process.id.pid;
+    ProcessPlacement {
+        pages: PageNodes::default(),
+        virtual_nodes: nodes.into_iter().map(|node| VirtualNodePlacement { node, pages: None, cost: None }).collect(),
+        threads: threads::read_threads(host, handle, is_vm),
+        allowed_nodes: handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes),
         bound_nodes,
-        libvirt,
+        libvirt: domains.iter().find(runs_domain).cloned(),
+        is_placed: false,
         machine: None,
         devices,
         cost: None,
-    };
-    Ok((placement, frames))
+        process,
+    }
 }
 
 /// Fill in the expected accesses. Returns the node on which most of the CPU time is spent.

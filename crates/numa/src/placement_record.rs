@@ -10,10 +10,12 @@ use crate::page_nodes::{PageKinds, PageNodes};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::{Absent, IdSet, Pages, Pid, ProcessId};
 use pagefold_host::transaction::journal::StateDirectory;
+use pagefold_host::transaction::session;
 use pagefold_host::{Host, hold, observe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::path::Path;
 
 /// The file of the record.
 const RECORD_FILE: &str = "numa-placement.json";
@@ -130,6 +132,22 @@ impl PlacementRecord {
             self.machines.push(machine);
         }
     }
+}
+
+/// Mark the processes of a map that were placed in this boot, by the record in a state directory.
+///
+/// # Errors
+/// If the record exists and cannot be read.
+pub fn mark_placed(host: &dyn Host, directory: &Path, map: &mut NumaMap) -> io::Result<()> {
+    let (Ok(directory), Ok(boot)) = (StateDirectory::open(directory), session::read_boot_id(host)) else {
+        return Ok(());
+    };
+    let record = PlacementRecord::load(&directory, &boot)?;
+    let placed: BTreeSet<ProcessId> = record.machines.iter().map(PlacedMachine::process).collect();
+    for placement in &mut map.processes {
+        placement.is_placed = placed.contains(&placement.process.id);
+    }
+    Ok(())
 }
 
 /// The present values of [`COUNTERS`] that the kernel has.

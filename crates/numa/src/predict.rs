@@ -46,6 +46,8 @@ pub struct NodeArrival {
     pub node: u32,
     /// Virtual CPUs on it then: those of the machine that come to it, and those of other machines, where they run now.
     pub vcpus: f64,
+    /// Virtual CPUs on it now.
+    pub vcpus_now: f64,
     /// Virtual CPUs that it may run.
     pub vcpu_capacity: f64,
     /// What would come to it, without hugetlb pages.
@@ -60,9 +62,9 @@ pub struct NodeArrival {
 }
 
 impl NodeArrival {
-    /// Whether its CPUs suffice.
+    /// Whether its CPUs suffice, or none of the machine come to it.
     pub fn cpus_suffice(&self) -> bool {
-        self.vcpus <= self.vcpu_capacity + plan::VCPU_TOLERANCE
+        self.vcpus <= self.vcpu_capacity.max(self.vcpus_now) + plan::VCPU_TOLERANCE
     }
 
     /// Whether its CPUs and its memory suffice; `None` if the room for memory is not known.
@@ -182,6 +184,7 @@ fn node_arrivals(
 ) -> Vec<NodeArrival> {
     let is_machine = |position: &usize| map.processes[*position].process.identity.vm.is_some();
     let machines = (0..map.processes.len()).filter(|position| is_machine(position) || *position == target.position);
+    let vcpus_now = plan::vcpus_on_nodes(problem, machines.clone(), &BTreeMap::new());
     let vcpus = plan::vcpus_on_nodes(problem, machines, &[(target.position, &target.parts[..])].into());
     let node_arrival = |(&node, arriving): (&u32, &PageKinds)| {
         let on_node = map.topology.nodes.get(&node);
@@ -190,6 +193,7 @@ fn node_arrivals(
         NodeArrival {
             node,
             vcpus: vcpus.get(&node).copied().unwrap_or(0.0),
+            vcpus_now: vcpus_now.get(&node).copied().unwrap_or(0.0),
             vcpu_capacity: capacity.map_or(0.0, |node| node.vcpus),
             arriving: page.bytes_of(arriving.total().saturating_sub(arriving.hugetlb)),
             room: memory.unwrap_or_else(|| Ok(Default::default())).map(|memory| memory.room(headroom_share)),

@@ -1,5 +1,6 @@
 //! The planning problem of a host: its map as the planner sees it.
 
+use crate::decide;
 use crate::decide::content_overlap::{self, LocatedContents};
 use crate::decide::plan::{self, NodeCapacity, PlacementPlan, PlacementProblem, PlannedPart, PlannedVm};
 use crate::decide::pricing::{HostCapacity, OperatorPrices, Prices};
@@ -45,7 +46,8 @@ impl Default for PlanLimits {
 /// The contents of processes, as a census has sketched them, with their trust domains.
 pub type KnownContents = BTreeMap<ProcessId, (TrustDomain, Arc<ContentSketches>)>;
 
-/// The problem of placing the processes of a map, all of which are moved as virtual machines are.
+/// The problem of placing the processes of a map, all of which are moved as virtual machines are. The other machines of
+/// the map come after them, and stay as they are.
 ///
 /// Memory of other processes stays where it is: a node offers its free memory, its file cache, its free hugetlb pages and
 /// the memory of the placed processes. If it is not known which hugetlb pages are free, it offers those of the placed
@@ -94,6 +96,7 @@ pub fn placement_problem(map: &NumaMap, page_size: PageSize, limits: PlanLimits)
             .iter()
             .zip(cpu_shares)
             .map(|(placement, cpu_share)| planned_vm(placement, &map.topology, page_size, relative(cpu_share)))
+            .chain(map.other_machines.iter().map(|placement| other_machine(placement, &map.topology)))
             .collect(),
         prices: Prices::new(&limits.prices, capacity),
         merges_within_nodes: false,
@@ -227,9 +230,22 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         parts,
         allowed_nodes: Some(topology.nodes.keys().copied().filter(is_permitted).collect()),
         fixed: is_pinned,
+        is_placed: placement.is_placed,
     };
     vm.fixed |= !vm.is_placeable(topology.nodes.keys().copied());
     vm
+}
+
+/// A machine that stays where it is: its virtual CPUs, each on the node where it runs next.
+fn other_machine(placement: &ProcessPlacement, topology: &Topology) -> PlannedVm {
+    let vcpus = || threads::working_threads(placement.threads.as_deref().unwrap_or_default());
+    let nodes = vcpus().filter_map(|thread| topology.node_of_cpu(thread.next_cpu()));
+    let part = PlannedPart {
+        vcpus: vcpus().count() as f64,
+        cpu_shares: decide::shares(nodes.map(|node| (node, 1))),
+        ..PlannedPart::default()
+    };
+    PlannedVm { parts: vec![part], fixed: true, ..PlannedVm::default() }
 }
 
 /// The nodes that all bindings permit; `None` if there is none.
@@ -297,6 +313,7 @@ mod tests {
             threads,
             allowed_nodes: Ok((0..3).collect()),
             libvirt: None,
+            is_placed: false,
             machine: None,
             devices: Vec::new(),
             cost: None,

@@ -22,6 +22,7 @@ use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
 use pagefold_numa::map::{self, MapError, NumaMap};
+use pagefold_numa::placement_record;
 use pagefold_numa::predict;
 use pagefold_numa::problem::{PlanLimits, placement_problem, plan_within};
 use pagefold_numa::text;
@@ -236,7 +237,8 @@ fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<Com
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
-/// Read the map of the machines to place. Without a selection by number, only virtual machines are placed.
+/// Read the map of the machines to place, and of the machines beside them. Without a selection by number, only virtual
+/// machines are placed.
 pub(super) fn read_placeable_map(
     host: &dyn Host,
     targets: &ProcessOptions,
@@ -252,9 +254,15 @@ pub(super) fn read_placeable_map(
             bail!("no virtual machine is running: name other processes with --pid to place them");
         }
     }
+    if targets.selects_some() {
+        map::add_other_machines(host, &mut map, Some(MonitorAccess::Socket))
+            .map_err(|error| explain_map_error(error, global))?;
+    }
     if global.host == "live" {
         let kept = apply::read_kept_cpus(host, &global.state).context("cannot read earlier placements")?;
         apply::restore_permitted_cpus(&mut map, &kept);
+        placement_record::mark_placed(host, &global.state, &mut map)
+            .context("cannot read the record of placements: move numa-placement.json out of the state directory")?;
     }
     Ok(map)
 }

@@ -12,9 +12,9 @@ use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
 use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
-use pagefold_numa::decide::plan::{self, CrowdedNode, Pattern, PlacementPlan, PlacementProblem};
+use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
-use pagefold_numa::map::{self, NumaMap};
+use pagefold_numa::map::{NumaMap, ProcessPlacement};
 use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
 use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
@@ -121,7 +121,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
             let is_placeable = |vm: &plan::PlannedVm| vm.is_placeable(problem.nodes.iter().map(|node| node.id));
-            if let Some(vm) = problem.vms.iter().find(|vm| vm.fixed && is_placeable(vm)) {
+            let mut selected = map.processes.iter().zip(&problem.vms).map(|(_, vm)| vm);
+            if let Some(vm) = selected.find(|vm| vm.fixed && is_placeable(vm)) {
                 bail!("--to: the memory of {} is pinned, as for a passed-through device, and cannot be moved", vm.name);
             }
             requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip()
@@ -144,7 +145,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
-    let crowded = find_crowded_nodes(&*host, &map, &problem, &targets)?;
+    let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
+    let crowded = plan::crowded_nodes(&problem, &placed_parts);
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
@@ -158,20 +160,6 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
-}
-
-/// The nodes that get more virtual CPUs than they may run. Other machines are read only if some are placed.
-fn find_crowded_nodes(
-    host: &dyn Host,
-    map: &NumaMap,
-    problem: &PlacementProblem,
-    targets: &[MachineTarget],
-) -> anyhow::Result<Vec<CrowdedNode>> {
-    if targets.is_empty() {
-        return Ok(Vec::new());
-    }
-    let placed = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
-    Ok(plan::crowded_nodes(problem, &placed, &map::read_other_vcpus(host, map)?))
 }
 
 fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {
@@ -217,8 +205,7 @@ pub(super) fn requested_targets(
             bail!("--to: node {id} has no {lacking}: name a node that has CPUs and memory (see `pagefold numa map`)");
         }
     }
-    let target = |(position, vm): (usize, &plan::PlannedVm)| {
-        let placement = &map.processes[position];
+    let target = |(position, (placement, vm)): (usize, (&ProcessPlacement, &plan::PlannedVm))| {
         let virtual_nodes: Vec<u32> = match vm.parts.len() {
             1 => Vec::new(),
             _ => placement.virtual_nodes.iter().map(|node| node.node.id).collect(),
@@ -229,7 +216,8 @@ pub(super) fn requested_targets(
         let target = target.context("a requested placement has nodes")?;
         Ok((target, pages_to_move(vm, &pattern)))
     };
-    problem.vms.iter().enumerate().filter(|(position, _)| is_selected(position)).map(target).collect()
+    let machines = map.processes.iter().zip(&problem.vms).enumerate();
+    machines.filter(|(position, _)| is_selected(position)).map(target).collect()
 }
 
 /// Refuse requested nodes that the machine or the memory policy of one of its parts does not permit.

@@ -422,7 +422,7 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
         apply(&*host, &global.state, &prepared.plan, scope).map_err(with_remedy)?
     };
     for text in TuneApplyReport::recovered_texts(&applied) {
-        eprintln!("An earlier pagefold was killed. Restored: {text}");
+        eprintln!("Restored what an earlier pagefold had changed: {text}");
     }
     let style = output::stdout_style(global);
     let report = TuneApplyReport::new(report, &applied);

@@ -554,7 +554,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 self.walk_schedule.record_walk(self.event_time, process, cpu_time, has_changed);
             }
             WorkResult::Undone(description) => {
-                (self.log)(&format!("an earlier pagefold was killed; restored: {description}"))
+                (self.log)(&format!("restored what an earlier pagefold had changed: {description}"))
             }
             WorkResult::UndoFailed(failure) => {
                 (self.log)(&format!("not done: {failure}"));

@@ -31,6 +31,10 @@ const MERGE_SECONDS_PER_PAGE: f64 = 6e-6;
 /// 188 huge pages for 331 MiB (`docs/merging.md`).
 const SPLITS_PER_MERGED_PAGE: f64 = 188.0 / (331.0 * 256.0);
 
+/// What a first placement of a machine must gain, as a share of what a further one must gain. At the default prices it is
+/// a thousandth of a CPU.
+pub const FIRST_MOVE_GAIN_SHARE: f64 = 0.1;
+
 /// Base pages of a huge page of 2 MiB.
 const PAGES_PER_HUGE_PAGE: f64 = 512.0;
 
@@ -47,8 +51,9 @@ pub struct OperatorPrices {
     /// The share of its CPU time that a machine loses if none of its memory is in huge pages. The default is the effect of
     /// more huge pages in A. H. Hunter et al., "Beyond malloc efficiency to fleet efficiency" (OSDI 2021).
     pub huge_page_share: f64,
-    /// CPU seconds an hour that a placement of a machine must gain. The default is a hundredth of a CPU, which keeps
-    /// machines from being moved for next to nothing. It is a choice, not a measurement.
+    /// CPU seconds an hour that a placement of a machine which was placed before must gain. The default is a hundredth of
+    /// a CPU, which keeps machines from being moved to and fro, because run time is a rough estimate of reads. It is a
+    /// choice, not a measurement. A first placement must gain a tenth of it ([`FIRST_MOVE_GAIN_SHARE`]).
     pub min_gain: f64,
     /// The time for which a placement or a merge is expected to last.
     pub period: Duration,
@@ -92,8 +97,10 @@ pub struct Prices {
     pub moved_page: f64,
     /// A page that ksmd merges.
     pub merged_page: f64,
-    /// What moving a machine must gain.
+    /// What moving a machine again must gain.
     pub min_gain: f64,
+    /// What moving a machine for the first time must gain.
+    pub first_min_gain: f64,
 }
 
 impl Prices {
@@ -115,6 +122,7 @@ impl Prices {
             moved_page: MOVE_SECONDS_PER_PAGE * base_pages * periods_per_hour,
             merged_page: MERGE_SECONDS_PER_PAGE * base_pages * periods_per_hour,
             min_gain: operator.min_gain,
+            first_min_gain: FIRST_MOVE_GAIN_SHARE * operator.min_gain,
         }
     }
 

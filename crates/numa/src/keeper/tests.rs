@@ -2,7 +2,7 @@
 //! virtual CPU. Its placements are also tested in an emulated machine (`labs/tests/guests/numa_apply.rs`).
 
 use super::*;
-use crate::decide::pricing::OperatorPrices;
+use crate::decide::pricing::{FIRST_MOVE_GAIN_SHARE, OperatorPrices};
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::{Absent, AddressRange, Fingerprint, Pages, Pid};
 use pagefold_census::decide::sketch::{ContentSketches, Sketch};
@@ -184,9 +184,9 @@ fn keeper_that_only_advises_moves_nothing() {
 
 #[test]
 fn imbalance_that_does_not_pay_is_left() {
-    // Its remote reads cost 720 CPU s/h, less than a move must gain.
+    // Its remote reads cost 720 CPU s/h, less than a first move must gain.
     let host = host_with_remote_machine(MANY_PAGES);
-    let prices = OperatorPrices { min_gain: 1000.0, ..OperatorPrices::default() };
+    let prices = OperatorPrices { min_gain: 1000.0 / FIRST_MOVE_GAIN_SHARE, ..OperatorPrices::default() };
     let limits = PlanLimits { prices, ..PlanLimits::default() };
     let reports = run(&host, KeeperSettings { limits, ..settings() }, &KeeperControl::default(), |checks| checks < 3);
     assert_eq!(plan_results(&reports), [ALL_WELL_PLACED]);

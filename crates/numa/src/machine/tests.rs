@@ -1,6 +1,8 @@
 //! Machines on a host in memory, whose monitors answer from files.
 
+use crate::decide::NodeShares;
 use crate::map::{self, ProcessPlacement};
+use crate::problem::{PlanLimits, placement_problem};
 use pagefold_base::Pid;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_census::ProcessSelection;
@@ -11,6 +13,7 @@ use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
 
 const START: u64 = 0x10_0000;
 const VM: u32 = 7;
+const OTHER: u32 = 17;
 /// The threads of the machine: the main one, and those with names of vCPUs or without.
 const THREADS: [(u32, &str, u32); 4] = [(7, "qemu", 0), (8, "CPU 0/KVM", 0), (9, "CPU 5/KVM", 2), (10, "worker", 2)];
 
@@ -131,4 +134,32 @@ fn state_of_libvirt_wins_over_names_and_the_monitor_over_both() {
     let (roles, _, source, conflicts) = summary(&placement(&host, Some(MonitorAccess::Socket)));
     assert_eq!((roles, source.as_str()), (vec![None, None, Some(0), Some(1)], "QEMU's monitor"));
     assert_eq!(conflicts[0], "vCPU 0 is thread 9 by QEMU's monitor, and 10 by libvirt's state");
+}
+
+/// The last machine of the planning problem of another process: its virtual CPUs, their shares by node, and whether it
+/// stays. `None` if the problem has only that process. Beside it, the processes that could not be read.
+fn other_machine(host: &dyn Host) -> (Option<(f64, NodeShares, bool)>, Vec<Pid>) {
+    let selection = ProcessSelection { pids: vec![Pid(OTHER)], ..ProcessSelection::default() };
+    let mut map = map::read_map(host, &selection).unwrap();
+    map::add_other_machines(host, &mut map, Some(MonitorAccess::Socket)).unwrap();
+    assert_eq!(map.processes.len(), 1);
+    let problem = placement_problem(&map, host.page_size(), PlanLimits::default());
+    let other = problem.vms.get(1).map(|vm| (vm.parts[0].vcpus, vm.parts[0].cpu_shares.clone(), vm.fixed));
+    (other, map.unscanned.iter().map(|process| process.pid).collect())
+}
+
+#[test]
+fn machines_that_are_not_selected_count_with_their_virtual_cpus() {
+    let host = host();
+    host.start_process(OTHER, 4);
+    host.map_pages(OTHER, (START, START + 4 * 4096), "heap", false);
+    let on_both = [(0, 0.5), (1, 0.5)].into();
+    assert_eq!(other_machine(&host), (Some((2.0, on_both, true)), vec![]));
+    // By the monitor, both run on node 1.
+    put_answer(&host, MonitorQuestion::Vcpus, VCPUS);
+    assert_eq!(other_machine(&host), (Some((2.0, [(1, 1.0)].into(), true)), vec![]));
+    let unreadable = FaultyHost::new(&host, |path| {
+        (path == format!("proc/{VM}/task")).then_some(InjectedFault::Absent(pagefold_base::Absent::Denied))
+    });
+    assert_eq!(other_machine(&unreadable), (None, vec![Pid(VM)]));
 }

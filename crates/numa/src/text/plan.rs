@@ -21,6 +21,14 @@ pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: Tex
     if hidden > 0 {
         let _ = writeln!(text, "… and {hidden} that stay (--all-machines shows them)");
     }
+    if report.other_machines > 0 {
+        let others = format!(
+            "Not selected: {} with {:.0} vCPUs, which count where they run now.",
+            format_machine_count(report.other_machines),
+            report.other_vcpus
+        );
+        text.push_str(&style.format_paragraph(&others, 0));
+    }
     text.push_str(&render_gains(report, &shown, style));
     text.push_str(&style.format_heading("Compared with simple placements"));
     text.push_str(&render_comparison(report, style));
@@ -166,9 +174,11 @@ fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: Te
     text.push_str(&style.format_paragraph(
         &format!(
             "CPU s/h: CPU seconds that the resource is worth in an hour. A GiB of memory is worth {:.0}, and a GiB of the \
-             hottest machine at twice the local distance costs {:.0}. A move must gain {:.1}.",
+             hottest machine at twice the local distance costs {:.0}. A move must gain {:.1}, and {:.1} if `numa apply` or \
+             the daemon has placed the machine before.",
             gib(report.prices.saved_page),
             gib(report.prices.remote_page),
+            report.prices.first_min_gain,
             report.prices.min_gain
         ),
         0,

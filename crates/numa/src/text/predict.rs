@@ -129,7 +129,11 @@ fn memory_line(node: &NodeArrivalReport) -> String {
 }
 
 fn cpu_line(node: &NodeArrivalReport) -> String {
-    let verdict = if node.cpus_suffice { "They fit." } else { "They do not fit." };
+    let verdict = match node.cpus_suffice {
+        true if node.vcpus > node.vcpu_capacity => "No more than now.",
+        true => "They fit.",
+        false => "They do not fit.",
+    };
     format!(
         "Node {} may run {:.1} vCPUs, and {:.1} of all machines would run there. {verdict}",
         node.node, node.vcpu_capacity, node.vcpus

@@ -29,6 +29,10 @@ pub struct NumaPlanReport {
     pub nodes: Vec<NodeCapacityReport>,
     /// The planned placement of each machine.
     pub machines: Vec<MachinePlanReport>,
+    /// Virtual machines that were not selected. Their virtual CPUs count where they run now.
+    pub other_machines: usize,
+    /// Their virtual CPUs.
+    pub other_vcpus: f64,
     /// The plan and simple placements.
     pub comparison: Vec<ComparedPlacementReport>,
     /// The share of the plan's avoidable cost that a better choice of the listed placements could save at most. At
@@ -63,14 +67,16 @@ pub struct PricesReport {
     pub moved_page: f64,
     /// Of a page that ksmd merges.
     pub merged_page: f64,
-    /// What moving a machine must gain.
+    /// What moving a machine that was placed before must gain.
     pub min_gain: f64,
+    /// What moving any other machine must gain.
+    pub first_min_gain: f64,
 }
 
 impl From<Prices> for PricesReport {
     fn from(prices: Prices) -> Self {
-        let Prices { saved_page, remote_page, split_page, moved_page, merged_page, min_gain } = prices;
-        Self { saved_page, remote_page, split_page, moved_page, merged_page, min_gain }
+        let Prices { saved_page, remote_page, split_page, moved_page, merged_page, min_gain, first_min_gain } = prices;
+        Self { saved_page, remote_page, split_page, moved_page, merged_page, min_gain, first_min_gain }
     }
 }
 
@@ -223,6 +229,11 @@ impl NumaPlanReport {
                     machine_report(placement, vm, planned, working_sets_of(hotness, position))
                 })
                 .collect(),
+            other_machines: map.other_machines.len(),
+            other_vcpus: problem.vms[map.processes.len()..]
+                .iter()
+                .flat_map(|vm| &vm.parts)
+                .fold(0.0, |sum, part| sum + part.vcpus),
             comparison: comparison.map(|(name, result)| placement_report(name, result)).collect(),
             gap: plan.gap,
             unscanned_processes: super::map::unscanned_reports(map),

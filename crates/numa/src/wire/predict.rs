@@ -94,9 +94,11 @@ pub struct NodeArrivalReport {
     pub node: u32,
     /// Virtual CPUs on it then: those of the machine that come to it, and those of other machines, where they run now.
     pub vcpus: f64,
+    /// Virtual CPUs on it now.
+    pub vcpus_now: f64,
     /// Virtual CPUs that it may run.
     pub vcpu_capacity: f64,
-    /// Whether its CPUs suffice.
+    /// Whether its CPUs suffice, or it gets no more virtual CPUs than it has now.
     pub cpus_suffice: bool,
     /// Bytes that would come to it, without hugetlb pages.
     pub arriving_bytes: u64,
@@ -198,6 +200,7 @@ fn arrival_report(arrival: &NodeArrival) -> NodeArrivalReport {
     NodeArrivalReport {
         node: arrival.node,
         vcpus: arrival.vcpus,
+        vcpus_now: arrival.vcpus_now,
         vcpu_capacity: arrival.vcpu_capacity,
         cpus_suffice: arrival.cpus_suffice(),
         arriving_bytes: arrival.arriving.0,

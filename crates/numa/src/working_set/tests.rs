@@ -98,7 +98,13 @@ fn hot_machine_gets_the_node_of_its_memory() {
         ],
         distances: [((0, 0), 10), ((0, 1), 20), ((1, 0), 20), ((1, 1), 10)].into(),
         vms: vec![vm("cold"), vm("hot")],
-        prices: Prices { remote_page: 1.0, moved_page: 0.02, min_gain: 4096.0, ..Prices::default() },
+        prices: Prices {
+            remote_page: 1.0,
+            moved_page: 0.02,
+            min_gain: 4096.0,
+            first_min_gain: 4096.0,
+            ..Prices::default()
+        },
         ..PlacementProblem::default()
     };
     weight_by_working_sets(&mut problem, &measure_on(&host, directory.path(), &machines, false).unwrap());

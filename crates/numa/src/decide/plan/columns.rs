@@ -69,12 +69,12 @@ pub(super) fn column(
 ) -> Column {
     // Costs are not negative: what a pattern saves less than the best one counts as its cost.
     let most_saved: f64 = vm.parts.iter().map(|part| most_saved_pages(problem, part)).sum();
-    Column { cost: cost(problem, &pattern, amounts, most_saved), pattern, amounts, load }
+    let min_gain = if pattern == Pattern::Leave { 0.0 } else { vm.min_gain(&problem.prices) };
+    Column { cost: cost(problem, min_gain, amounts, most_saved), pattern, amounts, load }
 }
 
-fn cost(problem: &PlacementProblem, pattern: &Pattern, amounts: PricedAmounts, most_saved: f64) -> f64 {
+fn cost(problem: &PlacementProblem, min_gain: f64, amounts: PricedAmounts, most_saved: f64) -> f64 {
     let lost = PricedAmounts { saved_pages: amounts.saved_pages - most_saved, ..amounts };
-    let min_gain = if *pattern == Pattern::Leave { 0.0 } else { problem.prices.min_gain };
     min_gain - pricing::price(&problem.prices, lost).net()
 }
 
@@ -145,7 +145,7 @@ fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
         for column in &beginnings {
             let is_permitted = |&position: &usize| vm.permits(part, problem.nodes[position].id);
             for position in (0..problem.nodes.len()).filter(is_permitted) {
-                longer.extend(with_part(problem, column, (part, most_saved), position));
+                longer.extend(with_part((problem, vm), column, (part, most_saved), position));
             }
         }
         longer.sort_by(|left, right| left.cost.total_cmp(&right.cost));
@@ -159,7 +159,7 @@ fn node_columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
 /// A column with one more part on a node; `None` if the machine alone would exceed the node. `most_saved` is what its parts
 /// would save at most.
 fn with_part(
-    problem: &PlacementProblem,
+    (problem, vm): (&PlacementProblem, &PlannedVm),
     column: &Column,
     (part, most_saved): (&PlannedPart, f64),
     position: usize,
@@ -176,7 +176,7 @@ fn with_part(
     if let Pattern::Nodes(nodes) = &mut longer.pattern {
         nodes.push(node.id);
     }
-    longer.cost = cost(problem, &longer.pattern, longer.amounts, most_saved);
+    longer.cost = cost(problem, vm.min_gain(&problem.prices), longer.amounts, most_saved);
     Some(longer)
 }
 

@@ -107,6 +107,8 @@ pub struct PlannedVm {
     pub allowed_nodes: Option<IdSet>,
     /// Whether it must stay as it is, for example because its memory is pinned.
     pub fixed: bool,
+    /// Whether it was placed before: another move must gain more.
+    pub is_placed: bool,
 }
 
 impl PlannedVm {
@@ -116,6 +118,11 @@ impl PlannedVm {
             .into_iter()
             .flatten()
             .all(|nodes| nodes.contains(node))
+    }
+
+    /// What moving it must gain at least.
+    fn min_gain(&self, prices: &Prices) -> f64 {
+        if self.is_placed { prices.min_gain } else { prices.first_min_gain }
     }
 
     /// Whether it may have each part on one of the nodes of the host at least.
@@ -354,22 +361,19 @@ pub struct CrowdedNode {
 /// A part of a virtual CPU that does not matter: shares of run time are not exact.
 pub(crate) const VCPU_TOLERANCE: f64 = 0.01;
 
-/// The nodes of the placed machines that would run more virtual CPUs than they may. `placed` has positions in the problem.
-/// `other_vcpus` are those of machines that are not part of it, by node.
-pub fn crowded_nodes(
-    problem: &PlacementProblem,
-    placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>,
-    other_vcpus: &BTreeMap<u32, f64>,
-) -> Vec<CrowdedNode> {
-    let vcpus = vcpus_on_nodes(problem, 0..problem.vms.len(), placed);
-    let is_used = |id: u32| placed.values().flat_map(|parts| parts.iter().flatten()).any(|&(node, _)| node == id);
-    let on_node = |node: &NodeCapacity| CrowdedNode {
-        node: node.id,
-        vcpus: [&vcpus, other_vcpus].into_iter().filter_map(|vcpus| vcpus.get(&node.id)).sum(),
-        vcpu_capacity: node.vcpus,
+/// The nodes of the placed machines that would run more virtual CPUs than they may, and more than now. `placed` has
+/// positions in the problem.
+pub fn crowded_nodes(problem: &PlacementProblem, placed: &BTreeMap<usize, &[Vec<(u32, f64)>]>) -> Vec<CrowdedNode> {
+    let on_nodes = |placed| vcpus_on_nodes(problem, 0..problem.vms.len(), placed);
+    let (now, then) = (on_nodes(&BTreeMap::new()), on_nodes(placed));
+    let of = |vcpus: &BTreeMap<u32, f64>, id: u32| vcpus.get(&id).copied().unwrap_or(0.0);
+    let on_node =
+        |node: &NodeCapacity| CrowdedNode { node: node.id, vcpus: of(&then, node.id), vcpu_capacity: node.vcpus };
+    let is_crowded = |node: &CrowdedNode| {
+        let most = node.vcpu_capacity.max(of(&now, node.node));
+        node.vcpus > most + VCPU_TOLERANCE
     };
-    let used = problem.nodes.iter().filter(|node| is_used(node.id)).map(on_node);
-    used.filter(|node| node.vcpus > node.vcpu_capacity + VCPU_TOLERANCE).collect()
+    problem.nodes.iter().map(on_node).filter(is_crowded).collect()
 }
 
 /// What the merged pages of a machine that are on other nodes than all its CPUs gain at most, as it is: the memory that
@@ -431,7 +435,8 @@ struct OverloadCosts {
 
 impl OverloadCosts {
     fn new(problem: &PlacementProblem) -> Self {
-        let parts = || problem.vms.iter().flat_map(|vm| &vm.parts);
+        // Machines of which only the virtual CPUs are known do not make those of the others cheaper.
+        let parts = || problem.vms.iter().flat_map(|vm| &vm.parts).filter(|part| part.total_pages() > 0.0);
         let vcpus: f64 = parts().map(|part| part.vcpus).sum();
         let pages: f64 = parts().map(PlannedPart::total_pages).sum();
         let unit = problem.prices.unit();

@@ -11,6 +11,7 @@ const PRICES: Prices = Prices {
     remote_page: 1.0,
     moved_page: MOVE_COST,
     min_gain: FIXED_MOVE_COST,
+    first_min_gain: FIXED_MOVE_COST,
     saved_page: 0.5,
     split_page: 0.25,
     merged_page: 0.001,
@@ -47,6 +48,7 @@ fn plan_in_steps(problem: &PlacementProblem, max_steps: u64) -> (PlacementPlan, 
 fn carry_out(problem: &PlacementProblem, plan: &PlacementPlan) -> PlacementProblem {
     let mut after = problem.clone();
     for (vm, planned) in after.vms.iter_mut().zip(&plan.moves) {
+        vm.is_placed |= planned.pattern != Pattern::Leave;
         for (position, part) in vm.parts.iter_mut().enumerate() {
             let pages = part.total_pages();
             match &planned.pattern {
@@ -76,19 +78,60 @@ fn nodes_with_more_virtual_cpus_than_cpus_are_crowded() {
     problem.vms =
         vec![vm("spread", vec![part(4.0, 1e5, &[0, 1], &[0, 1])]), vm("large", vec![part(8.0, 1e5, &[0], &[0])])];
     // Machines, each on a node.
-    let crowded = |placed: &[(usize, u32)], other_vcpus| {
+    let crowded = |placed: &[(usize, u32)], other_vcpus: f64| {
+        let mut problem = problem.clone();
+        // A machine of which only the virtual CPUs are known.
+        problem.vms.push(PlannedVm { fixed: true, ..vm("other", vec![part(other_vcpus, 0.0, &[1], &[1])]) });
         let parts: Vec<_> = placed.iter().map(|&(vm, node)| (vm, vec![vec![(node, 1.0)]])).collect();
         let parts = parts.iter().map(|(vm, parts)| (*vm, &parts[..])).collect();
-        let crowded = crowded_nodes(&problem, &parts, &[(1, other_vcpus)].into());
+        let crowded = crowded_nodes(&problem, &parts);
         crowded.iter().map(|node| (node.node, node.vcpus, node.vcpu_capacity)).collect::<Vec<_>>()
     };
     assert_eq!(crowded(&[(1, 1)], 0.0), [(1, 10.0, 8.0)]);
     assert_eq!(crowded(&[(0, 0)], 0.0), [(0, 12.0, 8.0)]);
     assert_eq!(crowded(&[(0, 0), (1, 1)], 0.0), []);
-    // With those of a machine that is not planned.
+    // With those of a machine that stays.
     assert_eq!(crowded(&[(0, 0), (1, 1)], 2.0), [(1, 10.0, 8.0)]);
     // Node 0 has too many already, and nothing comes to it.
     assert_eq!(crowded(&[(0, 1)], 0.0), []);
+}
+
+#[test]
+fn machine_that_was_placed_moves_for_a_larger_gain_only() {
+    let prices = Prices { min_gain: 2e5, first_min_gain: 2e4, ..PRICES };
+    let is_moved = |remote_pages: f64, is_placed: bool| {
+        let mut problem = PlacementProblem { prices, ..host(2, 8.0, 1e6) };
+        let memory = PlannedPart { pages: [(0, 1e5), (1, remote_pages)].into(), ..part(4.0, 0.0, &[], &[0]) };
+        problem.vms = vec![PlannedVm { is_placed, ..vm("machine", vec![memory]) }];
+        !plan_quickly(&problem).is_empty()
+    };
+    // A remote page costs 1, and its move 0.02.
+    assert_eq!([1e4, 1e5, 3e5].map(|remote| is_moved(remote, false)), [false, true, true]);
+    assert_eq!([1e4, 1e5, 3e5].map(|remote| is_moved(remote, true)), [false, false, true]);
+}
+
+#[test]
+fn virtual_cpus_of_machines_that_stay_take_room() {
+    // Eight CPUs on each of two nodes. The machine is local on node 0.
+    let pattern = |others: [f64; 2], is_local: bool| {
+        let mut problem = host(2, 8.0, 1e6);
+        let other = |(node, vcpus): (usize, f64)| PlannedVm {
+            fixed: true,
+            ..vm("other", vec![part(vcpus, 0.0, &[node as u32], &[node as u32])])
+        };
+        let nodes: &[u32] = if is_local { &[0] } else { &[0, 1] };
+        problem.vms = vec![vm("planned", vec![part(4.0, 1e5, nodes, nodes)])];
+        problem.vms.extend(others.into_iter().enumerate().map(other));
+        plan_quickly(&problem).moves[0].pattern.clone()
+    };
+    assert_eq!(pattern([4.0, 0.0], true), Pattern::Leave);
+    assert_eq!(pattern([6.0, 4.0], true), Pattern::Nodes(vec![1]), "node 0 would run 10 of 8");
+    assert_eq!(pattern([8.0, 3.0], false), Pattern::Nodes(vec![1]));
+    assert_eq!(pattern([3.0, 8.0], false), Pattern::Nodes(vec![0]));
+    // On a full host no node is better, and memory decides.
+    assert_eq!(pattern([12.0, 12.0], true), Pattern::Leave);
+    assert!(matches!(pattern([12.0, 12.0], false), Pattern::Nodes(_)));
+    assert_eq!(pattern([6.0, 6.0], true), Pattern::Spread(vec![0, 1]), "no node has room for more than two");
 }
 
 #[test]
@@ -558,8 +601,9 @@ fn plans_at_default_prices_read_less_remotely_than_numad() {
         let (plan, steps) = plan_in_steps(&problem, MAX_STEPS_AT_DEFAULT_PRICES);
         let numad = baselines::place(&problem, Baseline::Numad);
         assert!(plan.gap <= 0.02, "{} after {steps} steps of {} machines", plan.gap, problem.vms.len());
-        let Prices { remote_page, min_gain, moved_page, .. } = problem.prices;
-        let not_worth_moving = (min_gain * problem.vms.len() as f64 + moved_page * numad.moved_pages) / remote_page;
+        let Prices { remote_page, first_min_gain, moved_page, .. } = problem.prices;
+        let not_worth_moving =
+            (first_min_gain * problem.vms.len() as f64 + moved_page * numad.moved_pages) / remote_page;
         assert!(plan.remote_reads.1 <= numad.remote_reads + not_worth_moving, "{numad:?} {plan:?}");
         assert_eq!(plan.overload, Load::default());
         assert!(plan.gain.net() >= 0.0, "{plan:?}");
