@@ -9,7 +9,7 @@
 //! Pages of files stay, because other programs use them, too. Pages that several processes map, such as those merged by
 //! KSM, also stay (`MPOL_MF_MOVE`, mm/migrate.c): moving them would move memory of the other processes.
 
-use crate::decide::plan::{Pattern, PlacementProblem};
+use crate::decide::plan::{Pattern, PlacementProblem, PlannedMove};
 use crate::decide::schedule::{self, WaitingBatch};
 use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
@@ -111,6 +111,18 @@ pub struct MachineTarget {
 }
 
 impl MachineTarget {
+    /// The target of a machine of a plan; `None` if it stays as it is, and is not bound either.
+    pub fn planned(
+        position: usize,
+        part_count: usize,
+        planned: &PlannedMove,
+        problem: &PlacementProblem,
+    ) -> Option<Self> {
+        let bound = || planned.binds_to.clone().map(Pattern::Nodes);
+        let pattern = if planned.pattern == Pattern::Leave { bound()? } else { planned.pattern.clone() };
+        Self::new(position, part_count, &pattern, problem)
+    }
+
     /// The target of a machine with `part_count` parts under a pattern; `None` if it stays as it is.
     pub fn new(position: usize, part_count: usize, pattern: &Pattern, problem: &PlacementProblem) -> Option<Self> {
         let pages = |id: u32| problem.nodes.iter().find(|node| node.id == id).map_or(0.0, |node| node.pages);

@@ -317,7 +317,7 @@ impl<'h> PlacementKeeper<'h> {
         let plan = plan_within(self.host, &problem, PLAN_DEADLINE);
         let target = |(position, planned): (usize, &PlannedMove)| {
             let part_count = problem.vms[position].parts.len();
-            Some((MachineTarget::new(position, part_count, &planned.pattern, &problem)?, planned.gain))
+            Some((MachineTarget::planned(position, part_count, planned, &problem)?, planned.gain))
         };
         let machines = map.processes.iter().zip(&problem.vms).zip(&plan.moves);
         let losing_merges = machines

@@ -9,14 +9,14 @@
 use crate::decide::frame_sharing::{self, FrameOwners};
 use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
 use crate::machine::{self, MachineFacts};
-use crate::page_nodes::{PageNodeReader, PageNodes};
+use crate::page_nodes::{PageKinds, PageNodeReader, PageNodes};
 use crate::threads::{self, ThreadPlacement};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
-use pagefold_base::{Absent, IdSet, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, IdSet, Pages, Pfn, Pid, ProcessId, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::observe::NumaNodes;
@@ -67,6 +67,8 @@ pub struct ProcessPlacement {
     pub devices: Vec<PassedThroughDevice>,
     /// Its expected accesses; `None` if threads or memory are not known.
     pub cost: Option<AccessCost>,
+    /// The share of remote accesses to memory that can be moved: without merged pages and those of files.
+    pub movable_remote_share: Option<f64>,
 }
 
 /// A virtual node with its memory and virtual CPUs.
@@ -241,6 +243,7 @@ fn read_placement_without_memory(
         machine: None,
         devices,
         cost: None,
+        movable_remote_share: None,
         process,
     }
 }
@@ -249,20 +252,32 @@ fn read_placement_without_memory(
 fn compute_costs(topology: &Topology, placement: &mut ProcessPlacement) -> Option<u32> {
     let threads = placement.threads.as_deref().unwrap_or_default();
     let cpu_shares = threads::cpu_shares(topology, threads::working_threads(threads));
+    let mut movable = Vec::new();
     for node in &mut placement.virtual_nodes {
         let vcpus = threads::vcpu_threads(threads, &node.node);
         let cpu_shares = threads::cpu_shares(topology, vcpus);
-        node.cost = node.pages.as_ref().and_then(|pages| access_cost(topology, &cpu_shares, pages));
+        let Some(pages) = &node.pages else { continue };
+        node.cost = access_cost(topology, &cpu_shares, pages, PageKinds::total);
+        let cost = access_cost(topology, &cpu_shares, pages, PageKinds::movable);
+        movable.extend(cost.map(|cost| (pages.by_node.values().map(|kinds| kinds.movable()).sum(), cost)));
     }
     let nodes = placement.virtual_nodes.iter();
     let by_virtual_node = nodes.filter_map(|node| Some((node.pages.as_ref()?.resident(), node.cost?)));
-    placement.cost =
-        decide::mean_cost(by_virtual_node).or_else(|| access_cost(topology, &cpu_shares, &placement.pages));
+    let of_machine = |count| access_cost(topology, &cpu_shares, &placement.pages, count);
+    placement.cost = decide::mean_cost(by_virtual_node).or_else(|| of_machine(PageKinds::total));
+    let movable = decide::mean_cost(movable).or_else(|| of_machine(PageKinds::movable));
+    placement.movable_remote_share = movable.map(|cost| cost.remote_share);
     cpu_shares.iter().max_by(|left, right| left.1.total_cmp(right.1)).map(|(&node, _)| node)
 }
 
-fn access_cost(topology: &Topology, cpus: &NodeShares, pages: &PageNodes) -> Option<AccessCost> {
-    let memory = decide::shares(pages.by_node.iter().map(|(&node, kinds)| (node, kinds.total().0)));
+/// The cost of accesses to the pages that `count` counts.
+fn access_cost(
+    topology: &Topology,
+    cpus: &NodeShares,
+    pages: &PageNodes,
+    count: fn(PageKinds) -> Pages,
+) -> Option<AccessCost> {
+    let memory = decide::shares(pages.by_node.iter().map(|(&node, kinds)| (node, count(*kinds).0)));
     decide::access_cost(cpus, &memory, |from, to| topology.distance(from, to), LOCAL_DISTANCE)
 }
 

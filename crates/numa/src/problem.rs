@@ -208,7 +208,8 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
         let working: Vec<&ThreadPlacement> = threads::working_threads(threads).collect();
         let bindings = placement.virtual_nodes.iter().map(|node| node.node.bound_nodes());
         let bound_nodes = permitted_by_all(bindings.chain([placement.bound_nodes.as_ref()]));
-        vec![PlannedPart { bound_nodes, ..planned_part(topology, &working, &placement.pages, hotness) }]
+        let roaming_nodes = roaming_nodes(topology, threads);
+        vec![PlannedPart { bound_nodes, roaming_nodes, ..planned_part(topology, &working, &placement.pages, hotness) }]
     };
     let pinned = placement.process.pinned.as_ref().map_or(0, |&pinned| page_size.pages_in(pinned).0);
     let is_pinned = placement.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio)
@@ -272,7 +273,14 @@ fn planned_part(topology: &Topology, threads: &[&ThreadPlacement], pages: &PageN
             .iter()
             .map(|thread| topology.nodes_of_cpus(&thread.permitted_cpus))
             .reduce(|left, right| left.intersection(&right)),
+        roaming_nodes: roaming_nodes(topology, threads.iter().copied()),
     }
+}
+
+/// The nodes of the threads that may run on several.
+fn roaming_nodes<'t>(topology: &Topology, threads: impl IntoIterator<Item = &'t ThreadPlacement>) -> IdSet {
+    let nodes = threads.into_iter().map(|thread| topology.nodes_of_cpus(&thread.allowed_cpus));
+    nodes.filter(|nodes| nodes.iter().count() > 1).flat_map(|nodes| nodes.iter().collect::<Vec<_>>()).collect()
 }
 
 #[cfg(test)]
@@ -317,6 +325,7 @@ mod tests {
             machine: None,
             devices: Vec::new(),
             cost: None,
+            movable_remote_share: None,
         };
         planned_vm(&placement, &topology, PageSize::new(4096).unwrap(), 1.0)
     }

@@ -177,11 +177,11 @@ fn cannot_read(why: Absent, global: &GlobalOptions) -> anyhow::Error {
     }
 }
 
-/// The machines that a plan moves, with the pages to move.
+/// The machines that a plan moves or binds, with the pages to move.
 fn planned_targets(problem: &PlacementProblem, plan: &PlacementPlan) -> (Vec<MachineTarget>, Vec<u64>) {
     let moves = plan.moves.iter().zip(&problem.vms).enumerate();
     let target = |(position, (planned, vm)): (usize, (&plan::PlannedMove, &plan::PlannedVm))| {
-        let target = MachineTarget::new(position, vm.parts.len(), &planned.pattern, problem)?;
+        let target = MachineTarget::planned(position, vm.parts.len(), planned, problem)?;
         Some((target, planned.moved_pages.round() as u64))
     };
     moves.filter_map(target).unzip()
@@ -358,7 +358,7 @@ fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> a
         .processes
         .iter()
         .filter(|placement| placement.process.identity.vm.is_some())
-        .map(|placement| (placement.cost.map(|cost| cost.remote_share), is_placed(placement.process.id)))
+        .map(|placement| (placement.movable_remote_share, is_placed(placement.process.id)))
         .collect();
     let mut counters = placement_record::read_counters(host);
     for (name, before) in &record.counters {

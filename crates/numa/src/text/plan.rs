@@ -64,10 +64,15 @@ fn render_title(report: &NumaPlanReport) -> String {
             format!("Another choice of the considered placements could save at most {:.1} % of its cost.", 100.0 * gap)
         }
     };
+    let bound = match report.machines.iter().filter(|machine| machine.bound).count() {
+        0 => String::new(),
+        1 => " 1 machine stays and is bound to its nodes.".to_owned(),
+        count => format!(" {} stay and are bound to their nodes.", format_machine_count(count)),
+    };
     match moved.count() {
-        0 => format!("Plan for {}: nothing is worth moving. {proof} Nothing was changed.", report.host),
+        0 => format!("Plan for {}: nothing is worth moving.{bound} {proof} Nothing was changed.", report.host),
         count => format!(
-            "Plan for {}: move {} of {}, {} of memory. {proof} Nothing was changed.",
+            "Plan for {}: move {} of {}, {} of memory.{bound} {proof} Nothing was changed.",
             report.host,
             format_number(count as u64),
             format_machine_count(report.machines.len()),
@@ -109,8 +114,8 @@ fn render_machines(report: &NumaPlanReport, shown: &[&MachinePlanReport], style:
             right(bytes(machine.remote_reads_before)),
             right(bytes(machine.remote_reads_after)),
             Cell::new(match &machine.parts[..] {
-                [part] => format!("{}{}", describe_reason(machine.reason), describe_binding(part, "; ")),
-                _ => describe_reason(machine.reason).to_owned(),
+                [part] => format!("{}{}", describe_decision(machine), describe_binding(part, "; ")),
+                _ => describe_decision(machine),
             }),
         ]);
         table.add_row(row);
@@ -140,6 +145,11 @@ fn format_working_set(part: &PartPlanReport) -> String {
         (Some(bytes), Some(share)) => format!("{} ({:.0} %)", format_bytes(bytes), 100.0 * share),
         _ => String::new(),
     }
+}
+
+fn describe_decision(machine: &MachinePlanReport) -> String {
+    let bound = if machine.bound { "; is bound there" } else { "" };
+    format!("{}{bound}", describe_reason(machine.reason))
 }
 
 fn describe_reason(reason: &str) -> &'static str {

@@ -123,6 +123,8 @@ pub struct MachinePlanReport {
     pub parts: Vec<PartPlanReport>,
     /// Whether anything is to be moved.
     pub moved: bool,
+    /// Whether it stays where it is, and its virtual CPUs, which may run elsewhere now, shall be bound there.
+    pub bound: bool,
     /// Pages to move.
     pub moved_pages: u64,
     /// Remote reads now, in pages of the hottest machine at twice the local distance.
@@ -293,6 +295,7 @@ fn machine_report(
         process: ProcessInfo::from_process(&placement.process, None),
         parts: (0..vm.parts.len()).map(part).collect(),
         moved: planned.pattern != Pattern::Leave,
+        bound: planned.binds_to.is_some(),
         moved_pages: planned.moved_pages.round() as u64,
         remote_reads_before: planned.remote_reads.0,
         remote_reads_after: planned.remote_reads.1,

@@ -3,7 +3,9 @@
 use super::facts::{SettingFacts, VmFacts};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
-use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict};
+use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
+use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
 use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeMap;
 
@@ -16,8 +18,8 @@ pub(super) const RULES: &[SettingRule] = &[
                   one node each, with all of their memory there, gain nothing, and still take its page faults.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-            expected: "1, unless all virtual CPUs are bound to nodes, with at least 98 % of the memory of each \
-                       machine on the nodes of its virtual CPUs: then 0",
+            expected: "1, unless each machine is placed: all its virtual CPUs are bound to a node that has 98 % of \
+                       its memory, or each of its virtual nodes binds memory and virtual CPUs to one node: then 0",
             details: SettingDetails {
                 benefit: "memory follows guests that are not placed; placed guests take no hinting faults",
                 risk: "off, memory of guests that move between nodes stays remote",
@@ -152,8 +154,9 @@ pub(super) fn bound_nodes(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<
     Ok(bound.filter(|bound| !bound.is_empty()))
 }
 
-/// As `pagefold numa verify` advises (crates/numa/src/decide/balancing.rs), by where memory is instead of by accesses: off
-/// only if each machine is placed. Machines that are bound gain nothing from balancing once their memory is on their nodes.
+/// Off only if each machine is placed. A machine on several nodes is placed only if its virtual nodes are: otherwise its
+/// virtual CPUs may read memory of one another's nodes. `pagefold numa verify`, which knows the node of each page of a
+/// virtual node, advises by the share of remote accesses.
 fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/numa_balancing";
@@ -185,10 +188,12 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.ok("NUMA balancing moves memory to the guests that use it", value));
     }
     let mut misplaced = Vec::new();
-    for (vm, nodes) in bound {
-        let memory = vm.require_node_memory()?;
-        if !memory.is_on(&nodes) {
-            misplaced.push(format!("{} on {nodes} with memory on {memory}", vm.name.escape_debug()));
+    for (vm, vcpu_nodes) in bound {
+        let (memory, name) = (vm.require_node_memory()?, vm.name.escape_debug());
+        if !memory.is_on(&vcpu_nodes) {
+            misplaced.push(format!("{name} on {vcpu_nodes} with memory on {memory}"));
+        } else if vcpu_nodes.iter().count() > 1 && !binds_each_virtual_node(vm, &nodes)? {
+            misplaced.push(format!("{name} on {vcpu_nodes} without virtual nodes that are each bound to one"));
         }
     }
     match (mode, misplaced.as_slice()) {
@@ -198,7 +203,7 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
             Ok(with_write(rule.warn(title, value), path, "0"))
         }
         (0, misplaced) => {
-            let title = "NUMA balancing is off, and memory is on other nodes than its virtual CPUs";
+            let title = "NUMA balancing is off, and virtual CPUs read memory of other nodes";
             let finding = with_write(rule.warn(title, format!("{value}; {}", shown_names(misplaced))), path, "1");
             let write = finding.remedy.clone();
             let place = ["pagefold numa plan".to_owned(), "# or let the kernel move the memory:".to_owned()];
@@ -209,6 +214,24 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
             Ok(rule.ok(title, format!("{value}; {}", shown_names(misplaced))))
         }
     }
+}
+
+/// Whether the memory and the virtual CPUs of each virtual node are bound to one node of the host, the same for both.
+fn binds_each_virtual_node(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<bool, MissingReading> {
+    let Some(definition) = &vm.definition else { return Ok(false) };
+    let virtual_nodes = &require("the definition of the machine", definition)?.virtual_nodes;
+    let threads = vm.vcpu_threads()?;
+    let is_bound = |node: &VirtualNode| {
+        let host_nodes: Vec<u32> = node.host_nodes.iter().collect();
+        let [host_node] = host_nodes[..] else { return false };
+        let own = threads
+            .iter()
+            .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
+        let cpus: Vec<&IdSet> = own.map(|thread| &thread.allowed_cpus).collect();
+        let is_near = |cpus: &&IdSet| nodes.get(&host_node).is_some_and(|node| cpus.is_subset(node));
+        node.policy.as_deref() == Some(STRICT_POLICY) && !cpus.is_empty() && cpus.iter().all(is_near)
+    };
+    Ok(virtual_nodes.len() > 1 && virtual_nodes.iter().all(is_bound))
 }
 
 /// The first names of a long list.

@@ -32,6 +32,7 @@ mod tests;
 use super::pricing::{self, PricedAmounts, PricedGain, Prices};
 use branch_and_bound::BoundedChoice;
 use pagefold_base::IdSet;
+use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
 use std::collections::BTreeMap;
 
 /// The cost of a page above the capacity of a node, in the unit of the prices: more than any remote read.
@@ -81,6 +82,8 @@ pub struct PlannedPart {
     pub bound_nodes: Option<IdSet>,
     /// The nodes on which each of its virtual CPUs may run by the affinity that its owner gave it; `None` if unknown.
     pub cpu_nodes: Option<IdSet>,
+    /// The nodes on which those of its threads may run now that may run on several.
+    pub roaming_nodes: IdSet,
 }
 
 impl PlannedPart {
@@ -234,6 +237,8 @@ pub struct PlannedMove {
     pub moved_pages: f64,
     /// Pages that it will save by merging with equal ones, as it is and as planned.
     pub saved_pages: (f64, f64),
+    /// The node of each part, if the machine stays where it is and its virtual CPUs shall be bound there.
+    pub binds_to: Option<Vec<u32>>,
     /// What the pattern gains against leaving the machine.
     pub gain: PricedGain,
     /// Why.
@@ -301,12 +306,22 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     let best = branch_and_bound::improve(problem, &columns, costs, first, unavoidable, is_due);
     let gap = relative_gap(best.cost - unavoidable, best.bound - unavoidable, problem.cost_tolerance());
     let chosen = best.chosen;
+    let has_room = |position: usize| {
+        let load = load_on_node(chosen_columns(&columns, &chosen), position);
+        load.vcpus <= problem.nodes[position].vcpus + VCPU_TOLERANCE
+    };
+    let uncrowded: IdSet =
+        (0..problem.nodes.len()).filter(|&position| has_room(position)).map(|at| problem.nodes[at].id).collect();
     let moves: Vec<PlannedMove> = problem
         .vms
         .iter()
         .zip(&columns)
         .zip(&chosen)
-        .map(|((vm, columns), &chosen)| planned_move(problem, vm, columns, chosen))
+        .map(|((vm, columns), &chosen)| {
+            let planned = planned_move(problem, vm, columns, chosen);
+            let stays = planned.pattern == Pattern::Leave && !vm.fixed;
+            PlannedMove { binds_to: stays.then(|| nodes_to_bind(vm, &uncrowded)).flatten(), ..planned }
+        })
         .collect();
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
     PlacementPlan {
@@ -418,9 +433,27 @@ fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], 
         remote_reads: (leave.amounts.remote_reads, column.amounts.remote_reads),
         moved_pages: column.amounts.moved_pages,
         saved_pages: (leave.amounts.saved_pages, column.amounts.saved_pages),
+        binds_to: None,
         gain: pricing::price(&problem.prices, column.amounts.plus(leave.amounts, -1.0)),
         reason,
     }
+}
+
+/// The node of each part of a machine, if each has nearly all of its memory on the node on which it runs, and may run
+/// elsewhere: bound there, it stays local. `None` if one of the nodes is not permitted, or is crowded: its virtual CPUs
+/// may have to run elsewhere then.
+fn nodes_to_bind(vm: &PlannedVm, uncrowded: &IdSet) -> Option<Vec<u32>> {
+    let local_node = |part: &PlannedPart| {
+        let (&node, &pages) = part.pages.iter().max_by(|left, right| left.1.total_cmp(right.1))?;
+        let run_share = part.cpu_shares.get(&node).copied().unwrap_or(0.0);
+        let is_local = pages > 0.0
+            && pages >= (1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE) * part.total_pages()
+            && run_share >= 1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
+        (is_local && vm.permits(part, node) && uncrowded.contains(node)).then_some(node)
+    };
+    let nodes: Vec<u32> = vm.parts.iter().map(local_node).collect::<Option<_>>()?;
+    let may_leave = vm.parts.iter().zip(&nodes).any(|(part, node)| part.roaming_nodes.contains(*node));
+    may_leave.then_some(nodes)
 }
 
 /// The costs of load above the capacity of a node.
@@ -452,10 +485,14 @@ impl OverloadCosts {
 
 /// The load above the capacity of nodes, if these columns are chosen.
 fn overload<'c>(problem: &PlacementProblem, chosen: impl Iterator<Item = &'c Column> + Clone) -> Load {
-    let on_node =
-        |position: usize| chosen.clone().fold(Load::default(), |sum, column| sum.plus(column.load[position], 1.0));
-    let excess = problem.nodes.iter().enumerate().map(|(position, node)| on_node(position).excess(node));
+    let nodes = problem.nodes.iter().enumerate();
+    let excess = nodes.map(|(position, node)| load_on_node(chosen.clone(), position).excess(node));
     excess.fold(Load::default(), |sum, excess| sum.plus(excess, 1.0))
+}
+
+/// The load of a node, by its position, if these columns are chosen.
+fn load_on_node<'c>(chosen: impl Iterator<Item = &'c Column>, position: usize) -> Load {
+    chosen.fold(Load::default(), |sum, column| sum.plus(column.load[position], 1.0))
 }
 
 /// The chosen column of each machine.

@@ -111,6 +111,32 @@ fn machine_that_was_placed_moves_for_a_larger_gain_only() {
 }
 
 #[test]
+fn local_machine_is_bound_to_its_node() {
+    let binds = |part: PlannedPart, other_vcpus: f64| {
+        let mut problem = host(2, 8.0, 1e6);
+        let busy = PlannedVm { fixed: true, ..vm("other", vec![self::part(other_vcpus, 0.0, &[1], &[1])]) };
+        problem.vms = vec![vm("local", vec![part]), busy];
+        let plan = plan_quickly(&problem);
+        assert!(plan.is_empty() && plan.moves[1].binds_to.is_none(), "{plan:?}");
+        plan.moves[0].binds_to.clone()
+    };
+    let local = || PlannedPart { roaming_nodes: (0..2).collect(), ..part(4.0, 1e5, &[1], &[1]) };
+    let with_memory = |pages: [(u32, f64); 2]| PlannedPart { pages: pages.into(), ..local() };
+    assert_eq!(binds(local(), 4.0), Some(vec![1]));
+    let roaming_elsewhere = PlannedPart { roaming_nodes: [0].into_iter().collect(), ..local() };
+    assert_eq!(binds(roaming_elsewhere, 4.0), None, "its threads on this node are bound already");
+    assert_eq!(binds(with_memory([(0, 1e3), (1, 99e3)]), 4.0), Some(vec![1]));
+    assert_eq!(binds(with_memory([(0, 3e3), (1, 97e3)]), 4.0), None, "3 % are remote");
+    let restricted = PlannedPart { cpu_nodes: Some([0].into_iter().collect()), ..local() };
+    assert_eq!(binds(restricted, 4.0), None, "its owner does not permit the node");
+    // Bound there, it could not leave a node with too many virtual CPUs. Node 0 is full, too.
+    let mut problem = host(2, 8.0, 1e6);
+    let busy = |node: u32| PlannedVm { fixed: true, ..vm("other", vec![part(8.0, 0.0, &[node], &[node])]) };
+    problem.vms = vec![vm("local", vec![local()]), busy(0), busy(1)];
+    assert_eq!(plan_quickly(&problem).moves[0].binds_to, None);
+}
+
+#[test]
 fn virtual_cpus_of_machines_that_stay_take_room() {
     // Eight CPUs on each of two nodes. The machine is local on node 0.
     let pattern = |others: [f64; 2], is_local: bool| {

@@ -237,6 +237,29 @@ fn balancing_depends_on_whether_machines_are_placed() {
 }
 
 #[test]
+fn balancing_is_of_use_to_machines_over_several_nodes_without_bound_virtual_nodes() {
+    let verdicts = |options: &str, vcpus: &[&str]| {
+        let machine = VmFacts {
+            node_memory: memory_on(&[(0, 500), (1, 500)]),
+            ..vm(500, &format!("qemu-system-x86_64 {options}"), vcpus)
+        };
+        let judge = |mode| finding(&host_with(&[(BALANCING, mode)], vec![machine.clone()]), "numa-balancing").verdict;
+        [judge("1"), judge("0")]
+    };
+    let virtual_nodes = |first: u32, second: u32, policy: &str| {
+        format!(
+            "-object memory-backend-ram,id=a,size=500M,policy={policy},host-nodes={first} -numa node,cpus=0,memdev=a \
+             -object memory-backend-ram,id=b,size=500M,policy={policy},host-nodes={second} -numa node,cpus=1,memdev=b"
+        )
+    };
+    let (local, crosswise) = (["0-3", "4-7"], ["4-7", "0-3"]);
+    assert_eq!(verdicts(&virtual_nodes(0, 1, "bind"), &local), [Warn, Fine]);
+    assert_eq!(verdicts(&virtual_nodes(0, 1, "bind"), &crosswise), [Fine, Warn], "all accesses are remote");
+    assert_eq!(verdicts(&virtual_nodes(0, 1, "preferred"), &local), [Fine, Warn], "memory may be elsewhere");
+    assert_eq!(verdicts("", &local), [Fine, Warn], "each virtual CPU reads memory of both nodes");
+}
+
+#[test]
 fn virtual_cpus_on_several_isolated_cpus_are_found() {
     let spread = vec![vm(500, "qemu-system-x86_64", &["2-3", "2-3"])];
     let found = finding(&host_with(&[(ISOLATED, "2-3")], spread), "isolated-cpus");
