@@ -206,6 +206,7 @@ fn describe_threads(group: &ThreadGroupReport) -> String {
         ("iothread", _) => format!("iothread {name}"),
         ("vhost", 1) => "vhost worker".to_owned(),
         ("vhost", count) => format!("{count} vhost workers"),
+        ("emulator", _) => "emulator".to_owned(),
         (_, 1) => "1 thread".to_owned(),
         (_, count) => format!("{count} threads"),
     }

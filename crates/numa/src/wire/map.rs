@@ -158,7 +158,7 @@ pub struct VirtualNodeReport {
 /// Threads of one role that run on one node and may run on the same CPUs.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ThreadGroupReport {
-    /// `vcpu`, `iothread`, `vhost` or `other`.
+    /// `vcpu`, `iothread`, `vhost`, `emulator` (the main thread of a virtual machine) or `other`.
     pub role: &'static str,
     /// The numbers of virtual CPUs, as a list, or the name of an iothread.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -360,6 +360,7 @@ fn node_report(topology: &Topology, id: u32, nodes: &[u32]) -> NodeReport {
 }
 
 fn placement_report(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize) -> ProcessPlacementReport {
+    let emulator = placement.process.identity.vm.as_ref().map(|_| placement.process.id.pid);
     ProcessPlacementReport {
         process: ProcessInfo::from_process(&placement.process, None),
         libvirt_uuid: placement.libvirt.as_ref().map(|domain| domain.uuid.clone()),
@@ -368,7 +369,7 @@ fn placement_report(placement: &ProcessPlacement, topology: &Topology, page_size
         pinned_pages: placement.process.pinned.as_ref().ok().map(|&pinned| page_size.pages_in(pinned).0),
         accesses: placement.cost.map(Into::into),
         virtual_nodes: placement.virtual_nodes.iter().map(virtual_node_report).collect(),
-        threads: placement.threads.as_ref().ok().map(|threads| thread_groups(threads, topology)),
+        threads: placement.threads.as_ref().ok().map(|threads| thread_groups(threads, emulator, topology)),
         machine: placement.machine.as_ref().map(machine_report),
         devices: placement
             .devices
@@ -487,6 +488,8 @@ enum ThreadGroupRole {
     Vcpu,
     Iothread,
     Vhost,
+    /// The main thread of a virtual machine.
+    Emulator,
     Other,
 }
 
@@ -496,17 +499,20 @@ impl ThreadGroupRole {
             Self::Vcpu => "vcpu",
             Self::Iothread => "iothread",
             Self::Vhost => "vhost",
+            Self::Emulator => "emulator",
             Self::Other => "other",
         }
     }
 }
 
 impl<'t> ThreadGroupKey<'t> {
-    fn new(thread: &'t ThreadPlacement, topology: &Topology) -> Self {
+    /// `emulator` is the main thread of a virtual machine.
+    fn new(thread: &'t ThreadPlacement, emulator: Option<Pid>, topology: &Topology) -> Self {
         let (role, name) = match &thread.role {
             ThreadRole::Vcpu(_) => (ThreadGroupRole::Vcpu, None),
             ThreadRole::Iothread(name) => (ThreadGroupRole::Iothread, Some(name.as_str())),
             ThreadRole::Vhost => (ThreadGroupRole::Vhost, None),
+            ThreadRole::Other if emulator == Some(thread.tid) => (ThreadGroupRole::Emulator, None),
             ThreadRole::Other => (ThreadGroupRole::Other, None),
         };
         Self { role, name, node: topology.node_of_cpu(thread.next_cpu()), allowed_cpus: &thread.allowed_cpus }
@@ -514,10 +520,14 @@ impl<'t> ThreadGroupKey<'t> {
 }
 
 /// Threads by role, node and permitted CPUs.
-fn thread_groups(threads: &[ThreadPlacement], topology: &Topology) -> Vec<ThreadGroupReport> {
+fn thread_groups(
+    threads: &[ThreadPlacement],
+    emulator: Option<Pid>,
+    topology: &Topology,
+) -> Vec<ThreadGroupReport> {
     let mut groups: BTreeMap<ThreadGroupKey<'_>, Vec<&ThreadPlacement>> = BTreeMap::new();
     for thread in threads {
-        groups.entry(ThreadGroupKey::new(thread, topology)).or_default().push(thread);
+        groups.entry(ThreadGroupKey::new(thread, emulator, topology)).or_default().push(thread);
     }
     let vcpu = |thread: &&ThreadPlacement| match thread.role {
         ThreadRole::Vcpu(number) => Some(number),
