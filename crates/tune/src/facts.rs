@@ -5,8 +5,9 @@ use crate::decide::conflict::known_names;
 use crate::decide::modprobe::{MODULE_FILE, normal_name};
 use crate::decide::profile::{Profile, setting_patterns};
 use crate::decide::vm::arguments::vcpu_count;
-use crate::decide::{MachineState, ModuleState, TuneState};
+use crate::decide::{KSM_RUN_PATH, MachineState, ModuleState, TuneState};
 use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
+use pagefold_base::ksm::Ksm;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
 use pagefold_doctor::decide::Finding;
@@ -46,6 +47,7 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
             command_line: read_text(host, "proc/cmdline").unwrap_or_default().trim().to_owned(),
         },
         ksm_stop_refusal: find_ksm_stop_refusal(host),
+        merged_pages_refusal: find_merged_pages_refusal(host),
     }
 }
 
@@ -174,19 +176,44 @@ fn read_machines(
 /// Why ksmd must not be stopped: merged pages that guests write to are copied, and no page is merged any more to pay for
 /// it. So memory must suffice for copies of all of them.
 fn find_ksm_stop_refusal(host: &dyn Host) -> Option<String> {
-    let ksm = observe::ksm(host).ok()?;
-    let merged = ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0));
-    if merged == 0 {
-        return None;
-    }
-    let headroom = memory_headroom::measure_headroom(host, &BTreeSet::new());
-    let need = FrameNeed::for_cgroup(None, Pages(merged), Pages::ZERO);
-    let verdict = check_memory(&need, &headroom, host.page_size()).verdict;
-    (verdict != MemoryVerdict::Fits).then(|| {
+    let merged = count_merged_pages(&observe::ksm(host).ok()?)?;
+    (merged > 0 && !fits_copies(host, merged)).then(|| {
         format!(
             "{merged} merged pages would need memory of their own when guests write to them, and available memory does \
              not suffice: shut machines down or migrate them first"
         )
+    })
+}
+
+/// The pages that need memory of their own once nothing is merged.
+fn count_merged_pages(ksm: &Ksm) -> Option<u64> {
+    Some(ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0)))
+}
+
+/// Whether memory suffices for copies of so many merged pages.
+fn fits_copies(host: &dyn Host, merged: u64) -> bool {
+    let headroom = memory_headroom::measure_headroom(host, &BTreeSet::new());
+    let need = FrameNeed::for_cgroup(None, Pages(merged), Pages::ZERO);
+    check_memory(&need, &headroom, host.page_size()).verdict == MemoryVerdict::Fits
+}
+
+/// Why a setting that the kernel takes only while no page is merged cannot be written, and whether memory suffices to
+/// unmerge all pages. Pagefold does not unmerge for it: `tune undo` would have to unmerge again, at a time when memory
+/// may not suffice.
+fn find_merged_pages_refusal(host: &dyn Host) -> Option<String> {
+    let ksm = observe::ksm(host).ok()?;
+    if ksm.pages_shared.clone().ok()? == 0 {
+        return None;
+    }
+    let merged = count_merged_pages(&ksm)?;
+    let reason = format!("the kernel takes it only while no page is merged, and copies of {merged} merged pages");
+    Some(if fits_copies(host, merged) {
+        format!(
+            "{reason} have room in available memory: `echo 2 > /{KSM_RUN_PATH}` unmerges them; then apply this again, \
+             with the rule ksm-run"
+        )
+    } else {
+        format!("{reason} need more than the available memory: shut machines down or migrate them first")
     })
 }
 

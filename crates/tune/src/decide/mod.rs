@@ -113,6 +113,8 @@ pub struct TuneState {
     pub boot: boot::BootState,
     /// Why KSM must not be stopped, if memory does not suffice for copies of the merged pages.
     pub ksm_stop_refusal: Option<String>,
+    /// Why the kernel refuses settings that it takes only while no page is merged, if pages are merged.
+    pub merged_pages_refusal: Option<String>,
 }
 
 /// The state of a module.
