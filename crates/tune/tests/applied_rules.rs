@@ -6,7 +6,7 @@
 use pagefold_base::Absent;
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::change::ApplyMethod;
-use pagefold_doctor::decide::{Finding, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
+use pagefold_doctor::decide::{Finding, Scope, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_host::fake_host::{FakeHost, FakeHostState};
@@ -15,7 +15,8 @@ use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_tune::apply::{ApplyScope, apply};
 use pagefold_tune::decide::modprobe::MODULE_FILE;
-use pagefold_tune::decide::{Proposal, TunePlan, plan};
+use pagefold_tune::decide::vm::Patch;
+use pagefold_tune::decide::{Effect, Proposal, Step, TunePlan, plan};
 use pagefold_tune::facts::read_state;
 use pagefold_tune::kept::{self, KeptState};
 use std::collections::{BTreeMap, BTreeSet};
@@ -544,6 +545,42 @@ fn apply_and_undo(case: &Case, host: &FakeHost, directory: &Path) {
     assert_eq!((undone.done.len(), undone.failed), (kept.len(), Vec::new()), "{}", case.rule);
     assert_eq!(host.state(), before, "{}", case.rule);
     assert_eq!(kept::load(host, directory).unwrap(), [], "{}", case.rule);
+}
+
+/// The findings of a rule once the machine has started with the tuned definition.
+fn findings_after_restart(case: &Case, patch: &Patch) -> Vec<Finding> {
+    let host = host_of(case);
+    match patch {
+        Patch::Libvirt { after, .. } => {
+            // The domain does not run.
+            host.remove_process(7);
+            host.put_file("run/libvirt/qemu/web.xml", "");
+            host.put_file("etc/libvirt/qemu/web.xml", after);
+        }
+        Patch::Arguments { after, .. } => host.put_file("proc/7/cmdline", &(after.join("\0") + "\0")),
+    }
+    let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+    let is_idle = |finding: &Finding| matches!(finding.scope, Scope::IdleDomain(_));
+    let is_libvirt = matches!(patch, Patch::Libvirt { .. });
+    findings.into_iter().filter(|finding| finding.rule == case.rule && is_idle(finding) == is_libvirt).collect()
+}
+
+#[test]
+fn tuned_definitions_of_windows_machines_resolve_the_finding() {
+    let case = CASES.iter().find(|case| case.rule == "vm-hyperv").unwrap();
+    for is_of_libvirt in [true, false] {
+        let host = host_of(case);
+        if !is_of_libvirt {
+            host.put_file("run/libvirt/qemu/web.xml", "");
+        }
+        let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+        let of_running = |finding: &&Finding| finding.rule == case.rule && !finding.changes.is_empty();
+        let plan = plan_of(&host, findings.iter().find(of_running).unwrap());
+        let [Step { effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+        assert_eq!(matches!(patch, Patch::Libvirt { .. }), is_of_libvirt);
+        let findings = findings_after_restart(case, patch);
+        assert!(!findings.is_empty() && findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
+    }
 }
 
 /// The host and the files of the journals at one moment.

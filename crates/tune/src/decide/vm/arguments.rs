@@ -14,7 +14,8 @@ pub fn set_option(arguments: &[String], option: &VmOption) -> Result<Vec<String>
     let mut line = CommandLine(arguments.to_vec());
     match option {
         VmOption::HostCpuModel => line.set_cpu_model("host"),
-        VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, *enable),
+        VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, on_off(*enable)),
+        VmOption::HyperVSpinlocks { retries } => line.set_cpu_feature("hv-spinlocks", &format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => line.set_in_option("-overcommit", "cpu-pm", on_off(*enable)),
         VmOption::VirtualNodes { count } => line.split_into_nodes(*count)?,
         VmOption::MergeableMemory => line.make_memory_mergeable()?,
@@ -215,10 +216,10 @@ impl CommandLine {
     }
 
     /// `+NAME` and `-NAME` are older forms of `NAME=on` and `NAME=off`, and win over these (target/i386/cpu.c).
-    fn set_cpu_feature(&mut self, name: &str, enable: bool) {
+    fn set_cpu_feature(&mut self, name: &str, value: &str) {
         let Some((position, OptionValue::List(mut items))) = self.last("-cpu") else {
             // The default model of a machine, with the feature.
-            return self.push("-cpu", format!("qemu64,{name}={}", on_off(enable)));
+            return self.push("-cpu", format!("qemu64,{name}={value}"));
         };
         let alternative = name.replace('-', "_");
         items.retain(|(known, value)| {
@@ -227,7 +228,7 @@ impl CommandLine {
         });
         let mut parsed = OptionValue::List(items);
         let spelled = if parsed.value(&alternative).is_some() { &*alternative } else { name };
-        parsed.set(spelled, on_off(enable).into());
+        parsed.set(spelled, value.into());
         self.put((position, parsed));
     }
 

@@ -61,6 +61,14 @@ fn cpu_model_and_features_replace_earlier_forms() {
 }
 
 #[test]
+fn spinlock_retries_replace_earlier_forms() {
+    let option = VmOption::HyperVSpinlocks { retries: 0x1fff };
+    assert_eq!(changed(&script(), &option), ["Skylake-Server,+vmx,-avx,hv-spinlocks=0x1fff"]);
+    let low = ["qemu", "-cpu", "host,hv_spinlocks=0"].map(str::to_owned);
+    assert_eq!(changed(&low, &option), ["host,hv_spinlocks=0x1fff"]);
+}
+
+#[test]
 fn disk_options_follow_the_nodes_of_a_disk() {
     let cache = |disk: &str| VmOption::DiskCacheNone { disk: disk.to_owned() };
     let aio =
