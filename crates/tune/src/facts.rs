@@ -1,6 +1,8 @@
 //! Reads the state that a plan depends on.
 
-use crate::decide::boot::{BootState, identify_loader};
+use crate::decide::boot::{
+    BootEvidence, BootState, FirmwareReport, GRUB_FILE, GRUB_FRAGMENTS, KERNEL_COMMAND_LINE_FILE, identify_loader,
+};
 use crate::decide::conflict::known_names;
 use crate::decide::modprobe::{MODULE_FILE, normal_name};
 use crate::decide::profile::{Profile, setting_patterns};
@@ -40,14 +42,46 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
         tuners: find_tuners(&processes),
         machines: read_machines(host, &processes, &machines),
         boot: BootState {
-            loader: identify_loader(
-                &read_text(host, "etc/os-release").unwrap_or_default(),
-                host.read("etc/kernel/proxmox-boot-uuids").is_ok(),
-            ),
+            loader: identify_loader(read_boot_evidence(host)),
             command_line: read_text(host, "proc/cmdline").unwrap_or_default().trim().to_owned(),
         },
         ksm_stop_refusal: find_ksm_stop_refusal(host),
         merged_pages_refusal: find_merged_pages_refusal(host),
+    }
+}
+
+/// The variable of the Boot Loader Interface of systemd, with its vendor UUID.
+const LOADER_INFO: &str = "sys/firmware/efi/efivars/LoaderInfo-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f";
+
+fn read_boot_evidence(host: &dyn Host) -> BootEvidence {
+    let fragments = host.list(GRUB_FRAGMENTS).unwrap_or_default();
+    let fragments = fragments.iter().filter(|name| name.ends_with(".cfg"));
+    let grub_files = fragments.map(|name| format!("{GRUB_FRAGMENTS}/{name}")).chain([GRUB_FILE.to_owned()]);
+    BootEvidence {
+        os_release: read_text(host, "etc/os-release").unwrap_or_default(),
+        has_proxmox_boot: host.read("etc/kernel/proxmox-boot-uuids").is_ok(),
+        firmware: read_firmware_report(host),
+        grub_files: grub_files.filter_map(|path| Some((path.clone(), read_text(host, &path).ok()?))).collect(),
+        kernel_command_line: read_text(host, KERNEL_COMMAND_LINE_FILE).ok(),
+    }
+}
+
+/// The variable is four bytes of attributes and a text in UTF-16 (Documentation/filesystems/efivarfs.rst).
+fn read_firmware_report(host: &dyn Host) -> FirmwareReport {
+    match host.read(LOADER_INFO) {
+        Ok(bytes) => {
+            let units =
+                bytes.get(4..).unwrap_or_default().as_chunks::<2>().0.iter().map(|unit| u16::from_le_bytes(*unit));
+            let text: String = char::decode_utf16(units).map(|c| c.unwrap_or(char::REPLACEMENT_CHARACTER)).collect();
+            FirmwareReport::Loader(text.trim_end_matches('\0').to_owned())
+        }
+        // Without EFI there is no directory; efivarfs that is not mounted is an empty one.
+        Err(Absent::NotOnThisKernel) => match (host.list("sys/firmware/efi"), host.list("sys/firmware/efi/efivars")) {
+            (Err(Absent::NotOnThisKernel), _) => FirmwareReport::NoLoader,
+            (_, Ok(variables)) if !variables.is_empty() => FirmwareReport::NoLoader,
+            _ => FirmwareReport::Unreadable,
+        },
+        Err(_) => FirmwareReport::Unreadable,
     }
 }
 
@@ -266,6 +300,7 @@ pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::boot::BootLoader;
     use pagefold_host::fake_host::FakeHost;
 
     #[test]
@@ -299,5 +334,28 @@ mod tests {
         assert!(amd.is_loaded && !amd.is_built_in && amd.references == Some(0) && amd.parameters["npt"] == "1");
         assert!(!state.modules["kvm_intel"].is_loaded && state.modules["kvm_intel"].is_built_in);
         assert_eq!(state.boot.command_line, "quiet");
+        assert_eq!(state.boot.loader, BootLoader::Unknown, "there is no file of GRUB");
+    }
+
+    #[test]
+    fn boot_loader_is_read_from_its_files_and_from_the_firmware() {
+        let host = FakeHost::booted();
+        host.put_file("etc/os-release", "ID=debian\n");
+        host.put_file("etc/kernel/proxmox-boot-uuids", "ABCD-1234\n");
+        host.put_file("etc/kernel/cmdline", "quiet\n");
+        host.put_file(GRUB_FILE, "GRUB_TIMEOUT=5\n");
+        host.put_file("etc/default/grub.d/a.cfg", "X=1\n");
+        host.put_file("etc/default/grub.d/a.cfg.before-nosmt", "X=2\n");
+        let loader = |host: &FakeHost| read_state(host, &[], &[]).boot.loader;
+        let BootLoader::Grub { files, refresh } = loader(&host) else { panic!("{:?}", loader(&host)) };
+        assert_eq!(files.keys().collect::<Vec<_>>(), [GRUB_FILE, "etc/default/grub.d/a.cfg"]);
+        assert_eq!(refresh, "proxmox-boot-tool refresh");
+        host.put_file("sys/firmware/efi/fw_platform_size", "64\n");
+        assert_eq!(loader(&host), BootLoader::Unknown, "the variables cannot be read");
+        host.put_file("sys/firmware/efi/efivars/BootOrder-8be4df61-93ca-11d2-aa0d-00e098032b8c", "");
+        assert!(matches!(loader(&host), BootLoader::Grub { .. }), "GRUB before 2.12 has no LoaderInfo");
+        let variable: String = "systemd-boot 252\0".chars().flat_map(|c| [c, '\0']).collect();
+        host.put_file(LOADER_INFO, &format!("\u{6}\0\0\0{variable}"));
+        assert_eq!(loader(&host), BootLoader::ProxmoxSystemdBoot { file: "quiet\n".to_owned() });
     }
 }

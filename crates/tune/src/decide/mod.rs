@@ -187,8 +187,8 @@ pub enum Effect {
         remove: Option<String>,
         /// The parameter that is added.
         add: Option<String>,
-        /// The commands that do it, as root.
-        commands: Vec<String>,
+        /// The commands that do it and undo it, as root.
+        commands: boot::BootCommands,
     },
     /// Changes the definition of a virtual machine.
     Machine {
