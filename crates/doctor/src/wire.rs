@@ -227,6 +227,7 @@ fn describe_option(option: VmOption) -> (String, String) {
     match option {
         VmOption::HostCpuModel => ("cpu model".into(), "host".into()),
         VmOption::CpuFeature { name, enable } => (format!("cpu feature {name}"), on_off(enable)),
+        VmOption::HyperVSpinlocks { retries } => ("cpu feature hv-spinlocks".into(), format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => ("cpu-pm".into(), on_off(enable)),
         VmOption::VirtualNodes { count } => ("virtual nodes".into(), count.to_string()),
         VmOption::MergeableMemory => ("memory".into(), "private".into()),

@@ -35,6 +35,8 @@ struct KnobRow {
     resets: Option<(&'static str, &'static str)>,
     /// The path of another setting, and its value with which the kernel itself changes this one.
     changed_by_kernel_while: Option<(&'static str, &'static str)>,
+    /// Whether the present one of several words is in parentheses instead of brackets.
+    marks_choice_by_parentheses: bool,
     /// The kernel that has it, for the message that it is missing.
     requirement: &'static str,
 }
@@ -49,7 +51,15 @@ const KSM_ADVISOR: &str = "Linux 6.8 or later with CONFIG_KSM is needed";
 /// A setting of KSM without quirks.
 const fn plain(path: &'static str, requirement: &'static str) -> KnobRow {
     let class = ResourceClass::Ksm;
-    KnobRow { path, class, restored_as: None, resets: None, changed_by_kernel_while: None, requirement }
+    KnobRow {
+        path,
+        class,
+        restored_as: None,
+        resets: None,
+        changed_by_kernel_while: None,
+        marks_choice_by_parentheses: false,
+        requirement,
+    }
 }
 
 /// Another setting without quirks.
@@ -100,6 +110,10 @@ static KNOBS: &[KnobRow] = &[
     general("proc/sys/kernel/watchdog_thresh", SYSCTL),
     // io_uring/io_uring.c: 0 allowed, 1 privileged, 2 off.
     general("proc/sys/kernel/io_uring_disabled", "Linux 6.6 or later is needed"),
+    KnobRow {
+        marks_choice_by_parentheses: true,
+        ..general("sys/kernel/debug/sched/preempt", "Linux 5.12 or later with CONFIG_PREEMPT_DYNAMIC is needed")
+    },
     general("sys/kernel/debug/sched/*", "a kernel with CONFIG_SCHED_DEBUG and a mounted debugfs is needed"),
     general("proc/sys/vm/compaction_proactiveness", SYSCTL),
     general("proc/sys/vm/dirty_*", SYSCTL),
@@ -192,13 +206,18 @@ impl Knob {
         self.row().changed_by_kernel_while.and_then(Self::resolve)
     }
 
-    /// Reads its value: the bracketed word of a choice, otherwise the whole text.
+    /// Reads its value: the marked word of a choice, otherwise the whole text.
     ///
     /// # Errors
     /// If the file cannot be read.
     pub fn read(&self, host: &dyn Host) -> Reading<String> {
         let bytes = host.read(self.path())?;
-        Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
+        let word = if self.row().marks_choice_by_parentheses {
+            parse::parenthesized_word(&bytes)
+        } else {
+            parse::bracketed_word(&bytes)
+        };
+        Ok(word.unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
     }
 
     fn row(&self) -> &'static KnobRow {

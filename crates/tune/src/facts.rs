@@ -1,12 +1,15 @@
 //! Reads the state that a plan depends on.
 
-use crate::decide::boot::{BootState, identify_loader};
+use crate::decide::boot::{
+    BootEvidence, BootState, FirmwareReport, GRUB_FILE, GRUB_FRAGMENTS, KERNEL_COMMAND_LINE_FILE, identify_loader,
+};
 use crate::decide::conflict::known_names;
 use crate::decide::modprobe::{MODULE_FILE, normal_name};
 use crate::decide::profile::{Profile, setting_patterns};
 use crate::decide::vm::arguments::vcpu_count;
-use crate::decide::{MachineState, ModuleState, TuneState};
+use crate::decide::{KSM_RUN_PATH, MachineState, ModuleState, TuneState};
 use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
+use pagefold_base::ksm::Ksm;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
 use pagefold_doctor::decide::Finding;
@@ -39,13 +42,46 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
         tuners: find_tuners(&processes),
         machines: read_machines(host, &processes, &machines),
         boot: BootState {
-            loader: identify_loader(
-                &read_text(host, "etc/os-release").unwrap_or_default(),
-                host.read("etc/kernel/proxmox-boot-uuids").is_ok(),
-            ),
+            loader: identify_loader(read_boot_evidence(host)),
             command_line: read_text(host, "proc/cmdline").unwrap_or_default().trim().to_owned(),
         },
         ksm_stop_refusal: find_ksm_stop_refusal(host),
+        merged_pages_refusal: find_merged_pages_refusal(host),
+    }
+}
+
+/// The variable of the Boot Loader Interface of systemd, with its vendor UUID.
+const LOADER_INFO: &str = "sys/firmware/efi/efivars/LoaderInfo-4a67b082-0a4c-41cf-b6c7-440b29bb8c4f";
+
+fn read_boot_evidence(host: &dyn Host) -> BootEvidence {
+    let fragments = host.list(GRUB_FRAGMENTS).unwrap_or_default();
+    let fragments = fragments.iter().filter(|name| name.ends_with(".cfg"));
+    let grub_files = fragments.map(|name| format!("{GRUB_FRAGMENTS}/{name}")).chain([GRUB_FILE.to_owned()]);
+    BootEvidence {
+        os_release: read_text(host, "etc/os-release").unwrap_or_default(),
+        has_proxmox_boot: host.read("etc/kernel/proxmox-boot-uuids").is_ok(),
+        firmware: read_firmware_report(host),
+        grub_files: grub_files.filter_map(|path| Some((path.clone(), read_text(host, &path).ok()?))).collect(),
+        kernel_command_line: read_text(host, KERNEL_COMMAND_LINE_FILE).ok(),
+    }
+}
+
+/// The variable is four bytes of attributes and a text in UTF-16 (Documentation/filesystems/efivarfs.rst).
+fn read_firmware_report(host: &dyn Host) -> FirmwareReport {
+    match host.read(LOADER_INFO) {
+        Ok(bytes) => {
+            let units =
+                bytes.get(4..).unwrap_or_default().as_chunks::<2>().0.iter().map(|unit| u16::from_le_bytes(*unit));
+            let text: String = char::decode_utf16(units).map(|c| c.unwrap_or(char::REPLACEMENT_CHARACTER)).collect();
+            FirmwareReport::Loader(text.trim_end_matches('\0').to_owned())
+        }
+        // Without EFI there is no directory; efivarfs that is not mounted is an empty one.
+        Err(Absent::NotOnThisKernel) => match (host.list("sys/firmware/efi"), host.list("sys/firmware/efi/efivars")) {
+            (Err(Absent::NotOnThisKernel), _) => FirmwareReport::NoLoader,
+            (_, Ok(variables)) if !variables.is_empty() => FirmwareReport::NoLoader,
+            _ => FirmwareReport::Unreadable,
+        },
+        Err(_) => FirmwareReport::Unreadable,
     }
 }
 
@@ -174,19 +210,44 @@ fn read_machines(
 /// Why ksmd must not be stopped: merged pages that guests write to are copied, and no page is merged any more to pay for
 /// it. So memory must suffice for copies of all of them.
 fn find_ksm_stop_refusal(host: &dyn Host) -> Option<String> {
-    let ksm = observe::ksm(host).ok()?;
-    let merged = ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0));
-    if merged == 0 {
-        return None;
-    }
-    let headroom = memory_headroom::measure_headroom(host, &BTreeSet::new());
-    let need = FrameNeed::for_cgroup(None, Pages(merged), Pages::ZERO);
-    let verdict = check_memory(&need, &headroom, host.page_size()).verdict;
-    (verdict != MemoryVerdict::Fits).then(|| {
+    let merged = count_merged_pages(&observe::ksm(host).ok()?)?;
+    (merged > 0 && !fits_copies(host, merged)).then(|| {
         format!(
             "{merged} merged pages would need memory of their own when guests write to them, and available memory does \
              not suffice: shut machines down or migrate them first"
         )
+    })
+}
+
+/// The pages that need memory of their own once nothing is merged.
+fn count_merged_pages(ksm: &Ksm) -> Option<u64> {
+    Some(ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0)))
+}
+
+/// Whether memory suffices for copies of so many merged pages.
+fn fits_copies(host: &dyn Host, merged: u64) -> bool {
+    let headroom = memory_headroom::measure_headroom(host, &BTreeSet::new());
+    let need = FrameNeed::for_cgroup(None, Pages(merged), Pages::ZERO);
+    check_memory(&need, &headroom, host.page_size()).verdict == MemoryVerdict::Fits
+}
+
+/// Why a setting that the kernel takes only while no page is merged cannot be written, and whether memory suffices to
+/// unmerge all pages. Pagefold does not unmerge for it: `tune undo` would have to unmerge again, at a time when memory
+/// may not suffice.
+fn find_merged_pages_refusal(host: &dyn Host) -> Option<String> {
+    let ksm = observe::ksm(host).ok()?;
+    if ksm.pages_shared.clone().ok()? == 0 {
+        return None;
+    }
+    let merged = count_merged_pages(&ksm)?;
+    let reason = format!("the kernel takes it only while no page is merged, and copies of {merged} merged pages");
+    Some(if fits_copies(host, merged) {
+        format!(
+            "{reason} have room in available memory: `echo 2 > /{KSM_RUN_PATH}` unmerges them; then apply this again, \
+             with the rule ksm-run"
+        )
+    } else {
+        format!("{reason} need more than the available memory: shut machines down or migrate them first")
     })
 }
 
@@ -239,6 +300,7 @@ pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::boot::BootLoader;
     use pagefold_host::fake_host::FakeHost;
 
     #[test]
@@ -272,5 +334,28 @@ mod tests {
         assert!(amd.is_loaded && !amd.is_built_in && amd.references == Some(0) && amd.parameters["npt"] == "1");
         assert!(!state.modules["kvm_intel"].is_loaded && state.modules["kvm_intel"].is_built_in);
         assert_eq!(state.boot.command_line, "quiet");
+        assert_eq!(state.boot.loader, BootLoader::Unknown, "there is no file of GRUB");
+    }
+
+    #[test]
+    fn boot_loader_is_read_from_its_files_and_from_the_firmware() {
+        let host = FakeHost::booted();
+        host.put_file("etc/os-release", "ID=debian\n");
+        host.put_file("etc/kernel/proxmox-boot-uuids", "ABCD-1234\n");
+        host.put_file("etc/kernel/cmdline", "quiet\n");
+        host.put_file(GRUB_FILE, "GRUB_TIMEOUT=5\n");
+        host.put_file("etc/default/grub.d/a.cfg", "X=1\n");
+        host.put_file("etc/default/grub.d/a.cfg.before-nosmt", "X=2\n");
+        let loader = |host: &FakeHost| read_state(host, &[], &[]).boot.loader;
+        let BootLoader::Grub { files, refresh } = loader(&host) else { panic!("{:?}", loader(&host)) };
+        assert_eq!(files.keys().collect::<Vec<_>>(), [GRUB_FILE, "etc/default/grub.d/a.cfg"]);
+        assert_eq!(refresh, "proxmox-boot-tool refresh");
+        host.put_file("sys/firmware/efi/fw_platform_size", "64\n");
+        assert_eq!(loader(&host), BootLoader::Unknown, "the variables cannot be read");
+        host.put_file("sys/firmware/efi/efivars/BootOrder-8be4df61-93ca-11d2-aa0d-00e098032b8c", "");
+        assert!(matches!(loader(&host), BootLoader::Grub { .. }), "GRUB before 2.12 has no LoaderInfo");
+        let variable: String = "systemd-boot 252\0".chars().flat_map(|c| [c, '\0']).collect();
+        host.put_file(LOADER_INFO, &format!("\u{6}\0\0\0{variable}"));
+        assert_eq!(loader(&host), BootLoader::ProxmoxSystemdBoot { file: "quiet\n".to_owned() });
     }
 }

@@ -65,9 +65,16 @@ fn render_step(number: usize, step: &StepReport, style: TextStyle) -> String {
             let reload = if *reload { ", and a reload now" } else { "; the module is not loaded now" };
             let _ = writeln!(text, "{indent}{file}{reload}");
         }
-        ChangeReport::Boot { commands, .. } => {
-            for command in commands {
-                let _ = writeln!(text, "{indent}# {command}");
+        ChangeReport::Boot { commands, undo_commands, check, .. } => {
+            let parts =
+                [("", &commands[..]), ("undo:", undo_commands), ("after the boot:", std::slice::from_ref(check))];
+            for (heading, commands) in parts {
+                if !heading.is_empty() {
+                    let _ = writeln!(text, "{indent}{heading}");
+                }
+                for command in commands {
+                    let _ = writeln!(text, "{indent}# {}", escape_unprintable(command));
+                }
             }
         }
         ChangeReport::Machine { diff, .. } => {

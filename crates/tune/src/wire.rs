@@ -143,6 +143,10 @@ pub enum ChangeReport {
         add: Option<String>,
         /// The commands, for a shell of root.
         commands: Vec<String>,
+        /// The commands that undo it, for a shell of root.
+        undo_commands: Vec<String>,
+        /// Shows the command line after the next boot, with a comment that says what to expect.
+        check: String,
     },
     /// The definition of a virtual machine.
     Machine {
@@ -269,7 +273,7 @@ fn describe_undo(effect: &Effect) -> String {
             "`pagefold tune undo` restores the file and loads the module with the previous values".to_owned()
         }
         Effect::Module(_) => "`pagefold tune undo` restores the file".to_owned(),
-        Effect::Boot { .. } => "reverse the commands, and boot again".to_owned(),
+        Effect::Boot { .. } => "run the commands marked as undo, and boot again".to_owned(),
         Effect::Machine { .. } => "reverse the diff, and start the machine again".to_owned(),
     }
 }
@@ -287,9 +291,13 @@ impl ChangeReport {
                 reload: change.reload,
                 file: format!("/{}", crate::decide::modprobe::MODULE_FILE),
             },
-            Effect::Boot { remove, add, commands } => {
-                Self::Boot { remove: remove.clone(), add: add.clone(), commands: commands.clone() }
-            }
+            Effect::Boot { remove, add, commands } => Self::Boot {
+                remove: remove.clone(),
+                add: add.clone(),
+                commands: commands.change.clone(),
+                undo_commands: commands.undo.clone(),
+                check: commands.check.clone(),
+            },
             Effect::Machine { process, name, patch } => Self::Machine {
                 pid: process.pid.0,
                 start_time: process.start_time,

@@ -3,18 +3,20 @@
 
 #![forbid(unsafe_code)]
 
+use pagefold_base::Absent;
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::change::ApplyMethod;
-use pagefold_doctor::decide::{Finding, Verdict, examine_host};
+use pagefold_doctor::decide::{Finding, Scope, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_host::fake_host::{FakeHost, FakeHostState};
-use pagefold_host::faulty_host::FaultyHost;
+use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_tune::apply::{ApplyScope, apply};
 use pagefold_tune::decide::modprobe::MODULE_FILE;
-use pagefold_tune::decide::{Proposal, TunePlan, plan};
+use pagefold_tune::decide::vm::Patch;
+use pagefold_tune::decide::{Effect, Proposal, Step, TunePlan, plan};
 use pagefold_tune::facts::read_state;
 use pagefold_tune::kept::{self, KeptState};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,9 +26,18 @@ use std::sync::Mutex;
 
 /// An AMD host with two nodes of four CPUs, in good order.
 const GOOD: &[(&str, &str)] = &[
+    // Without ksmd, processes would count as hidden.
+    (
+        "proc/6/stat",
+        "6 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 0 0 0 0 25 5 1 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n",
+    ),
+    ("proc/6/cmdline", ""),
+    ("proc/6/smaps", ""),
+    ("proc/6/status", "Uid:\t0\t0\t0\t0\n"),
     ("proc/cmdline", "BOOT_IMAGE=/vmlinuz quiet\n"),
     ("proc/cpuinfo", "flags\t\t: fpu tsc svm npt x2avic pausefilter constant_tsc nonstop_tsc\n"),
     ("proc/sys/kernel/io_uring_disabled", "0\n"),
+    ("proc/uptime", "5000.00 9000.00\n"),
     ("proc/sys/kernel/numa_balancing", "1\n"),
     ("proc/sys/kernel/sched_autogroup_enabled", "0\n"),
     ("proc/sys/vm/zone_reclaim_mode", "0\n"),
@@ -123,7 +134,60 @@ const fn machine_case(rule: &'static str, options: &'static str, xml: &'static s
 const DISK: &str = "<devices>\n    <disk type='file' device='disk'>\n      <target dev='vda' bus='virtio'/>\n    </disk>\n  </devices>";
 const NETWORK: &str = "<devices>\n    <interface type='bridge'>\n      <target dev='n'/>\n      <model type='virtio'/>\n    </interface>\n  </devices>";
 
+/// Rules about KSM that name commands, beside those of [`CASES`].
+const KSM_RULES_LEFT_TO_OPERATOR: [&str; 8] = [
+    "ksm-advisor-pace",
+    "ksm-advisor-writer",
+    "ksm-opt-out",
+    "ksm-pace",
+    "ksm-sharing-limit",
+    "ksm-smart-scan",
+    "ksm-zero-pages",
+    "ksmd-cpu",
+];
+
+/// Three nodes, whose pages are merged with each other.
+const THREE_NODES: (&str, &str) = ("sys/devices/system/node/has_memory", "0-2\n");
+
 const CASES: &[Case] = &[
+    // Of one trust domain.
+    Case { machine: Some(IDLE_MACHINE), ..host_case("ksm-run", &[("sys/kernel/mm/ksm/run", "0\n")]) },
+    // Nothing is enrolled.
+    host_case("ksm-run", &[("sys/kernel/mm/ksm/run", "0\n")]),
+    Case {
+        machine: Some(IDLE_MACHINE),
+        expected: LeftToOperator,
+        ..host_case(
+            "ksm-run",
+            &[
+                ("proc/8/stat", OTHER_STAT),
+                ("proc/8/cmdline", "qemu-system-x86_64\0-name\0guest=db\0"),
+                ("proc/8/smaps", SMAPS),
+                ("proc/8/status", "Uid:\t0\t0\t0\t0\n"),
+            ],
+        )
+    },
+    Case {
+        machine: Some(IDLE_MACHINE),
+        ..host_case("ksm-nodes", &[THREE_NODES, ("sys/kernel/mm/ksm/pages_shared", "0\n")])
+    },
+    Case {
+        machine: Some(IDLE_MACHINE),
+        expected: Refused("copies of 7 merged pages have room in available memory: `echo 2 >"),
+        ..host_case("ksm-nodes", MERGED_PAGES)
+    },
+    Case {
+        machine: Some(IDLE_MACHINE),
+        expected: Refused("copies of 9000000000 merged pages need more than the available memory"),
+        ..host_case(
+            "ksm-nodes",
+            &[
+                THREE_NODES,
+                ("sys/kernel/mm/ksm/pages_shared", "2\n"),
+                ("sys/kernel/mm/ksm/pages_sharing", "9000000000\n"),
+            ],
+        )
+    },
     host_case("kvm-ept", &[("sys/module/kvm_amd/parameters/npt", "N\n")]),
     host_case(
         "kvm-ple",
@@ -171,10 +235,7 @@ const CASES: &[Case] = &[
     Case {
         machine: Some(IDLE_MACHINE),
         files: &[
-            (
-                "proc/8/stat",
-                "8 (qemu-system-x86) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n",
-            ),
+            ("proc/8/stat", OTHER_STAT),
             ("proc/8/cmdline", "qemu-system-x86_64\0-name\0guest=db\0"),
             ("proc/8/smaps", SMAPS),
             ("proc/8/status", "Uid:\t0\t0\t0\t0\n"),
@@ -217,7 +278,6 @@ const CASES: &[Case] = &[
     },
     Case {
         machine: Some(Machine { vcpus: &["0-1", "0-1", "0-1"], ..IDLE_MACHINE }),
-        expected: LeftToOperator,
         ..host_case(
             "preemption-model",
             &[
@@ -301,6 +361,13 @@ const CASES: &[Case] = &[
     },
 ];
 
+const MERGED_PAGES: &[(&str, &str)] =
+    &[THREE_NODES, ("sys/kernel/mm/ksm/pages_shared", "2\n"), ("sys/kernel/mm/ksm/pages_sharing", "7\n")];
+
+/// Of the process of another virtual machine.
+const OTHER_STAT: &str =
+    "8 (qemu-system-x86) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n";
+
 const SMAPS: &str = "7f0000000000-7f0000001000 rw-p 00000000 00:00 0\nRss: 4 kB\nAnonymous: 4 kB\nVmFlags: rd wr mg\n";
 
 fn stat(pid: usize, name: &str) -> String {
@@ -359,16 +426,67 @@ fn is_applicable(method: ApplyMethod) -> bool {
 
 #[test]
 fn each_rule_that_can_be_applied_has_a_case() {
+    let summaries = rule_summaries().into_iter().chain(ksm_rule_summaries());
     let rules: BTreeSet<&str> =
-        rule_summaries().iter().filter(|rule| is_applicable(rule.details.method)).map(|rule| rule.id).collect();
-    let tested: BTreeSet<&str> = CASES.iter().map(|case| case.rule).collect();
+        summaries.filter(|rule| is_applicable(rule.details.method)).map(|rule| rule.id).collect();
+    let tested: BTreeSet<&str> = CASES.iter().map(|case| case.rule).chain(KSM_RULES_LEFT_TO_OPERATOR).collect();
     assert_eq!(rules, tested, "the catalog, and the cases of this test");
     let made: BTreeSet<&str> = CASES.iter().filter(|case| case.expected == Made).map(|case| case.rule).collect();
     let not_made: Vec<&&str> = rules.difference(&made).collect();
-    // A rule joins this list only with the reason in its case.
-    let expected =
-        ["kvm-tdp-mmu", "preemption-model", "smt-control", "vm-cpu-pm", "vm-cpu-throttled", "vm-stacked-vcpus"];
+    // A rule joins this list only with the reason in its case, or in the document.
+    let expected: BTreeSet<&str> = ["kvm-tdp-mmu", "smt-control", "vm-cpu-pm", "vm-cpu-throttled", "vm-stacked-vcpus"]
+        .into_iter()
+        .chain(KSM_RULES_LEFT_TO_OPERATOR)
+        .collect();
     assert_eq!(not_made, expected.iter().collect::<Vec<_>>());
+}
+
+#[test]
+fn document_names_each_live_rule_that_is_left_to_the_operator() {
+    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/settings.md");
+    let document = fs::read_to_string(document).unwrap();
+    let (_, table) = document.split_once("| findings | why |\n|---|---|\n").unwrap();
+    let table = table.split_once("\n\n").unwrap().0;
+    let named: Vec<&str> = table.lines().flat_map(|row| row.split('|').nth(1).unwrap().split('`')).collect();
+    let is_named = |rule: &str| {
+        named.iter().any(|name| rule == *name || name.strip_suffix('*').is_some_and(|start| rule.starts_with(start)))
+    };
+    let made: BTreeSet<&str> = CASES.iter().filter(|case| case.expected == Made).map(|case| case.rule).collect();
+    let all = rule_summaries().into_iter().chain(ksm_rule_summaries()).chain(process_rule_summaries());
+    for rule in all.filter(|rule| rule.details.method == ApplyMethod::Live) {
+        assert_ne!(is_named(rule.id), made.contains(rule.id), "{}", rule.id);
+    }
+}
+
+/// The kernel reads 2 after all pages were unmerged; writing 2 would unmerge all pages again.
+#[test]
+fn ksmd_that_was_stopped_by_unmerging_is_stopped_again_by_undo() {
+    let (host, directory) = (host_of(&CASES[0]), tempfile::tempdir().unwrap());
+    host.put_file("sys/kernel/mm/ksm/run", "2\n");
+    let plan = plan_of(&host, &finding_of(&host, "ksm-run"));
+    assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done, [0]);
+    assert_eq!(host.setting_value("run"), "1");
+    assert_eq!(kept::undo(&host, directory.path()).unwrap().failed, []);
+    assert_eq!(host.setting_value("run"), "0");
+}
+
+/// Once pages are merged again, the kernel takes no other value (EBUSY).
+#[test]
+fn undo_that_the_kernel_refuses_for_now_is_retried() {
+    let case = CASES.iter().find(|case| case.rule == "ksm-nodes").unwrap();
+    let (host, directory) = (host_of(case), tempfile::tempdir().unwrap());
+    let before = host.state();
+    let plan = plan_of(&host, &finding_of(&host, "ksm-nodes"));
+    assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done, [0]);
+    let busy = Absent::Malformed("EBUSY".to_owned());
+    let faulty = FaultyHost::new(&host, |path: &str| {
+        (path == "#write merge_across_nodes").then(|| InjectedFault::Absent(busy.clone()))
+    });
+    let failed = kept::undo(&faulty, directory.path()).unwrap().failed;
+    assert!(failed.len() == 1 && failed[0].will_retry, "{failed:?}");
+    assert_eq!(host.setting_value("merge_across_nodes"), "0");
+    recover(&host, directory.path());
+    assert!(host.state() == before);
 }
 
 #[test]
@@ -408,7 +526,7 @@ fn apply_and_undo(case: &Case, host: &FakeHost, directory: &Path) {
             assert!(plan.refusals.iter().all(|refusal| refusal.why.contains(reason)), "{:?}", plan.refusals);
             return;
         }
-        Made => assert!(!plan.steps.is_empty() && plan.refusals.is_empty(), "{}: {plan:?}", case.rule),
+        Made => assert!(!plan.steps.is_empty() && plan.refusals.is_empty(), "{finding:?}: {plan:?}"),
     }
     let applied = apply(host, directory, &plan, ApplyScope::HostAndDefinitions).unwrap();
     assert_eq!((applied.done.len(), applied.failed), (plan.steps.len(), Vec::new()), "{}", case.rule);
@@ -427,6 +545,42 @@ fn apply_and_undo(case: &Case, host: &FakeHost, directory: &Path) {
     assert_eq!((undone.done.len(), undone.failed), (kept.len(), Vec::new()), "{}", case.rule);
     assert_eq!(host.state(), before, "{}", case.rule);
     assert_eq!(kept::load(host, directory).unwrap(), [], "{}", case.rule);
+}
+
+/// The findings of a rule once the machine has started with the tuned definition.
+fn findings_after_restart(case: &Case, patch: &Patch) -> Vec<Finding> {
+    let host = host_of(case);
+    match patch {
+        Patch::Libvirt { after, .. } => {
+            // The domain does not run.
+            host.remove_process(7);
+            host.put_file("run/libvirt/qemu/web.xml", "");
+            host.put_file("etc/libvirt/qemu/web.xml", after);
+        }
+        Patch::Arguments { after, .. } => host.put_file("proc/7/cmdline", &(after.join("\0") + "\0")),
+    }
+    let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+    let is_idle = |finding: &Finding| matches!(finding.scope, Scope::IdleDomain(_));
+    let is_libvirt = matches!(patch, Patch::Libvirt { .. });
+    findings.into_iter().filter(|finding| finding.rule == case.rule && is_idle(finding) == is_libvirt).collect()
+}
+
+#[test]
+fn tuned_definitions_of_windows_machines_resolve_the_finding() {
+    let case = CASES.iter().find(|case| case.rule == "vm-hyperv").unwrap();
+    for is_of_libvirt in [true, false] {
+        let host = host_of(case);
+        if !is_of_libvirt {
+            host.put_file("run/libvirt/qemu/web.xml", "");
+        }
+        let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+        let of_running = |finding: &&Finding| finding.rule == case.rule && !finding.changes.is_empty();
+        let plan = plan_of(&host, findings.iter().find(of_running).unwrap());
+        let [Step { effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+        assert_eq!(matches!(patch, Patch::Libvirt { .. }), is_of_libvirt);
+        let findings = findings_after_restart(case, patch);
+        assert!(!findings.is_empty() && findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
+    }
 }
 
 /// The host and the files of the journals at one moment.

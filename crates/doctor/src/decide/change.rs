@@ -49,6 +49,11 @@ pub enum VmOption {
         /// Whether to turn it on.
         enable: bool,
     },
+    /// How often a Windows guest tries to take a lock before it tells the hypervisor (`-cpu ...,hv-spinlocks=0x1fff`).
+    HyperVSpinlocks {
+        /// The number of tries.
+        retries: u32,
+    },
     /// Let the guest control power states of CPUs (`-overcommit cpu-pm=on`).
     CpuPowerManagement {
         /// Whether to allow it.

@@ -334,6 +334,11 @@ impl Finding {
         self.verify = Some(command.into());
         self
     }
+
+    fn change(mut self, change: SettingChange) -> Self {
+        self.changes.push(change);
+        self
+    }
 }
 
 /// The command that writes a KSM setting.

@@ -1,15 +1,16 @@
 //! KSM's own settings and state.
 
-use super::change::{ApplyMethod, SettingDetails};
+use super::change::{ApplyMethod, SettingChange, SettingDetails};
 use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
 use super::pace::format_duration;
 use super::{
-    Finding, HostFacts, HostRule, MissingReading, RuleInfo, RuleResult, Verdict, is_set_command, pages_to_scan_for,
-    pass_seconds, require, set_command,
+    Finding, HostFacts, HostRule, MissingReading, ProcessFacts, RuleInfo, RuleResult, Verdict, is_set_command,
+    pages_to_scan_for, pass_seconds, require, set_command,
 };
 use pagefold_base::ksm::Ksm;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, Pages};
+use std::collections::BTreeSet;
 
 pub(super) const RULES: &[HostRule] = &[
     HostRule {
@@ -276,13 +277,32 @@ fn judge_run(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostPr
             format!("{value}; {reading_name}: {absent}"),
         ),
     };
-    Ok(finding
-        .remedy([
-            set_command("run", 1),
-            "# to keep it over a reboot:".to_owned(),
-            "echo 'w /sys/kernel/mm/ksm/run - - - - 1' > /etc/tmpfiles.d/ksm.conf".to_owned(),
-        ])
-        .verify(is_set_command("run", 1)))
+    let objection = find_objection_to_merging(host_processes);
+    let mut remedy: Vec<String> = objection.iter().map(|why| format!("# {why}: see the finding ksm-domains")).collect();
+    remedy.extend([
+        set_command("run", 1),
+        "# to keep it over a reboot:".to_owned(),
+        "echo 'w /sys/kernel/mm/ksm/run - - - - 1' > /etc/tmpfiles.d/ksm.conf".to_owned(),
+    ]);
+    let finding = finding.remedy(remedy).verify(is_set_command("run", 1));
+    Ok(if objection.is_none() { finding.change(write_change("run", 1)) } else { finding })
+}
+
+/// Why only an operator can decide to merge what is enrolled: ksmd would merge pages across trust domains, or it is not
+/// known whether it would.
+fn find_objection_to_merging(host_processes: &HostProcesses) -> Option<String> {
+    let domains: BTreeSet<_> = host_processes.enrolled().map(|process| &process.domain).collect();
+    if domains.len() > 1 {
+        return Some(format!("pages of {} trust domains would be merged with each other", domains.len()));
+    }
+    let MissingReading { reading_name, absent } =
+        host_processes.require_readable("enrollment", ProcessFacts::is_enrolled).err()?;
+    Some(format!("whether one trust domain is enrolled is not known ({reading_name}: {absent})"))
+}
+
+/// The change of a setting of KSM.
+fn write_change(file: &str, value: u64) -> SettingChange {
+    SettingChange::Write { path: format!("sys/kernel/mm/ksm/{file}"), value: value.to_string() }
 }
 
 /// Whether the advisor sets `pages_to_scan`; kernels before 6.8 have no advisor.
@@ -491,7 +511,8 @@ fn judge_nodes(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &Host
             facts,
             "merge_across_nodes",
             0,
-        ),
+        )
+        .change(write_change("merge_across_nodes", 0)),
     })
 }
 

@@ -42,7 +42,8 @@ pub use process::{
 pub use qemu_monitor::{monitor_backends, monitor_vcpus, vcpu_slots};
 pub use smaps::{maps, rollup, smaps};
 pub use text::{
-    CpuTicks, IdleTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, idle_ticks, number, number_list, schedstat,
+    CpuTicks, IdleTicks, Schedstat, bracketed_word, cpu_ticks, file_mode, idle_ticks, number, number_list,
+    parenthesized_word, schedstat,
 };
 
 #[cfg(doc)]

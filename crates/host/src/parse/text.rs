@@ -137,11 +137,19 @@ pub(super) fn kib(bytes: &[u8]) -> Reading<Bytes> {
 
 /// The selected word of a setting that lists its choices: `madvise` of `always [madvise] never`.
 pub fn bracketed_word(bytes: &[u8]) -> Reading<String> {
-    let missing = || malformed("no word in brackets", bytes);
-    let open = bytes.iter().position(|&byte| byte == b'[').ok_or_else(missing)?;
-    let word = &bytes[open + 1..];
-    let close = word.iter().position(|&byte| byte == b']').ok_or_else(missing)?;
-    Ok(String::from_utf8_lossy(&word[..close]).into_owned())
+    enclosed_word(bytes, b'[', b']').ok_or_else(|| malformed("no word in brackets", bytes))
+}
+
+/// The word in parentheses, such as `full` of `none voluntary (full) lazy` (kernel/sched/debug.c,
+/// `sched_dynamic_show`).
+pub fn parenthesized_word(bytes: &[u8]) -> Reading<String> {
+    enclosed_word(bytes, b'(', b')').ok_or_else(|| malformed("no word in parentheses", bytes))
+}
+
+fn enclosed_word(bytes: &[u8], open: u8, close: u8) -> Option<String> {
+    let word = &bytes[bytes.iter().position(|&byte| byte == open)? + 1..];
+    let end = word.iter().position(|&byte| byte == close)?;
+    Some(String::from_utf8_lossy(&word[..end]).into_owned())
 }
 
 /// A list of processors or nodes, `0-3,8`, in file order; empty for empty text (lib/vsprintf.c, `%*pbl`). A list of
@@ -209,6 +217,14 @@ mod tests {
         assert_eq!(bracketed_word(b"[none] scan-time\n").as_deref(), Ok("none"));
         for text in ["", "always", "[always", "]a[", "0"] {
             assert!(is_malformed(bracketed_word(text.as_bytes())), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn parenthesized_word_is_parsed() {
+        assert_eq!(parenthesized_word(b"none voluntary (full) lazy\n").as_deref(), Ok("full"));
+        for text in ["", "full", "(full", ")full(", "[full]"] {
+            assert!(is_malformed(parenthesized_word(text.as_bytes())), "{text:?}");
         }
     }
 

@@ -113,6 +113,8 @@ pub struct TuneState {
     pub boot: boot::BootState,
     /// Why KSM must not be stopped, if memory does not suffice for copies of the merged pages.
     pub ksm_stop_refusal: Option<String>,
+    /// Why the kernel refuses settings that it takes only while no page is merged, if pages are merged.
+    pub merged_pages_refusal: Option<String>,
 }
 
 /// The state of a module.
@@ -185,8 +187,8 @@ pub enum Effect {
         remove: Option<String>,
         /// The parameter that is added.
         add: Option<String>,
-        /// The commands that do it, as root.
-        commands: Vec<String>,
+        /// The commands that do it and undo it, as root.
+        commands: boot::BootCommands,
     },
     /// Changes the definition of a virtual machine.
     Machine {

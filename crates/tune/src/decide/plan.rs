@@ -19,6 +19,10 @@ const DECIMAL_SETTINGS: [&str; 3] = ["proc/sys/", "sys/kernel/mm/", "sys/module/
 /// The setting that stops and starts ksmd.
 pub const KSM_RUN_PATH: &str = "sys/kernel/mm/ksm/run";
 
+/// Settings that the kernel takes only while no page is merged (mm/ksm.c, `merge_across_nodes_store` and
+/// `max_page_sharing_store`).
+const UNMERGED_ONLY: [&str; 2] = ["sys/kernel/mm/ksm/merge_across_nodes", "sys/kernel/mm/ksm/max_page_sharing"];
+
 /// Plans the proposals for a host, in their order; the first proposal for a setting wins. A profile changes or drops
 /// some of them.
 pub fn plan(proposals: &[Proposal], profile: Option<Profile>, state: &TuneState) -> TunePlan {
@@ -118,6 +122,11 @@ impl Planner<'_> {
         if path == KSM_RUN_PATH
             && to == "0"
             && let Some(why) = &self.state.ksm_stop_refusal
+        {
+            return self.refuse(proposal, change, why.clone());
+        }
+        if UNMERGED_ONLY.contains(&path)
+            && let Some(why) = &self.state.merged_pages_refusal
         {
             return self.refuse(proposal, change, why.clone());
         }

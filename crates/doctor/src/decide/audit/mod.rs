@@ -181,13 +181,6 @@ impl SettingRule {
     }
 }
 
-impl Finding {
-    fn change(mut self, change: SettingChange) -> Self {
-        self.changes.push(change);
-        self
-    }
-}
-
 /// The change of a file, with the command that does the same and the command that verifies it.
 fn with_write(finding: Finding, path: &str, value: &str) -> Finding {
     finding

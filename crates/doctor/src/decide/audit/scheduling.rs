@@ -239,8 +239,8 @@ fn judge_preemption(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let Some(other) = models.find(|model| ["voluntary", "lazy"].contains(model)) else {
         return Ok(rule.not_applicable("the kernel has no other model for virtual machines", present));
     };
-    Ok(rule
-        .warn("threads that wake up preempt kernel code at once", present)
+    let finding = rule.warn("threads that wake up preempt kernel code at once", present);
+    Ok(with_write(finding, path, other)
         .remedy([format!("echo {other} > /{path}"), format!("# at each boot: the parameter preempt={other}")])
         .verify(format!("grep -q '({other})' /{path}")))
 }

@@ -438,6 +438,8 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
 
 /// The interfaces that QEMU recommends for any Windows (docs/system/i386/hyperv.rst, "Recommendations").
 const HYPER_V: [&str; 4] = ["hv-relaxed", "hv-vapic", "hv-spinlocks", "hv-time"];
+/// The value of the recommended settings in QEMU's docs/system/i386/hyperv.rst; libvirt takes 4095 and more.
+const SPINLOCK_RETRIES: u32 = 0x1fff;
 
 fn judge_hyper_v(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleResult {
     let definition = match require_definition(rule, vm)? {
@@ -454,11 +456,12 @@ fn judge_hyper_v(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> RuleRe
     }
     let finding = rule.warn("Windows lacks interfaces of Hyper-V", format!("missing: {}", missing.join(", ")));
     let instruction = format!("add {} to -cpu (libvirt: <hyperv mode='custom'>)", missing.join(", "));
-    // hv-spinlocks takes a number of tries, not on or off.
-    let switches = missing.into_iter().filter(|name| *name != "hv-spinlocks");
     let finding = finding.remedy([format!("# {instruction}, then start the machine again")]);
-    Ok(switches.fold(finding, |finding, name| {
-        let option = VmOption::CpuFeature { name: name.to_owned(), enable: true };
+    Ok(missing.into_iter().fold(finding, |finding, name| {
+        let option = match name {
+            "hv-spinlocks" => VmOption::HyperVSpinlocks { retries: SPINLOCK_RETRIES },
+            name => VmOption::CpuFeature { name: name.to_owned(), enable: true },
+        };
         finding.change(SettingChange::VmDefinition { vm: vm.process, option })
     }))
 }

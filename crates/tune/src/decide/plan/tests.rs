@@ -89,7 +89,7 @@ fn steps_are_ordered_from_live_to_reboot() {
     assert!(change.file_after.ends_with("options kvm_amd npt=1\n"));
     assert!(matches!(&machine.effect, Effect::Machine { name, .. } if name == "web"));
     let Effect::Boot { commands, .. } = &boot.effect else { panic!("{boot:?}") };
-    assert_eq!(commands, &["grubby --update-kernel=ALL --args=clocksource=tsc"]);
+    assert_eq!(commands.change, ["grubby --update-kernel=ALL --args=clocksource=tsc"]);
 }
 
 #[test]

@@ -14,7 +14,8 @@ pub fn set_option(arguments: &[String], option: &VmOption) -> Result<Vec<String>
     let mut line = CommandLine(arguments.to_vec());
     match option {
         VmOption::HostCpuModel => line.set_cpu_model("host"),
-        VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, *enable),
+        VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, on_off(*enable)),
+        VmOption::HyperVSpinlocks { retries } => line.set_cpu_feature("hv-spinlocks", &format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => line.set_in_option("-overcommit", "cpu-pm", on_off(*enable)),
         VmOption::VirtualNodes { count } => line.split_into_nodes(*count)?,
         VmOption::MergeableMemory => line.make_memory_mergeable()?,
@@ -215,10 +216,10 @@ impl CommandLine {
     }
 
     /// `+NAME` and `-NAME` are older forms of `NAME=on` and `NAME=off`, and win over these (target/i386/cpu.c).
-    fn set_cpu_feature(&mut self, name: &str, enable: bool) {
+    fn set_cpu_feature(&mut self, name: &str, value: &str) {
         let Some((position, OptionValue::List(mut items))) = self.last("-cpu") else {
             // The default model of a machine, with the feature.
-            return self.push("-cpu", format!("qemu64,{name}={}", on_off(enable)));
+            return self.push("-cpu", format!("qemu64,{name}={value}"));
         };
         let alternative = name.replace('-', "_");
         items.retain(|(known, value)| {
@@ -227,7 +228,7 @@ impl CommandLine {
         });
         let mut parsed = OptionValue::List(items);
         let spelled = if parsed.value(&alternative).is_some() { &*alternative } else { name };
-        parsed.set(spelled, on_off(enable).into());
+        parsed.set(spelled, value.into());
         self.put((position, parsed));
     }
 
@@ -429,11 +430,16 @@ impl CommandLine {
     }
 
     fn set_queues(&mut self, network: &str, count: u32) -> Result<(), String> {
-        if let Some((_, netdev)) = self.find("-netdev", "id", network)
-            && ["fd", "fds", "ifname", "vhostfd", "vhostfds"].iter().any(|name| netdev.value(name).is_some())
-            && netdev.value("ifname").is_none()
-        {
-            return Err(format!("the program that starts {network} passes open files for its queues: change it there"));
+        if let Some((_, netdev)) = self.find("-netdev", "id", network) {
+            if ["fd", "fds", "vhostfd", "vhostfds"].iter().any(|name| netdev.value(name).is_some()) {
+                return Err(format!(
+                    "the program that starts {network} passes open files for its queues: change it there"
+                ));
+            }
+            let has_several = netdev.value("queues").is_some_and(|queues| queues != "1");
+            if let Some(device) = netdev.value("ifname").filter(|_| has_several != (count > 1)) {
+                return Err(explain_queues_of_named_tap(network, &device, count));
+            }
         }
         self.change_netdev(network, &[("queues", json!(count))])?;
         if let Some((position, mut device)) = self.find("-device", "netdev", network) {
@@ -444,6 +450,19 @@ impl CommandLine {
         }
         Ok(())
     }
+}
+
+/// Why a tap device that has a name does not change between one queue and several: if the device exists, the kernel
+/// refuses QEMU with EINVAL unless both agree (drivers/net/tun.c, `tun_set_iff`, IFF_MULTI_QUEUE).
+fn explain_queues_of_named_tap(network: &str, device: &str, count: u32) -> String {
+    let (kind, several) = if count > 1 { ("several queues", " multi_queue") } else { ("one queue", "") };
+    let for_device = if count > 1 { format!("mq=on,vectors={}", 2 * count + 2) } else { "mq=off".to_owned() };
+    format!(
+        "if the tap device {device} exists before QEMU starts, it must have been created with {kind}, or the machine does \
+         not start. While the machine is off: `ip tuntap del dev {device} mode tap`, `ip tuntap add dev {device} mode \
+         tap{several}` (with the same user and group), connect it to its bridge again, then set queues={count} of -netdev \
+         {network} and {for_device} of its device"
+    )
 }
 
 /// A size of `-m` in MiB, which is its default unit.

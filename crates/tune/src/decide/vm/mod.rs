@@ -96,6 +96,7 @@ pub fn describe_option(option: &VmOption) -> String {
     match option {
         VmOption::HostCpuModel => "the CPU model of the host".to_owned(),
         VmOption::CpuFeature { name, enable } => format!("CPU feature {name} {}", state(*enable)),
+        VmOption::HyperVSpinlocks { retries } => format!("CPU feature hv-spinlocks={retries:#x}"),
         VmOption::CpuPowerManagement { enable } => {
             format!("power states under control of the guest {}", state(*enable))
         }

@@ -16,6 +16,10 @@ pub fn set_option(xml: &str, option: &VmOption) -> Result<String, String> {
     match option {
         VmOption::HostCpuModel => set_host_model(xml),
         VmOption::CpuFeature { name, enable } => set_cpu_feature(xml, name, *enable),
+        VmOption::HyperVSpinlocks { retries } => {
+            let path = ["features", "hyperv", "spinlocks"];
+            set_at(&set_at(xml, &path, "state", "on")?, &path, "retries", &retries.to_string())
+        }
         VmOption::CpuPowerManagement { .. } => {
             Err("libvirt has no element for -overcommit cpu-pm: add it as <qemu:commandline> by hand".to_owned())
         }

@@ -61,6 +61,14 @@ fn cpu_model_and_features_replace_earlier_forms() {
 }
 
 #[test]
+fn spinlock_retries_replace_earlier_forms() {
+    let option = VmOption::HyperVSpinlocks { retries: 0x1fff };
+    assert_eq!(changed(&script(), &option), ["Skylake-Server,+vmx,-avx,hv-spinlocks=0x1fff"]);
+    let low = ["qemu", "-cpu", "host,hv_spinlocks=0"].map(str::to_owned);
+    assert_eq!(changed(&low, &option), ["host,hv_spinlocks=0x1fff"]);
+}
+
+#[test]
 fn disk_options_follow_the_nodes_of_a_disk() {
     let cache = |disk: &str| VmOption::DiskCacheNone { disk: disk.to_owned() };
     let aio =
@@ -97,9 +105,25 @@ fn iothreads_come_before_the_device() {
 #[test]
 fn network_queues_need_a_tap_that_qemu_opens() {
     let queues = |network: &str| VmOption::NetworkQueues { network: network.to_owned(), count: 4 };
+    let why = refusal(&script(), &queues("n0"));
+    assert!(why.contains("ip tuntap add dev tap0 mode tap multi_queue") && why.contains("vectors=10"), "{why}");
+    let with_queues = |text: &str, queues: &str| -> Vec<String> {
+        let replace = |argument: &String| argument.replace(text, queues);
+        script().iter().map(replace).collect()
+    };
+    assert!(refusal(&with_queues("script=no", "queues=1"), &queues("n0")).contains("multi_queue"));
+    let one = VmOption::NetworkQueues { network: "n0".to_owned(), count: 1 };
+    let why = refusal(&with_queues("script=no", "queues=8"), &one);
+    assert!(why.contains("created with one queue") && !why.contains("multi_queue"), "{why}");
+    // A device with several queues has them already.
     assert_eq!(
-        changed(&script(), &queues("n0")),
-        ["tap,id=n0,ifname=tap0,script=no,queues=4", "virtio-net-pci,netdev=n0,mq=on,vectors=10"]
+        changed(&with_queues("script=no", "queues=8"), &queues("n0")),
+        ["tap,id=n0,ifname=tap0,queues=4", "virtio-net-pci,netdev=n0,mq=on,vectors=10"]
+    );
+    // QEMU creates a device that has no name.
+    assert_eq!(
+        changed(&with_queues("ifname=tap0,script=no", "script=no"), &queues("n0")),
+        ["tap,id=n0,script=no,queues=4", "virtio-net-pci,netdev=n0,mq=on,vectors=10"]
     );
     assert_eq!(
         changed(&script(), &VmOption::VhostNet { network: "n0".to_owned() }),

@@ -83,6 +83,8 @@ fn features_go_where_libvirt_has_them() {
     assert_eq!(changes(&feature("kvm-hint-dedicated", true)).1, ["<kvm>", "<hint-dedicated state='on'/>", "</kvm>"]);
     assert_eq!(changes(&feature("x2apic", true)).1, ["<feature policy='require' name='x2apic'/>"]);
     assert_eq!(changes(&feature("invtsc", true)).1, ["<feature policy='require' name='invtsc'/>"]);
+    let (_, added) = changes(&VmOption::HyperVSpinlocks { retries: 0x1fff });
+    assert_eq!(added, ["<hyperv>", "<spinlocks retries='8191' state='on'/>", "</hyperv>"]);
     assert!(set_option(DOMAIN, &feature("kvm-asyncpf", true)).is_err());
     assert!(set_option(DOMAIN, &feature("a'/><x", true)).is_err());
     assert!(set_option(DOMAIN, &VmOption::CpuPowerManagement { enable: true }).is_err());
