@@ -366,7 +366,7 @@ fn decisions_are_pure() {
         assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
     }
     let expected =
-        ["ab", "account", "base", "census", "daemon", "doctor", "engine", "gang", "merge", "numa", "tune", "vcpu"];
+        ["ab", "account", "base", "census", "daemon", "doctor", "engine", "gang", "merge", "numa", "sim", "tune", "vcpu"];
     assert!(subjects.iter().map(String::as_str).eq(expected), "{subjects:?}");
 }
 
