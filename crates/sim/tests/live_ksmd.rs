@@ -1,7 +1,8 @@
 //! Plays each layout on the model and on the real kernel, and compares all counters after each batch of ksmd.
 //!
 //! Needs root, and no mergeable process on the host. This program is also the stand-in process: with the argument
-//! `stand-in` it maps and writes memory as its standard input says. Other arguments are parts of names of layouts.
+//! `stand-in` it maps and writes memory as its standard input says. The argument `further=N` adds N layouts with other
+//! seeds. Other arguments are parts of names of layouts.
 //!
 //! ksmd scans only within [`Driver::run_batch`]: `run` 1 starts a batch at once, and the long `sleep_millisecs` ends
 //! it. A change of `sleep_millisecs` while `run` is 0 then takes ksmd back to where `run` 1 wakes it (`ksm_scan_thread`,
@@ -22,7 +23,7 @@ use std::time::{Duration, Instant};
 use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_sim::decide::counters::{KsmCounters, ProcessCounters};
 use pagefold_sim::decide::ksmd::{Advice, KsmModel, KsmSettings, RunState};
-use pagefold_sim::decide::layouts::{Step, all_layouts};
+use pagefold_sim::decide::layouts::{Step, all_layouts, further_layout};
 use pagefold_sim::decide::memory::{Content, PAGES_IN_HUGE_PAGE, ProcessId};
 use pagefold_sim::decide::rules::{KernelVersion, KsmRules};
 use pagefold_sys::forked_copy::ForkedCopy;
@@ -48,11 +49,13 @@ fn main() -> ExitCode {
     let version = KernelVersion::parse(release.trim()).expect("the release has a version");
     let nodes = (0..u8::MAX).take_while(|node| Path::new(&format!("/sys/devices/system/node/node{node}")).exists());
     let nodes = u8::try_from(nodes.count()).expect("at most 255 nodes").max(1);
-    let is_chosen =
-        |name: &str| arguments.is_empty() || arguments.iter().any(|argument| name.contains(argument.as_str()));
+    let further = arguments.iter().find_map(|argument| argument.strip_prefix("further=")?.parse().ok()).unwrap_or(0);
+    let parts: Vec<&String> = arguments.iter().filter(|argument| !argument.contains('=')).collect();
+    let is_chosen = |name: &str| parts.is_empty() || parts.iter().any(|part| name.contains(part.as_str()));
+    let layouts = all_layouts().into_iter().chain((0..further).map(further_layout));
     let mut played = (0, 0, 0);
     let mut differing = Vec::new();
-    for layout in all_layouts().into_iter().filter(|layout| is_chosen(&layout.name)) {
+    for layout in layouts.filter(|layout| is_chosen(&layout.name)) {
         if layout.nodes > nodes {
             println!("skipped: layout {} needs {} NUMA nodes", layout.name, layout.nodes);
             continue;

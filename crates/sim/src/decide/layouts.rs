@@ -127,10 +127,12 @@ pub fn all_layouts() -> Vec<Layout> {
     layouts.collect()
 }
 
-/// A layout of the family `mixed` with any seed.
+/// A layout beyond [`all_layouts`]: the families for one NUMA node in turn, each time with another seed.
 #[must_use]
-pub fn mixed_layout(seed: u64) -> Layout {
-    family_layout(&Family { name: "mixed", seeds: 1, nodes: 1, generate: mixed }, seed)
+pub fn further_layout(number: u64) -> Layout {
+    let families: Vec<&Family> = FAMILIES.iter().filter(|family| family.nodes == 1).collect();
+    let turn = families.len() as u64;
+    family_layout(families[(number % turn) as usize], 1000 + number / turn)
 }
 
 fn family_layout(family: &Family, seed: u64) -> Layout {

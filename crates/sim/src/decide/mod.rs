@@ -8,10 +8,12 @@
 //! - [`advisor`]: the scan-time advisor.
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
+//! - [`layout_player`]: plays a layout on the model alone.
 
 pub mod advisor;
 pub mod counters;
 pub mod ksmd;
+pub mod layout_player;
 pub mod layouts;
 pub mod memory;
 pub mod red_black_tree;
