@@ -191,7 +191,7 @@ fn a_forked_merged_page_is_counted_at_its_first_visit_beyond_the_limit() {
 
 #[test]
 fn children_inherit_counters_before_the_fix() {
-    for (release, expected) in [("6.12.52", 2), ("6.12.53", 0)] {
+    for (release, expected) in [("6.12.53", 2), ("6.12.54", 0)] {
         let mut model = model_of(release, settings());
         let parent = process_with(&mut model, &[7, 7]);
         scan(&mut model, 2);

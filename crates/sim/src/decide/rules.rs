@@ -26,6 +26,10 @@ impl KernelVersion {
     fn is_at_least(self, major: u32, minor: u32) -> bool {
         (self.major, self.minor) >= (major, minor)
     }
+
+    fn is_stable_release_from(self, major: u32, minor: u32, stable: u32) -> bool {
+        (self.major, self.minor) == (major, minor) && self.stable >= stable
+    }
 }
 
 /// The rules of one kernel.
@@ -45,7 +49,7 @@ pub struct KsmRules {
     /// is no longer mergeable (`break_ksm`, since 6.6).
     pub tracks_zero_pages: bool,
     /// `fork` sets the child's counters of merged pages and of metadata to 0 and counts its zero pages (`ksm_fork` in
-    /// include/linux/ksm.h, since 6.18 and 6.12.53). Before, the child inherited the parent's figures.
+    /// include/linux/ksm.h, since 6.18, 6.12.54 and 6.6.113). Before, the child inherited the parent's figures.
     pub fork_resets_counters: bool,
     /// Splitting a huge page maps its zero-filled pages to the zero page (`try_to_map_unused_to_zeropage` in
     /// mm/migrate.c, since 6.12).
@@ -64,7 +68,8 @@ impl KsmRules {
             has_smart_scan: version.is_at_least(6, 7),
             tracks_zero_pages: version.is_at_least(6, 6),
             fork_resets_counters: version.is_at_least(6, 18)
-                || (version.major, version.minor) == (6, 12) && version.stable >= 53,
+                || version.is_stable_release_from(6, 12, 54)
+                || version.is_stable_release_from(6, 6, 113),
             split_maps_zero_pages: version.is_at_least(6, 12),
             has_advisor: version.is_at_least(6, 8),
         }
@@ -90,7 +95,9 @@ mod tests {
         assert!(!rules("6.1.0").checksum_before_stable_tree);
         assert!(!rules("6.10.9").checksum_before_stable_tree);
         assert!(rules("6.11.0").checksum_before_stable_tree);
-        assert!(!rules("6.12.52").fork_resets_counters && rules("6.12.53").fork_resets_counters);
+        assert!(!rules("6.12.53").fork_resets_counters && rules("6.12.54").fork_resets_counters);
+        assert!(!rules("6.6.112").fork_resets_counters && rules("6.6.113").fork_resets_counters);
+        assert!(!rules("6.1.192").fork_resets_counters);
         assert!(rules("7.3.0").fork_resets_counters);
     }
 }
