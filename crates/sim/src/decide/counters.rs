@@ -1,6 +1,6 @@
 //! The counters of ksmd.
 //!
-//! Mirrors the files of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat` (mm/ksm.c and fs/proc/base.c, Linux 6.18).
+//! Mirrors the files of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat` (mm/ksm.c and fs/proc/base.c).
 
 /// Bytes of a page.
 pub const PAGE_BYTES: i64 = 4096;

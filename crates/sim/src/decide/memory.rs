@@ -89,7 +89,7 @@ impl PackedEntry {
         }
     }
 
-    /// Whether ksmd visits the page: a present anonymous page (`ksm_next_page_pmd_entry`, 6.18).
+    /// Whether ksmd visits the page: a present anonymous page (`ksm_next_page_pmd_entry`, 6.12).
     #[must_use]
     pub fn is_anonymous(self) -> bool {
         self.0 >= FIRST_CONTENT_CODE

@@ -1,6 +1,6 @@
 //! A red-black tree with the shape of the kernel's.
 //!
-//! Mirrors what lib/rbtree.c (Linux 6.18) does to a tree: the caller walks, links a leaf, and the tree rebalances by the
+//! Mirrors what lib/rbtree.c does to a tree: the caller walks, links a leaf, and the tree rebalances by the
 //! textbook rules; a node with two children is replaced by its successor. The shape matters: ksmd removes freed pages
 //! and empty chains only from nodes that a walk passes, and a page of the unstable tree that changed sends later walks
 //! the wrong way.

@@ -1,7 +1,7 @@
 //! The stable tree: merged frames by content, with chains of duplicates.
 //!
 //! Mirrors `stable_tree_search`, `stable_tree_insert`, `stable_node_dup` and `remove_node_from_stable_tree` (mm/ksm.c,
-//! 6.1 and 6.18). A walk has side effects: it removes nodes whose frame is freed, drops chains and reorders them. So
+//! 6.1 and 6.12). A walk has side effects: it removes nodes whose frame is freed, drops chains and reorders them. So
 //! the tree keeps the kernel's shape.
 //!
 //! Limits: frames never migrate between NUMA nodes, so the list of migrated nodes is always empty.
