@@ -1,7 +1,7 @@
 //! ksmd: its settings, its list of processes, its scan, and all changes of memory that it notices.
 //!
-//! Mirrors mm/ksm.c (read in 6.1.192 and 6.12.117, compared with a running 6.18.44) function by function; each function here names the one that it mirrors. Where
-//! kernels differ, [`KsmRules`] decides.
+//! Mirrors mm/ksm.c function by function, as read in 6.1.192 and 6.12.117 and compared with a running 6.18.44. Each
+//! function here names the one that it mirrors. Where kernels differ, [`KsmRules`] decides.
 //!
 //! Limits: no allocation fails; no page is pinned, locked, migrated or swapped out; a batch is not interrupted. So
 //! `try_to_merge_one_page` fails only where a huge page cannot be split or the split took the page away.
