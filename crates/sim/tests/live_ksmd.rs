@@ -5,8 +5,8 @@
 //! seeds. Other arguments are parts of names of layouts.
 //!
 //! ksmd scans only within [`Driver::run_batch`]: `run` 1 starts a batch at once, and the long `sleep_millisecs` ends
-//! it. A change of `sleep_millisecs` while `run` is 0 then takes ksmd back to where `run` 1 wakes it (`ksm_scan_thread`,
-//! mm/ksm.c, 6.1 and 6.12).
+//! it. A change of `sleep_millisecs` while `run` is 0 then takes ksmd back to where `run` 1 wakes it
+//! (`ksm_scan_thread`, mm/ksm.c, 6.1 and 6.12).
 
 #![forbid(unsafe_code)]
 

@@ -91,7 +91,7 @@ pub struct WorkCounts {
     pub checksums: u64,
     /// Pages compared on walks through the stable tree.
     pub stable_comparisons: u64,
-    /// Pages compared on walks through the unstable tree.
+    /// Pages compared on walks through the unstable tree; estimated in scans during which no page changes.
     pub unstable_comparisons: u64,
     /// Page table entries that ksmd changed to a merged frame or to the zero page.
     pub merges: u64,

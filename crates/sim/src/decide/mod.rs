@@ -4,6 +4,7 @@
 //! - [`memory`]: processes, VMAs, page table entries and frames.
 //! - [`ksmd`]: the scan, and [`ksmd::KsmModel`], through which everything is changed.
 //! - [`stable_tree`]: merged pages, chains and duplicates.
+//! - [`unstable_tree`]: unchanged pages of a scan.
 //! - [`red_black_tree`]: trees of the same shape as the kernel's.
 //! - [`advisor`]: the scan-time advisor.
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
@@ -19,3 +20,4 @@ pub mod memory;
 pub mod red_black_tree;
 pub mod rules;
 pub mod stable_tree;
+pub mod unstable_tree;

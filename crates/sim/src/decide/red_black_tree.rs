@@ -8,7 +8,7 @@
 /// A node's number. It stays valid until the node is removed or the tree is cleared.
 pub type NodeId = u32;
 
-const NONE: NodeId = NodeId::MAX;
+const NO_NODE: NodeId = NodeId::MAX;
 
 /// The side of a parent on which a node is linked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,7 +46,7 @@ pub struct RedBlackTree<T> {
 
 impl<T: Copy> Default for RedBlackTree<T> {
     fn default() -> Self {
-        Self { nodes: Vec::new(), unused: Vec::new(), root: NONE }
+        Self { nodes: Vec::new(), unused: Vec::new(), root: NO_NODE }
     }
 }
 
@@ -55,20 +55,20 @@ impl<T: Copy> RedBlackTree<T> {
     pub fn clear(&mut self) {
         self.nodes.clear();
         self.unused.clear();
-        self.root = NONE;
+        self.root = NO_NODE;
     }
 
     /// The root, unless the tree is empty.
     #[must_use]
     pub fn root(&self) -> Option<NodeId> {
-        (self.root != NONE).then_some(self.root)
+        (self.root != NO_NODE).then_some(self.root)
     }
 
     /// The child of a node.
     #[must_use]
     pub fn child(&self, node: NodeId, side: Side) -> Option<NodeId> {
         let child = self.nodes[node as usize].children[side.index()];
-        (child != NONE).then_some(child)
+        (child != NO_NODE).then_some(child)
     }
 
     /// The value of a node.
@@ -91,12 +91,12 @@ impl<T: Copy> RedBlackTree<T> {
     /// Whether the tree has no nodes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.root == NONE
+        self.root == NO_NODE
     }
 
     /// Link a new leaf where a walk ended, and rebalance. `None` makes it the root of an empty tree.
     pub fn insert(&mut self, parent: Option<(NodeId, Side)>, value: T) -> NodeId {
-        let node = Node { parent: NONE, children: [NONE; 2], is_red: true, value };
+        let node = Node { parent: NO_NODE, children: [NO_NODE; 2], is_red: true, value };
         let id = match self.unused.pop() {
             Some(id) => {
                 self.nodes[id as usize] = node;
@@ -119,7 +119,7 @@ impl<T: Copy> RedBlackTree<T> {
     }
 
     fn is_red(&self, node: NodeId) -> bool {
-        node != NONE && self.nodes[node as usize].is_red
+        node != NO_NODE && self.nodes[node as usize].is_red
     }
 
     fn parent(&self, node: NodeId) -> NodeId {
@@ -132,13 +132,13 @@ impl<T: Copy> RedBlackTree<T> {
 
     /// Put `new` where `old` hangs below `parent`.
     fn replace_child(&mut self, parent: NodeId, old: NodeId, new: NodeId) {
-        if parent == NONE {
+        if parent == NO_NODE {
             self.root = new;
         } else {
             let side = self.side_of(old, parent);
             self.nodes[parent as usize].children[side] = new;
         }
-        if new != NONE {
+        if new != NO_NODE {
             self.nodes[new as usize].parent = parent;
         }
     }
@@ -151,7 +151,7 @@ impl<T: Copy> RedBlackTree<T> {
         self.nodes[riser as usize].children[side] = node;
         self.nodes[node as usize].parent = riser;
         self.nodes[node as usize].children[1 - side] = inner;
-        if inner != NONE {
+        if inner != NO_NODE {
             self.nodes[inner as usize].parent = node;
         }
     }
@@ -159,7 +159,7 @@ impl<T: Copy> RedBlackTree<T> {
     fn rebalance_after_insert(&mut self, mut node: NodeId) {
         loop {
             let parent = self.parent(node);
-            if parent == NONE {
+            if parent == NO_NODE {
                 self.nodes[node as usize].is_red = false;
                 return;
             }
@@ -193,11 +193,11 @@ impl<T: Copy> RedBlackTree<T> {
         let [left, right] = self.nodes[node as usize].children;
         let parent = self.parent(node);
         let was_red = self.is_red(node);
-        let short = if left == NONE || right == NONE {
-            let child = if left == NONE { right } else { left };
+        let short = if left == NO_NODE || right == NO_NODE {
+            let child = if left == NO_NODE { right } else { left };
             self.replace_child(parent, node, child);
-            if child == NONE {
-                (!was_red).then_some((NONE, parent))
+            if child == NO_NODE {
+                (!was_red).then_some((NO_NODE, parent))
             } else {
                 // The only child of a node is red, and takes the node's color.
                 self.nodes[child as usize].is_red = was_red;
@@ -217,7 +217,7 @@ impl<T: Copy> RedBlackTree<T> {
     fn replace_by_successor(&mut self, node: NodeId) -> Option<(NodeId, NodeId)> {
         let [left, right] = self.nodes[node as usize].children;
         let mut successor = right;
-        while self.nodes[successor as usize].children[0] != NONE {
+        while self.nodes[successor as usize].children[0] != NO_NODE {
             successor = self.nodes[successor as usize].children[0];
         }
         let orphan = self.nodes[successor as usize].children[1];
@@ -233,15 +233,15 @@ impl<T: Copy> RedBlackTree<T> {
         self.nodes[left as usize].parent = successor;
         self.nodes[successor as usize].is_red = self.is_red(node);
         self.replace_child(self.parent(node), node, successor);
-        if orphan != NONE {
+        if orphan != NO_NODE {
             self.nodes[orphan as usize].is_red = false;
             return None;
         }
-        (!successor_was_red).then_some((NONE, orphan_parent))
+        (!successor_was_red).then_some((NO_NODE, orphan_parent))
     }
 
     fn rebalance_after_remove(&mut self, mut node: NodeId, mut parent: NodeId) {
-        while parent != NONE && !self.is_red(node) {
+        while parent != NO_NODE && !self.is_red(node) {
             let side = usize::from(self.nodes[parent as usize].children[0] != node);
             let mut sibling = self.nodes[parent as usize].children[1 - side];
             if self.is_red(sibling) {
@@ -271,7 +271,7 @@ impl<T: Copy> RedBlackTree<T> {
             self.rotate(parent, side);
             return;
         }
-        if node != NONE {
+        if node != NO_NODE {
             self.nodes[node as usize].is_red = false;
         }
     }
@@ -298,7 +298,7 @@ mod tests {
 
     /// The keys in order, and the number of black nodes on each path; fails where a rule of the tree is broken.
     fn collect(tree: &RedBlackTree<u32>, node: NodeId, keys: &mut Vec<u32>) -> usize {
-        if node == NONE {
+        if node == NO_NODE {
             return 1;
         }
         let Node { children: [left, right], is_red, value, .. } = tree.nodes[node as usize];

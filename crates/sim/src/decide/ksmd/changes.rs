@@ -54,6 +54,7 @@ impl KsmModel {
     /// Give a page a content. A page with several mappings and a merged page are copied first (`do_wp_page` in
     /// mm/memory.c); a merged frame is never reused, also with one mapping.
     pub fn write(&mut self, process: ProcessId, page: u64, content: Content) {
+        self.disturb_scan();
         let entry = match self.memory.entry(process, page) {
             PageEntry::HugePart(_) => PageEntry::HugePart(content),
             PageEntry::Frame(frame) => {
@@ -83,6 +84,7 @@ impl KsmModel {
     }
 
     fn clear_range(&mut self, process: ProcessId, start: u64, pages: u64) {
+        self.disturb_scan();
         for page in start..start + pages {
             if self.memory.process(process).vma_of(page).is_some() {
                 self.replace_entry(process, page, PageEntry::Absent);
@@ -96,6 +98,7 @@ impl KsmModel {
             self.clear_range(process, start, pages);
             return;
         }
+        self.disturb_scan();
         let range = start..start + pages;
         let record = self.memory.process_mut(process);
         record.split_vma(range.start);
@@ -155,6 +158,7 @@ impl KsmModel {
     /// End a process (`__ksm_exit`, then `exit_mmap`). A process with items stays on the list for ksmd, behind the
     /// cursor's process; one under the cursor stays where it is.
     pub fn exit(&mut self, process: ProcessId) {
+        self.disturb_scan();
         self.memory.process_mut(process).is_alive = false;
         if let Some(position) = self.slot_position(process).filter(|_| self.cursor.process != Some(process)) {
             let slot = self.slots.remove(position);

@@ -14,9 +14,9 @@ mod visit;
 use super::advisor::{AdvisorMemory, AdvisorSettings};
 use super::counters::{KsmCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
 use super::memory::{Content, Memory, ProcessId};
-use super::red_black_tree::{NodeId, RedBlackTree};
 use super::rules::KsmRules;
 use super::stable_tree::{StableId, StableTree};
+use super::unstable_tree::UnstableTree;
 
 /// The metadata of a scanned page (`struct ksm_rmap_item`).
 pub type ItemId = u32;
@@ -85,7 +85,6 @@ enum Link {
     Unlinked,
     /// In the unstable tree of a scan.
     Unstable {
-        node: NodeId,
         scan: u64,
         tree: u8,
     },
@@ -143,7 +142,7 @@ pub struct KsmModel {
     items: Vec<Item>,
     unused_items: Vec<ItemId>,
     stable: StableTree,
-    unstable: Vec<RedBlackTree<ItemId>>,
+    unstable: Vec<UnstableTree>,
     tally: Tally,
     work: WorkCounts,
     advisor: AdvisorMemory,
@@ -220,8 +219,8 @@ impl KsmModel {
     }
 
     /// Write settings. `max_page_sharing` and `merge_across_nodes` are refused while pages are merged
-    /// (`max_page_sharing_store`, `merge_across_nodes_store`): then nothing changes and the result is false. A change of
-    /// the advisor sets `pages_to_scan` (`set_advisor_defaults`).
+    /// (`max_page_sharing_store`, `merge_across_nodes_store`): nothing changes then, and the result is false. A change
+    /// of the advisor sets `pages_to_scan` (`set_advisor_defaults`).
     pub fn write_settings(&mut self, mut settings: KsmSettings) -> bool {
         let old = self.settings;
         let alters_tree =

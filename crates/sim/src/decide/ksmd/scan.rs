@@ -1,7 +1,7 @@
 //! The scan: which page ksmd visits next, and the metadata of pages.
 
 use super::super::memory::{Memory, PageEntry, ProcessId};
-use super::super::red_black_tree::RedBlackTree;
+use super::super::unstable_tree::UnstableTree;
 use super::{Cursor, Item, ItemId, KsmModel, Link, RunState, Visit};
 
 impl KsmModel {
@@ -25,12 +25,19 @@ impl KsmModel {
         if self.settings.merge_across_nodes { 0 } else { node }
     }
 
-    pub(super) fn unstable_tree(&mut self, number: u8) -> &mut RedBlackTree<ItemId> {
+    pub(super) fn unstable_tree(&mut self, number: u8) -> &mut UnstableTree {
         let index = usize::from(number);
         if self.unstable.len() <= index {
-            self.unstable.resize_with(index + 1, RedBlackTree::default);
+            self.unstable.resize_with(index + 1, UnstableTree::default);
         }
         &mut self.unstable[index]
+    }
+
+    /// A page changes, is unmapped or is no longer mergeable: searches of the scan in progress may meet it.
+    pub(super) fn disturb_scan(&mut self) {
+        if self.cursor.process.is_some() {
+            self.unstable.iter_mut().for_each(UnstableTree::take_shape);
+        }
     }
 
     /// The next page to visit (`scan_get_next_rmap_item`); `None` at the end of a scan.
@@ -38,7 +45,7 @@ impl KsmModel {
         let first = self.slots.first()?.process;
         if self.cursor.process.is_none() {
             self.scan_started_ms = self.now_ms;
-            self.unstable.iter_mut().for_each(RedBlackTree::clear);
+            self.unstable.iter_mut().for_each(UnstableTree::clear);
             self.cursor = Cursor { process: Some(first), page: 0, previous: None };
         }
         while let Some(process) = self.cursor.process {
@@ -88,8 +95,8 @@ impl KsmModel {
         None
     }
 
-    /// The item of a page, a new one if it has none (`get_next_rmap_item`). Items of pages before it are freed: they are
-    /// no longer mapped or mergeable.
+    /// The item of a page, a new one if it has none (`get_next_rmap_item`). Items of pages before it are freed: they
+    /// are no longer mapped or mergeable.
     fn next_item(&mut self, process: ProcessId, page: u64) -> ItemId {
         let mut next = self.item_after(process, self.cursor.previous);
         while let Some(id) = next {
@@ -207,9 +214,10 @@ impl KsmModel {
     pub(super) fn unlink(&mut self, id: ItemId) {
         match self.items[id as usize].link {
             Link::Unlinked => {}
-            Link::Unstable { node, scan, tree } => {
+            Link::Unstable { scan, tree } => {
                 if scan == self.tally.full_scans {
-                    self.unstable_tree(tree).remove(node);
+                    let content = self.items[id as usize].last_content.expect("a page in the tree was visited");
+                    self.unstable_tree(tree).remove(id, content);
                 }
                 self.tally.pages_unshared -= 1;
                 self.items[id as usize].link = Link::Unlinked;

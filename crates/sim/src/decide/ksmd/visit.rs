@@ -1,8 +1,8 @@
 //! One visit: the checksum, the search in both trees, and the merge.
 
 use super::super::memory::{Content, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, ProcessId, ZERO_CONTENT};
-use super::super::red_black_tree::Side;
 use super::super::stable_tree::{StableId, StableTree, TreeSettings, Walk};
+use super::super::unstable_tree::Search;
 use super::{Item, ItemId, KsmModel, Link, Visit};
 
 impl KsmModel {
@@ -76,6 +76,7 @@ impl KsmModel {
             return;
         }
         self.work.splits += 1;
+        self.disturb_scan();
         let start = page - page % PAGES_IN_HUGE_PAGE;
         for part in start..start + PAGES_IN_HUGE_PAGE {
             if let PageEntry::HugePart(content) = self.memory.entry(process, part) {
@@ -144,25 +145,18 @@ impl KsmModel {
     /// walk that meets a page that is gone, or this very page, gives up.
     fn search_or_insert_unstable(&mut self, visit: &Visit) -> Option<ItemId> {
         let tree = self.tree_number(visit.node);
-        let (mut next, mut parent) = (self.unstable_tree(tree).root(), None);
-        while let Some(node) = next {
-            let partner = self.unstable_tree(tree).value(node);
-            let content = self.mergeable_content(partner)?;
-            if self.is_same_page(visit, partner) {
-                return None;
-            }
-            self.work.unstable_comparisons += 1;
-            let side = match visit.content.cmp(&content) {
-                std::cmp::Ordering::Less => Side::Left,
-                std::cmp::Ordering::Greater => Side::Right,
-                std::cmp::Ordering::Equal => return Some(partner),
-            };
-            parent = Some((node, side));
-            next = self.unstable_tree(tree).child(node, side);
-        }
-        let node = self.unstable_tree(tree).insert(parent, visit.item);
+        self.unstable_tree(tree);
+        let unstable = &self.unstable[usize::from(tree)];
+        let (search, compared) = unstable.search(visit.content, |item| self.mergeable_content(item));
+        self.work.unstable_comparisons += compared;
+        let parent = match search {
+            Search::Found(partner) => return Some(partner).filter(|&partner| !self.is_same_page(visit, partner)),
+            Search::Lost => return None,
+            Search::Missing(parent) => parent,
+        };
+        self.unstable_tree(tree).insert(parent, visit.item, visit.content);
         let scan = self.tally.full_scans;
-        self.items[visit.item as usize].link = Link::Unstable { node, scan, tree };
+        self.items[visit.item as usize].link = Link::Unstable { scan, tree };
         self.tally.pages_unshared += 1;
         None
     }
