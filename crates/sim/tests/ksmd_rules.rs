@@ -2,9 +2,9 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_sim::decide::counters::KsmCounters;
+use pagefold_sim::decide::counters::KsmdCounters;
 use pagefold_sim::decide::ksmd::{Advice, KsmModel, KsmSettings, RunState};
-use pagefold_sim::decide::memory::{Content, PAGES_IN_HUGE_PAGE, PageEntry, ProcessId};
+use pagefold_sim::decide::memory::{Content, PAGES_IN_HUGE_PAGE, PageEntry, SimulatedProcessId};
 use pagefold_sim::decide::rules::{KernelVersion, KsmRules};
 
 const START: u64 = 1024;
@@ -24,7 +24,7 @@ fn model() -> KsmModel {
 }
 
 /// A process with one mergeable region of these contents.
-fn process_with(model: &mut KsmModel, contents: &[Content]) -> ProcessId {
+fn process_with(model: &mut KsmModel, contents: &[Content]) -> SimulatedProcessId {
     let process = model.spawn();
     let pages = contents.len() as u64;
     model.map(process, START, pages, 0);
@@ -37,7 +37,7 @@ fn process_with(model: &mut KsmModel, contents: &[Content]) -> ProcessId {
 
 /// Shared, sharing, unshared, volatile.
 fn pages(model: &KsmModel) -> [u64; 4] {
-    let KsmCounters { pages_shared, pages_sharing, pages_unshared, pages_volatile, .. } = model.counters();
+    let KsmdCounters { pages_shared, pages_sharing, pages_unshared, pages_volatile, .. } = model.counters();
     [pages_shared, pages_sharing, pages_unshared, pages_volatile]
 }
 
@@ -263,7 +263,7 @@ fn settings_of_the_stable_tree_are_refused_while_pages_are_merged() {
     assert!(model.write_settings(KsmSettings { max_page_sharing: 3, ..settings() }));
 }
 
-fn huge_process(model: &mut KsmModel, contents: &[(u64, Content)]) -> ProcessId {
+fn huge_process(model: &mut KsmModel, contents: &[(u64, Content)]) -> SimulatedProcessId {
     let process = model.spawn();
     model.map(process, START, PAGES_IN_HUGE_PAGE, 0);
     model.fault_huge_page(process, START);

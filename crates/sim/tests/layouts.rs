@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use pagefold_sim::decide::counters::KsmCounters;
+use pagefold_sim::decide::counters::KsmdCounters;
 use pagefold_sim::decide::layout_player::play;
 use pagefold_sim::decide::layouts::{Layout, all_layouts, further_layout};
 use pagefold_sim::decide::rules::{KernelVersion, KsmRules};
@@ -14,7 +14,7 @@ fn rules_of(release: &str) -> KsmRules {
     KsmRules::for_version(KernelVersion::parse(release).unwrap())
 }
 
-fn counters_of(layout: &Layout, rules: KsmRules) -> Vec<KsmCounters> {
+fn counters_of(layout: &Layout, rules: KsmRules) -> Vec<KsmdCounters> {
     let mut counters = Vec::new();
     play(layout, rules, |model| counters.push(model.counters()));
     counters

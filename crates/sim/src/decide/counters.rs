@@ -10,7 +10,7 @@ pub const RMAP_ITEM_BYTES: i64 = 64;
 
 /// The counters of `/sys/kernel/mm/ksm`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct KsmCounters {
+pub struct KsmdCounters {
     /// Completed scans.
     pub full_scans: u64,
     /// Merged frames that their metadata still counts.
@@ -65,10 +65,10 @@ pub(crate) struct Tally {
 
 impl Tally {
     /// The files of `/sys/kernel/mm/ksm` (`pages_volatile_show`, `general_profit_show`).
-    pub(crate) fn counters(&self) -> KsmCounters {
+    pub(crate) fn counters(&self) -> KsmdCounters {
         let in_trees = self.pages_shared + self.pages_sharing + self.pages_unshared;
         let saved = self.pages_sharing.cast_signed() + self.zero_pages;
-        KsmCounters {
+        KsmdCounters {
             full_scans: self.full_scans,
             pages_shared: self.pages_shared,
             pages_sharing: self.pages_sharing,

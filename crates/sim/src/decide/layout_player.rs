@@ -2,15 +2,15 @@
 //! them.
 
 use super::ksmd::{KsmModel, KsmSettings, RunState};
-use super::layouts::{Layout, Step};
-use super::memory::{PAGES_IN_HUGE_PAGE, ProcessId};
+use super::layouts::{Layout, LayoutStep};
+use super::memory::{PAGES_IN_HUGE_PAGE, SimulatedProcessId};
 use super::rules::KsmRules;
 
 /// The page above the first region of each process.
 const TOP_PAGE: u64 = 0x7_ffff_0000;
 
 struct PlayedRegion {
-    process: ProcessId,
+    process: SimulatedProcessId,
     start: u64,
     pages: u64,
 }
@@ -21,13 +21,13 @@ struct PlayedRegion {
 /// If the layout asks for something impossible, such as an advice about a process that ended.
 pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)) {
     let mut model = KsmModel::new(rules, KsmSettings::default());
-    let mut processes: Vec<ProcessId> = Vec::new();
+    let mut processes: Vec<SimulatedProcessId> = Vec::new();
     let mut regions: Vec<PlayedRegion> = Vec::new();
     let mut next_end = TOP_PAGE;
     for step in &layout.steps {
         match step {
-            Step::Spawn => processes.push(model.spawn()),
-            &Step::Map { process, pages, huge, node } => {
+            LayoutStep::Spawn => processes.push(model.spawn()),
+            &LayoutStep::Map { process, pages, huge, node } => {
                 let process = processes[process];
                 let start = (next_end - pages - 1) / PAGES_IN_HUGE_PAGE * PAGES_IN_HUGE_PAGE;
                 next_end = start;
@@ -38,28 +38,28 @@ pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)
                 }
                 regions.push(PlayedRegion { process, start, pages });
             }
-            &Step::Advise { region, first, pages, advice } => {
+            &LayoutStep::Advise { region, first, pages, advice } => {
                 let PlayedRegion { process, start, .. } = regions[region];
                 model.advise(process, start + first, pages, advice);
             }
-            Step::Write { process, region, pages } => {
+            LayoutStep::Write { process, region, pages } => {
                 let start = regions[*region].start;
                 pages.iter().for_each(|&(page, content)| model.write(processes[*process], start + page, content));
             }
-            &Step::Read { region, page } => model.read(regions[region].process, regions[region].start + page),
-            &Step::Unmap { region } => {
+            &LayoutStep::Read { region, page } => model.read(regions[region].process, regions[region].start + page),
+            &LayoutStep::Unmap { region } => {
                 let PlayedRegion { process, start, pages } = regions[region];
                 model.unmap(process, start, pages);
             }
-            &Step::Fork { process } => processes.push(model.fork(processes[process])),
-            &Step::Exit { process } => model.exit(processes[process]),
-            Step::Set(settings) => assert!(model.write_settings(*settings), "the model refuses {settings:?}"),
-            &Step::Run(run) => {
+            &LayoutStep::Fork { process } => processes.push(model.fork(processes[process])),
+            &LayoutStep::Exit { process } => model.exit(processes[process]),
+            LayoutStep::Set(settings) => assert!(model.write_settings(*settings), "the model refuses {settings:?}"),
+            &LayoutStep::Run(run) => {
                 model.write_run(run);
                 observe(&model);
             }
-            &Step::Batches(batches) => (0..batches).for_each(|_| run_batch(&mut model, &mut observe)),
-            &Step::Scans(scans) => (0..scans).for_each(|_| run_scan(&mut model, &mut observe)),
+            &LayoutStep::Batches(batches) => (0..batches).for_each(|_| run_batch(&mut model, &mut observe)),
+            &LayoutStep::Scans(scans) => (0..scans).for_each(|_| run_scan(&mut model, &mut observe)),
         }
     }
 }

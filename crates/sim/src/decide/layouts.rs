@@ -7,15 +7,15 @@
 use super::ksmd::{Advice, KsmSettings, RunState};
 use super::memory::{Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
 
-/// A number of a process, in the order of [`Step::Spawn`] and [`Step::Fork`], from 0.
+/// A number of a process, in the order of [`LayoutStep::Spawn`] and [`LayoutStep::Fork`], from 0.
 pub type ProcessNumber = usize;
 
-/// A number of a region, in the order of [`Step::Map`], from 0.
+/// A number of a region, in the order of [`LayoutStep::Map`], from 0.
 pub type RegionNumber = usize;
 
 /// One step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum LayoutStep {
     /// Start a process.
     Spawn,
     /// Map a region of untouched memory, on a NUMA node.
@@ -73,7 +73,7 @@ pub enum Step {
     },
     /// Change settings of ksmd.
     Set(KsmSettings),
-    /// Write `run`; ksmd scans only in [`Step::Batches`] and [`Step::Scans`].
+    /// Write `run`; ksmd scans only in [`LayoutStep::Batches`] and [`LayoutStep::Scans`].
     Run(RunState),
     /// Let ksmd do this many batches.
     Batches(u32),
@@ -87,7 +87,7 @@ pub struct Layout {
     /// Its family and seed, such as `forks-2`.
     pub name: String,
     /// The steps.
-    pub steps: Vec<Step>,
+    pub steps: Vec<LayoutStep>,
     /// NUMA nodes that the host must have.
     pub nodes: u8,
 }
@@ -162,7 +162,7 @@ struct DraftProcess {
 /// Generates steps, and knows what the processes have.
 struct Builder {
     random: u64,
-    steps: Vec<Step>,
+    steps: Vec<LayoutStep>,
     processes: Vec<DraftProcess>,
     region_pages: Vec<u64>,
     fresh_content: Content,
@@ -196,22 +196,22 @@ impl Builder {
         if choices.is_empty() { None } else { Some(choices[self.below(choices.len() as u64) as usize]) }
     }
 
-    fn push(&mut self, step: Step) {
+    fn push(&mut self, step: LayoutStep) {
         self.steps.push(step);
     }
 
     fn scans(&mut self, scans: u32) {
-        self.push(Step::Scans(scans));
+        self.push(LayoutStep::Scans(scans));
     }
 
     fn spawn(&mut self) -> ProcessNumber {
-        self.push(Step::Spawn);
+        self.push(LayoutStep::Spawn);
         self.processes.push(DraftProcess { parent: None, is_alive: true, regions: Vec::new() });
         self.processes.len() - 1
     }
 
     fn fork(&mut self, parent: ProcessNumber) -> ProcessNumber {
-        self.push(Step::Fork { process: parent });
+        self.push(LayoutStep::Fork { process: parent });
         let regions = self.processes[parent].regions.clone();
         self.processes.push(DraftProcess { parent: Some(parent), is_alive: true, regions });
         self.processes.len() - 1
@@ -224,12 +224,12 @@ impl Builder {
             .collect();
         for ended in children.into_iter().chain([process]) {
             self.processes[ended].is_alive = false;
-            self.push(Step::Exit { process: ended });
+            self.push(LayoutStep::Exit { process: ended });
         }
     }
 
     fn map_on(&mut self, process: ProcessNumber, pages: u64, huge: bool, node: u8) -> RegionNumber {
-        self.push(Step::Map { process, pages, huge, node });
+        self.push(LayoutStep::Map { process, pages, huge, node });
         self.region_pages.push(pages);
         let region = self.region_pages.len() - 1;
         self.processes[process].regions.push(region);
@@ -244,7 +244,7 @@ impl Builder {
     }
 
     fn advise(&mut self, region: RegionNumber, first: u64, pages: u64, advice: Advice) {
-        self.push(Step::Advise { region, first, pages, advice });
+        self.push(LayoutStep::Advise { region, first, pages, advice });
     }
 
     /// One of `shared` contents, or a unique one, each with the given chance in percent; else zeros.
@@ -266,7 +266,7 @@ impl Builder {
     fn fill(&mut self, region: RegionNumber, mix: (u32, u64, u64)) {
         let process = self.owner(region);
         let pages = (0..self.region_pages[region]).map(|page| (page, self.content(mix.0, mix.1, mix.2))).collect();
-        self.push(Step::Write { process, region, pages });
+        self.push(LayoutStep::Write { process, region, pages });
     }
 
     fn owner(&self, region: RegionNumber) -> ProcessNumber {
@@ -280,7 +280,7 @@ impl Builder {
             let Some(region) = self.choose(&regions) else { return };
             let page = self.below(self.region_pages[region]);
             let content = self.content(mix.0, mix.1, mix.2);
-            self.push(Step::Write { process, region, pages: vec![(page, content)] });
+            self.push(LayoutStep::Write { process, region, pages: vec![(page, content)] });
         }
     }
 
@@ -295,7 +295,7 @@ impl Builder {
 
     fn unmap(&mut self, region: RegionNumber) {
         let owner = self.owner(region);
-        self.push(Step::Unmap { region });
+        self.push(LayoutStep::Unmap { region });
         self.processes[owner].regions.retain(|&mapped| mapped != region);
     }
 
@@ -315,7 +315,7 @@ impl Builder {
 }
 
 fn duplicates(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     for _ in 0..3 {
         builder.populated(120, (40, 70, 20));
     }
@@ -323,26 +323,26 @@ fn duplicates(builder: &mut Builder) {
 }
 
 fn unique(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     builder.populated(300, (1, 0, 100));
     builder.scans(5);
 }
 
 fn smart_scan(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     let first = builder.populated(60, (20, 30, 70));
     builder.scans(14);
     builder.populated(60, (20, 60, 40));
     builder.scans(10);
     builder.write_some(first, 20, (20, 50, 50));
     builder.scans(14);
-    builder.push(Step::Set(KsmSettings { smart_scan: false, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { smart_scan: false, ..settings() }));
     builder.scans(3);
 }
 
 fn writers(builder: &mut Builder) {
     let smart_scan = builder.below(2) == 0;
-    builder.push(Step::Set(KsmSettings { smart_scan, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { smart_scan, ..settings() }));
     let processes = [builder.populated(80, (15, 80, 10)), builder.populated(80, (15, 80, 10))];
     for _ in 0..12 {
         builder.scans(1);
@@ -354,7 +354,7 @@ fn writers(builder: &mut Builder) {
 }
 
 fn forks(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     let parent = builder.populated(60, (12, 60, 30));
     let children = [builder.fork(parent), builder.fork(parent)];
     builder.populated(60, (12, 60, 30));
@@ -373,7 +373,7 @@ fn forks(builder: &mut Builder) {
 }
 
 fn merged_forks(builder: &mut Builder) {
-    builder.push(Step::Set(KsmSettings { max_page_sharing: 4, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { max_page_sharing: 4, ..settings() }));
     let parent = builder.populated(80, (10, 90, 5));
     builder.scans(3);
     let child = builder.fork(parent);
@@ -386,7 +386,7 @@ fn merged_forks(builder: &mut Builder) {
 }
 
 fn huge_pages(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     for _ in 0..2 {
         let process = builder.spawn();
         let region = builder.map_on(process, 2 * PAGES_IN_HUGE_PAGE, true, 0);
@@ -398,7 +398,7 @@ fn huge_pages(builder: &mut Builder) {
                 if page < PAGES_IN_HUGE_PAGE { builder.content(100, 10, 85) } else { builder.content(1, 0, 100) };
             pages.push((page, content));
         }
-        builder.push(Step::Write { process, region, pages });
+        builder.push(LayoutStep::Write { process, region, pages });
     }
     builder.populated(40, (100, 50, 40));
     builder.scans(5);
@@ -410,13 +410,17 @@ fn huge_pages(builder: &mut Builder) {
 
 fn chains(builder: &mut Builder) {
     let max_page_sharing = 2 + builder.below(4) as usize;
-    builder.push(Step::Set(KsmSettings { max_page_sharing, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { max_page_sharing, ..settings() }));
     chain_churn(builder);
 }
 
 fn unpruned_chains(builder: &mut Builder) {
     let stable_node_chains_prune_millisecs = NEVER_PRUNE_MS;
-    builder.push(Step::Set(KsmSettings { max_page_sharing: 3, stable_node_chains_prune_millisecs, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings {
+        max_page_sharing: 3,
+        stable_node_chains_prune_millisecs,
+        ..settings()
+    }));
     chain_churn(builder);
 }
 
@@ -436,24 +440,24 @@ fn chain_churn(builder: &mut Builder) {
 }
 
 fn zero_pages(builder: &mut Builder) {
-    builder.push(Step::Set(KsmSettings { use_zero_pages: true, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { use_zero_pages: true, ..settings() }));
     let process = builder.populated(80, (10, 30, 20));
     let region = builder.map(process, 20);
     for page in 0..20 {
-        builder.push(Step::Read { region, page });
+        builder.push(LayoutStep::Read { region, page });
     }
     builder.scans(3);
     builder.write_some(process, 30, (10, 30, 20));
     builder.scans(3);
     builder.advise(0, 10, 30, Advice::Unmergeable);
     builder.scans(2);
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     builder.write_some(process, 30, (10, 10, 10));
     builder.scans(3);
 }
 
 fn zero_forks(builder: &mut Builder) {
-    builder.push(Step::Set(KsmSettings { use_zero_pages: true, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { use_zero_pages: true, ..settings() }));
     let parent = builder.populated(60, (10, 30, 10));
     builder.scans(3);
     let child = builder.fork(parent);
@@ -466,7 +470,7 @@ fn zero_forks(builder: &mut Builder) {
 }
 
 fn arrivals(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     for _ in 0..8 {
         builder.populated(50, (25, 60, 30));
         builder.scans(2);
@@ -486,7 +490,7 @@ fn arrivals(builder: &mut Builder) {
 }
 
 fn partial_ranges(builder: &mut Builder) {
-    builder.push(Step::Set(settings()));
+    builder.push(LayoutStep::Set(settings()));
     for _ in 0..2 {
         let process = builder.spawn();
         let region = builder.map_on(process, 100, false, 0);
@@ -510,13 +514,13 @@ fn partial_ranges(builder: &mut Builder) {
 
 fn small_batches(builder: &mut Builder) {
     let pages_to_scan = 7 + builder.below(30);
-    builder.push(Step::Set(KsmSettings { pages_to_scan, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { pages_to_scan, ..settings() }));
     for _ in 0..3 {
         builder.populated(40, (12, 60, 30));
     }
     builder.scans(2);
     for _ in 0..16 {
-        builder.push(Step::Batches(1));
+        builder.push(LayoutStep::Batches(1));
         disturb(builder, 3);
     }
     builder.scans(4);
@@ -567,19 +571,19 @@ fn disturb(builder: &mut Builder, changes: u64) {
 }
 
 fn run_states(builder: &mut Builder) {
-    builder.push(Step::Set(KsmSettings { use_zero_pages: true, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { use_zero_pages: true, ..settings() }));
     let parent = builder.populated(60, (10, 60, 20));
     builder.populated(60, (10, 60, 20));
     builder.scans(3);
-    builder.push(Step::Run(RunState::Unmerged));
+    builder.push(LayoutStep::Run(RunState::Unmerged));
     builder.fork(parent);
     builder.populated(30, (10, 60, 20));
     builder.scans(3);
-    builder.push(Step::Run(RunState::Stopped));
+    builder.push(LayoutStep::Run(RunState::Stopped));
     builder.write_some(parent, 20, (10, 60, 20));
-    builder.push(Step::Run(RunState::Unmerged));
+    builder.push(LayoutStep::Run(RunState::Unmerged));
     builder.exit(parent);
-    builder.push(Step::Set(KsmSettings { max_page_sharing: 2, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { max_page_sharing: 2, ..settings() }));
     builder.scans(4);
 }
 
@@ -590,7 +594,7 @@ fn mixed(builder: &mut Builder) {
         smart_scan: builder.below(3) > 0,
         ..settings()
     };
-    builder.push(Step::Set(chosen));
+    builder.push(LayoutStep::Set(chosen));
     for _ in 0..3 {
         builder.populated(50, (10, 70, 20));
     }
@@ -604,7 +608,7 @@ fn mixed(builder: &mut Builder) {
 
 fn two_nodes(builder: &mut Builder) {
     let merge_across_nodes = builder.below(2) == 0;
-    builder.push(Step::Set(KsmSettings { merge_across_nodes, ..settings() }));
+    builder.push(LayoutStep::Set(KsmSettings { merge_across_nodes, ..settings() }));
     for _ in 0..2 {
         let process = builder.spawn();
         for node in 0..2 {

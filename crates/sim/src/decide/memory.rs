@@ -22,7 +22,7 @@ pub type FrameId = u32;
 
 /// A process of the model. Numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ProcessId(pub u32);
+pub struct SimulatedProcessId(pub u32);
 
 /// Base pages in a huge page of x86-64.
 pub const PAGES_IN_HUGE_PAGE: u64 = 512;
@@ -134,7 +134,7 @@ impl Vma {
 
 /// A process, or what remains of it until ksmd has forgotten it.
 #[derive(Clone, Debug, Default)]
-pub struct Process {
+pub struct SimulatedProcess {
     /// Regions by their first page.
     pub vmas: BTreeMap<u64, Vma>,
     /// False after the exit (`mm_users` is 0).
@@ -149,7 +149,7 @@ pub struct Process {
     pub zero_pages: i64,
 }
 
-impl Process {
+impl SimulatedProcess {
     /// The region of a page.
     #[must_use]
     pub fn vma_of(&self, page: u64) -> Option<&Vma> {
@@ -173,7 +173,7 @@ impl Process {
 /// All memory.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
-    pub(crate) processes: Vec<Process>,
+    pub(crate) processes: Vec<SimulatedProcess>,
     frames: Vec<Frame>,
     unused_frames: Vec<FrameId>,
 }
@@ -181,17 +181,17 @@ pub struct Memory {
 impl Memory {
     /// A process.
     #[must_use]
-    pub fn process(&self, process: ProcessId) -> &Process {
+    pub fn process(&self, process: SimulatedProcessId) -> &SimulatedProcess {
         &self.processes[process.0 as usize]
     }
 
-    pub(crate) fn process_mut(&mut self, process: ProcessId) -> &mut Process {
+    pub(crate) fn process_mut(&mut self, process: SimulatedProcessId) -> &mut SimulatedProcess {
         &mut self.processes[process.0 as usize]
     }
 
-    pub(crate) fn add_process(&mut self, process: Process) -> ProcessId {
+    pub(crate) fn add_process(&mut self, process: SimulatedProcess) -> SimulatedProcessId {
         self.processes.push(process);
-        ProcessId(u32::try_from(self.processes.len() - 1).expect("fewer than 2^32 processes"))
+        SimulatedProcessId(u32::try_from(self.processes.len() - 1).expect("fewer than 2^32 processes"))
     }
 
     /// A numbered frame.
@@ -217,7 +217,7 @@ impl Memory {
 
     /// What a page is mapped to; `Absent` outside all regions.
     #[must_use]
-    pub fn entry(&self, process: ProcessId, page: u64) -> PageEntry {
+    pub fn entry(&self, process: SimulatedProcessId, page: u64) -> PageEntry {
         let vma = self.process(process).vma_of(page);
         vma.map_or(PageEntry::Absent, |vma| vma.entries[(page - vma.start) as usize].unpack())
     }
@@ -226,7 +226,7 @@ impl Memory {
     ///
     /// # Panics
     /// If the page is in no region.
-    pub(crate) fn set_entry(&mut self, process: ProcessId, page: u64, entry: PageEntry) {
+    pub(crate) fn set_entry(&mut self, process: SimulatedProcessId, page: u64, entry: PageEntry) {
         let vma = self.process_mut(process).vma_of_mut(page).expect("the page is in a region");
         let offset = (page - vma.start) as usize;
         vma.entries[offset] = PackedEntry::pack(entry);
@@ -269,7 +269,7 @@ impl Memory {
     }
 
     /// Give a private page a numbered frame; a page with one keeps it.
-    pub(crate) fn number_frame(&mut self, process: ProcessId, page: u64) -> FrameId {
+    pub(crate) fn number_frame(&mut self, process: SimulatedProcessId, page: u64) -> FrameId {
         match self.entry(process, page) {
             PageEntry::Frame(frame) => frame,
             PageEntry::Private(content) | PageEntry::HugePart(content) => {
@@ -284,7 +284,7 @@ impl Memory {
 
     /// The NUMA node of a page.
     #[must_use]
-    pub fn node_of(&self, process: ProcessId, page: u64) -> u8 {
+    pub fn node_of(&self, process: SimulatedProcessId, page: u64) -> u8 {
         match self.entry(process, page) {
             PageEntry::Frame(frame) => self.frame(frame).node,
             _ => self.process(process).vma_of(page).map_or(0, |vma| vma.node),
@@ -326,7 +326,7 @@ mod tests {
     fn splitting_a_region_keeps_its_pages() {
         let entries = (0..4).map(|content| PackedEntry::pack(PageEntry::Private(content))).collect();
         let vma = Vma { start: 10, entries, is_mergeable: true, has_anonymous: true, node: 1 };
-        let mut process = Process { vmas: BTreeMap::from([(10, vma)]), ..Process::default() };
+        let mut process = SimulatedProcess { vmas: BTreeMap::from([(10, vma)]), ..SimulatedProcess::default() };
         process.split_vma(10);
         process.split_vma(14);
         assert_eq!(process.vmas.len(), 1);

@@ -12,14 +12,14 @@ const NO_NODE: NodeId = NodeId::MAX;
 
 /// The side of a parent on which a node is linked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub enum ChildSide {
     /// Smaller contents.
     Left,
     /// Larger contents.
     Right,
 }
 
-impl Side {
+impl ChildSide {
     fn index(self) -> usize {
         match self {
             Self::Left => 0,
@@ -66,7 +66,7 @@ impl<T: Copy> RedBlackTree<T> {
 
     /// The child of a node.
     #[must_use]
-    pub fn child(&self, node: NodeId, side: Side) -> Option<NodeId> {
+    pub fn child(&self, node: NodeId, side: ChildSide) -> Option<NodeId> {
         let child = self.nodes[node as usize].children[side.index()];
         (child != NO_NODE).then_some(child)
     }
@@ -95,7 +95,7 @@ impl<T: Copy> RedBlackTree<T> {
     }
 
     /// Link a new leaf where a walk ended, and rebalance. `None` makes it the root of an empty tree.
-    pub fn insert(&mut self, parent: Option<(NodeId, Side)>, value: T) -> NodeId {
+    pub fn insert(&mut self, parent: Option<(NodeId, ChildSide)>, value: T) -> NodeId {
         let node = Node { parent: NO_NODE, children: [NO_NODE; 2], is_red: true, value };
         let id = match self.unused.pop() {
             Some(id) => {
@@ -287,8 +287,8 @@ mod tests {
         while let Some(node) = next {
             let side = match key.cmp(&tree.value(node)) {
                 std::cmp::Ordering::Equal => return None,
-                std::cmp::Ordering::Less => Side::Left,
-                std::cmp::Ordering::Greater => Side::Right,
+                std::cmp::Ordering::Less => ChildSide::Left,
+                std::cmp::Ordering::Greater => ChildSide::Right,
             };
             parent = Some((node, side));
             next = tree.child(node, side);
@@ -318,9 +318,9 @@ mod tests {
         // 2 above 1 and 4; 4 above 3 and 5; 5 above 6.
         let root = tree.root().unwrap();
         assert_eq!(tree.value(root), 2);
-        let right = tree.child(root, Side::Right).unwrap();
-        assert_eq!((tree.value(right), tree.value(tree.child(root, Side::Left).unwrap())), (4, 1));
-        assert_eq!(tree.value(tree.child(right, Side::Right).unwrap()), 5);
+        let right = tree.child(root, ChildSide::Right).unwrap();
+        assert_eq!((tree.value(right), tree.value(tree.child(root, ChildSide::Left).unwrap())), (4, 1));
+        assert_eq!(tree.value(tree.child(right, ChildSide::Right).unwrap()), 5);
     }
 
     #[test]

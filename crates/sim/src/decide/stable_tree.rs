@@ -11,7 +11,7 @@ use std::cmp::Ordering;
 use super::counters::{Tally, WorkCounts};
 use super::ksmd::ItemId;
 use super::memory::{Content, FrameId, Memory};
-use super::red_black_tree::{NodeId, RedBlackTree, Side};
+use super::red_black_tree::{ChildSide, NodeId, RedBlackTree};
 use super::rules::KsmRules;
 
 /// A stable node: a merged frame and its known mappings.
@@ -71,7 +71,7 @@ enum Resolved {
 /// Where a walk for a content ended.
 enum WalkEnd {
     /// At this leaf; `None` in an empty tree.
-    Leaf(Option<(NodeId, Side)>),
+    Leaf(Option<(NodeId, ChildSide)>),
     /// At a node of this content.
     Equal { node: NodeId, duplicate: Option<StableId> },
 }
@@ -274,8 +274,8 @@ impl StableTree {
                 let Resolved::Found { duplicate, any } = resolved else { continue 'root };
                 walk.work.stable_comparisons += 1;
                 let side = match content.cmp(&memory.frame(self.stable(any).frame).content) {
-                    Ordering::Less => Side::Left,
-                    Ordering::Greater => Side::Right,
+                    Ordering::Less => ChildSide::Left,
+                    Ordering::Greater => ChildSide::Right,
                     Ordering::Equal => return WalkEnd::Equal { node: tree_node, duplicate },
                 };
                 parent = Some((tree_node, side));

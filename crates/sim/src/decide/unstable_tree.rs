@@ -11,7 +11,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use super::ksmd::ItemId;
 use super::memory::Content;
-use super::red_black_tree::{NodeId, RedBlackTree, Side};
+use super::red_black_tree::{ChildSide, NodeId, RedBlackTree};
 
 /// A hash of one 32-bit number, by a multiplication (Fibonacci hashing, Knuth, TAOCP volume 3, section 6.4).
 #[derive(Clone, Copy, Debug, Default)]
@@ -61,7 +61,7 @@ pub(crate) enum Search {
     /// A page of this content.
     Found(ItemId),
     /// No page: the place for a new one.
-    Missing(Option<(NodeId, Side)>),
+    Missing(Option<(NodeId, ChildSide)>),
     /// A page that is gone: the search gives up.
     Lost,
 }
@@ -107,7 +107,7 @@ impl UnstableTree {
     }
 
     /// Insert a page where a search ended.
-    pub(crate) fn insert(&mut self, parent: Option<(NodeId, Side)>, item: ItemId, content: Content) {
+    pub(crate) fn insert(&mut self, parent: Option<(NodeId, ChildSide)>, item: ItemId, content: Content) {
         match &mut self.shaped {
             Some(shaped) => shaped.insert(parent, item),
             None => {
@@ -137,8 +137,8 @@ impl ShapedTree {
             let Some(other) = content_of(item) else { return (Search::Lost, compared) };
             compared += 1;
             let side = match content.cmp(&other) {
-                Ordering::Less => Side::Left,
-                Ordering::Greater => Side::Right,
+                Ordering::Less => ChildSide::Left,
+                Ordering::Greater => ChildSide::Right,
                 Ordering::Equal => return (Search::Found(item), compared),
             };
             parent = Some((node, side));
@@ -147,7 +147,7 @@ impl ShapedTree {
         (Search::Missing(parent), compared)
     }
 
-    fn insert(&mut self, parent: Option<(NodeId, Side)>, item: ItemId) {
+    fn insert(&mut self, parent: Option<(NodeId, ChildSide)>, item: ItemId) {
         self.nodes.insert(item, self.tree.insert(parent, item));
     }
 
@@ -177,7 +177,7 @@ mod tests {
             .nodes
             .iter()
             .map(|(&item, &node)| {
-                (node, item, shaped.tree.child(node, Side::Left), shaped.tree.child(node, Side::Right))
+                (node, item, shaped.tree.child(node, ChildSide::Left), shaped.tree.child(node, ChildSide::Right))
             })
             .collect();
         nodes.sort_unstable();

@@ -1,21 +1,21 @@
 //! Changes of memory by its processes, and what ksmd does at once: enrollment, copies back, `run` 2.
 
 use super::super::memory::{
-    Content, PAGES_IN_HUGE_PAGE, PackedEntry, PageEntry, Process, ProcessId, Vma, ZERO_CONTENT,
+    Content, PAGES_IN_HUGE_PAGE, PackedEntry, PageEntry, SimulatedProcess, SimulatedProcessId, Vma, ZERO_CONTENT,
 };
 use super::{Advice, Cursor, KsmModel, RunState, Slot};
 
 impl KsmModel {
     /// Start a process without memory.
-    pub fn spawn(&mut self) -> ProcessId {
-        self.memory.add_process(Process { is_alive: true, ..Process::default() })
+    pub fn spawn(&mut self) -> SimulatedProcessId {
+        self.memory.add_process(SimulatedProcess { is_alive: true, ..SimulatedProcess::default() })
     }
 
     /// Map untouched private memory.
     ///
     /// # Panics
     /// If a region is there already.
-    pub fn map(&mut self, process: ProcessId, start: u64, pages: u64, node: u8) {
+    pub fn map(&mut self, process: SimulatedProcessId, start: u64, pages: u64, node: u8) {
         let vmas = &mut self.memory.process_mut(process).vmas;
         let end = start + pages;
         assert!(vmas.range(..end).next_back().is_none_or(|(_, vma)| vma.end() <= start), "the range is in use");
@@ -24,7 +24,7 @@ impl KsmModel {
     }
 
     /// Unmap a range.
-    pub fn unmap(&mut self, process: ProcessId, start: u64, pages: u64) {
+    pub fn unmap(&mut self, process: SimulatedProcessId, start: u64, pages: u64) {
         self.clear_range(process, start, pages);
         let record = self.memory.process_mut(process);
         record.split_vma(start);
@@ -36,7 +36,7 @@ impl KsmModel {
     ///
     /// # Panics
     /// If the range is not aligned, or not untouched.
-    pub fn fault_huge_page(&mut self, process: ProcessId, start: u64) {
+    pub fn fault_huge_page(&mut self, process: SimulatedProcessId, start: u64) {
         assert!(start.is_multiple_of(PAGES_IN_HUGE_PAGE), "a huge page is aligned");
         for page in start..start + PAGES_IN_HUGE_PAGE {
             assert_eq!(self.memory.entry(process, page), PageEntry::Absent, "the range was touched");
@@ -45,7 +45,7 @@ impl KsmModel {
     }
 
     /// Read a page: an untouched one is mapped to the zero page.
-    pub fn read(&mut self, process: ProcessId, page: u64) {
+    pub fn read(&mut self, process: SimulatedProcessId, page: u64) {
         if self.memory.entry(process, page) == PageEntry::Absent {
             self.memory.set_entry(process, page, PageEntry::ZeroPage);
         }
@@ -53,7 +53,7 @@ impl KsmModel {
 
     /// Give a page a content. A page with several mappings and a merged page are copied first (`do_wp_page` in
     /// mm/memory.c); a merged frame is never reused, also with one mapping.
-    pub fn write(&mut self, process: ProcessId, page: u64, content: Content) {
+    pub fn write(&mut self, process: SimulatedProcessId, page: u64, content: Content) {
         self.disturb_scan();
         let entry = match self.memory.entry(process, page) {
             PageEntry::HugePart(_) => PageEntry::HugePart(content),
@@ -71,7 +71,7 @@ impl KsmModel {
     }
 
     /// Map something else, with the accounting for what was mapped (`ksm_might_unmap_zero_page`).
-    pub(super) fn replace_entry(&mut self, process: ProcessId, page: u64, entry: PageEntry) {
+    pub(super) fn replace_entry(&mut self, process: SimulatedProcessId, page: u64, entry: PageEntry) {
         match self.memory.entry(process, page) {
             PageEntry::KsmZeroPage if self.rules.tracks_zero_pages => {
                 self.tally.zero_pages -= 1;
@@ -83,7 +83,7 @@ impl KsmModel {
         self.memory.set_entry(process, page, entry);
     }
 
-    fn clear_range(&mut self, process: ProcessId, start: u64, pages: u64) {
+    fn clear_range(&mut self, process: SimulatedProcessId, start: u64, pages: u64) {
         self.disturb_scan();
         for page in start..start + pages {
             if self.memory.process(process).vma_of(page).is_some() {
@@ -93,7 +93,7 @@ impl KsmModel {
     }
 
     /// Give advice about a range of one or several regions (`ksm_madvise`).
-    pub fn advise(&mut self, process: ProcessId, start: u64, pages: u64, advice: Advice) {
+    pub fn advise(&mut self, process: SimulatedProcessId, start: u64, pages: u64, advice: Advice) {
         if advice == Advice::DontNeed {
             self.clear_range(process, start, pages);
             return;
@@ -121,7 +121,7 @@ impl KsmModel {
     }
 
     /// Copy a merged page back (`break_ksm`). Zero pages that ksmd mapped are copied back where they are known.
-    fn break_merged(&mut self, process: ProcessId, page: u64) {
+    fn break_merged(&mut self, process: SimulatedProcessId, page: u64) {
         let entry = self.memory.entry(process, page);
         let is_merged =
             self.memory.stable_node(entry).is_some() || entry == PageEntry::KsmZeroPage && self.rules.tracks_zero_pages;
@@ -132,7 +132,7 @@ impl KsmModel {
     }
 
     /// Fork a process (`dup_mmap`, `ksm_fork`). The child is on ksmd's list if the parent is.
-    pub fn fork(&mut self, parent: ProcessId) -> ProcessId {
+    pub fn fork(&mut self, parent: SimulatedProcessId) -> SimulatedProcessId {
         let pages: Vec<u64> = self.memory.process(parent).vmas.values().flat_map(|vma| vma.start..vma.end()).collect();
         for page in pages {
             let entry = self.memory.entry(parent, page);
@@ -141,7 +141,7 @@ impl KsmModel {
                 self.memory.frame_mut(frame).mappings += 1;
             }
         }
-        let mut child = Process { is_registered: false, ..self.memory.process(parent).clone() };
+        let mut child = SimulatedProcess { is_registered: false, ..self.memory.process(parent).clone() };
         let enters = self.memory.process(parent).is_registered;
         if enters && self.rules.fork_resets_counters {
             child.rmap_items = 0;
@@ -157,7 +157,7 @@ impl KsmModel {
 
     /// End a process (`__ksm_exit`, then `exit_mmap`). A process with items stays on the list for ksmd, behind the
     /// cursor's process; one under the cursor stays where it is.
-    pub fn exit(&mut self, process: ProcessId) {
+    pub fn exit(&mut self, process: SimulatedProcessId) {
         self.disturb_scan();
         self.memory.process_mut(process).is_alive = false;
         if let Some(position) = self.slot_position(process).filter(|_| self.cursor.process != Some(process)) {
@@ -175,13 +175,13 @@ impl KsmModel {
         }
     }
 
-    pub(super) fn slot_position(&self, process: ProcessId) -> Option<usize> {
+    pub(super) fn slot_position(&self, process: SimulatedProcessId) -> Option<usize> {
         self.slots.iter().position(|slot| slot.process == process)
     }
 
     /// Put a process on ksmd's list (`__ksm_enter`): just before the cursor's process, so that the scan in progress
     /// does not reach it; after `run` 2, at the end.
-    fn enter(&mut self, process: ProcessId) {
+    fn enter(&mut self, process: SimulatedProcessId) {
         let cursor = self.cursor.process.filter(|_| self.run != RunState::Unmerged);
         let position = cursor.and_then(|cursor| self.slot_position(cursor)).unwrap_or(self.slots.len());
         self.slots.insert(position, Slot { process, first: None });

@@ -12,8 +12,8 @@ mod scan;
 mod visit;
 
 use super::advisor::{AdvisorMemory, AdvisorSettings};
-use super::counters::{KsmCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
-use super::memory::{Content, Memory, ProcessId};
+use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
+use super::memory::{Content, Memory, SimulatedProcessId};
 use super::rules::KsmRules;
 use super::stable_tree::{StableId, StableTree};
 use super::unstable_tree::UnstableTree;
@@ -94,7 +94,7 @@ enum Link {
 #[derive(Clone, Debug)]
 struct Item {
     next: Option<ItemId>,
-    process: ProcessId,
+    process: SimulatedProcessId,
     page: u64,
     /// The content at the last visit; `None` before the first (`oldchecksum` 0).
     last_content: Option<Content>,
@@ -106,7 +106,7 @@ struct Item {
 /// A process on ksmd's list, with the first of its items.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
-    process: ProcessId,
+    process: SimulatedProcessId,
     first: Option<ItemId>,
 }
 
@@ -114,7 +114,7 @@ struct Slot {
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     /// The process; `None` between two scans.
-    process: Option<ProcessId>,
+    process: Option<SimulatedProcessId>,
     page: u64,
     /// The item before the next one.
     previous: Option<ItemId>,
@@ -124,7 +124,7 @@ struct Cursor {
 #[derive(Clone, Copy, Debug)]
 struct Visit {
     item: ItemId,
-    process: ProcessId,
+    process: SimulatedProcessId,
     page: u64,
     content: Content,
     node: u8,
@@ -189,7 +189,7 @@ impl KsmModel {
 
     /// The counters of `/sys/kernel/mm/ksm`.
     #[must_use]
-    pub fn counters(&self) -> KsmCounters {
+    pub fn counters(&self) -> KsmdCounters {
         self.tally.counters()
     }
 
@@ -201,7 +201,7 @@ impl KsmModel {
 
     /// The counters of a process (`ksm_process_profit` in mm/ksm.c).
     #[must_use]
-    pub fn process_counters(&self, process: ProcessId) -> ProcessCounters {
+    pub fn process_counters(&self, process: SimulatedProcessId) -> ProcessCounters {
         let process = self.memory.process(process);
         let saved = process.merging_pages + process.zero_pages;
         ProcessCounters {

@@ -1,6 +1,6 @@
 //! The scan: which page ksmd visits next, and the metadata of pages.
 
-use super::super::memory::{Memory, PageEntry, ProcessId};
+use super::super::memory::{Memory, PageEntry, SimulatedProcessId};
 use super::super::unstable_tree::UnstableTree;
 use super::{Cursor, Item, ItemId, KsmModel, Link, RunState, Visit};
 
@@ -59,7 +59,7 @@ impl KsmModel {
     }
 
     /// The next page of the cursor's process that is not skipped.
-    fn next_visit_of(&mut self, process: ProcessId) -> Option<Visit> {
+    fn next_visit_of(&mut self, process: SimulatedProcessId) -> Option<Visit> {
         while let Some(page) = self.next_page(process) {
             let item = self.next_item(process, page);
             self.cursor.previous = Some(item);
@@ -76,7 +76,7 @@ impl KsmModel {
     }
 
     /// The next present anonymous page from the cursor on. The cursor moves to the end of the regions that it passes.
-    fn next_page(&mut self, process: ProcessId) -> Option<u64> {
+    fn next_page(&mut self, process: SimulatedProcessId) -> Option<u64> {
         let process = self.memory.process(process);
         if !process.is_alive {
             return None;
@@ -97,7 +97,7 @@ impl KsmModel {
 
     /// The item of a page, a new one if it has none (`get_next_rmap_item`). Items of pages before it are freed: they
     /// are no longer mapped or mergeable.
-    fn next_item(&mut self, process: ProcessId, page: u64) -> ItemId {
+    fn next_item(&mut self, process: SimulatedProcessId, page: u64) -> ItemId {
         let mut next = self.item_after(process, self.cursor.previous);
         while let Some(id) = next {
             let item = &self.items[id as usize];
@@ -129,14 +129,14 @@ impl KsmModel {
         id
     }
 
-    fn item_after(&self, process: ProcessId, previous: Option<ItemId>) -> Option<ItemId> {
+    fn item_after(&self, process: SimulatedProcessId, previous: Option<ItemId>) -> Option<ItemId> {
         match previous {
             Some(previous) => self.items[previous as usize].next,
             None => self.slots[self.slot_position(process).expect("the cursor's process is on the list")].first,
         }
     }
 
-    fn set_item_after(&mut self, process: ProcessId, previous: Option<ItemId>, next: Option<ItemId>) {
+    fn set_item_after(&mut self, process: SimulatedProcessId, previous: Option<ItemId>, next: Option<ItemId>) {
         match previous {
             Some(previous) => self.items[previous as usize].next = next,
             None => {
@@ -163,7 +163,7 @@ impl KsmModel {
     }
 
     /// The end of a process's turn. A process that ended, or without mergeable regions, leaves the list.
-    fn leave_process(&mut self, process: ProcessId) {
+    fn leave_process(&mut self, process: SimulatedProcessId) {
         if !self.memory.process(process).is_alive {
             self.cursor = Cursor { process: Some(process), page: 0, previous: None };
         }

@@ -1,6 +1,6 @@
 //! One visit: the checksum, the search in both trees, and the merge.
 
-use super::super::memory::{Content, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, ProcessId, ZERO_CONTENT};
+use super::super::memory::{Content, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, SimulatedProcessId, ZERO_CONTENT};
 use super::super::stable_tree::{StableId, StableTree, TreeSettings, Walk};
 use super::super::unstable_tree::Search;
 use super::{Item, ItemId, KsmModel, Link, Visit};
@@ -71,7 +71,7 @@ impl KsmModel {
     }
 
     /// Split the huge page of a page, if it has one. Pages of zeros in it may become the zero page.
-    fn split_huge_page(&mut self, process: ProcessId, page: u64) {
+    fn split_huge_page(&mut self, process: SimulatedProcessId, page: u64) {
         if !matches!(self.memory.entry(process, page), PageEntry::HugePart(_)) {
             return;
         }
@@ -126,7 +126,7 @@ impl KsmModel {
         true
     }
 
-    fn map_frame(&mut self, process: ProcessId, page: u64, frame: FrameId) {
+    fn map_frame(&mut self, process: SimulatedProcessId, page: u64, frame: FrameId) {
         self.work.merges += 1;
         self.memory.frame_mut(frame).mappings += 1;
         self.replace_entry(process, page, PageEntry::Frame(frame));
