@@ -42,7 +42,7 @@ fn main() -> ExitCode {
         Ok(guard) => guard,
         Err(why) => return skip(&why),
     };
-    if let Some(pid) = mergeable_process() {
+    if let Some(pid) = foreign_mergeable_process(&[]) {
         return skip(&format!("process {pid} is enrolled in KSM, and ksmd would scan it too"));
     }
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("the kernel has a release");
@@ -90,12 +90,12 @@ fn skip(why: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A process that ksmd would scan, if there is one.
-fn mergeable_process() -> Option<u32> {
+/// A process that ksmd would scan and that is not one of `own`, if there is one.
+fn foreign_mergeable_process(own: &[u32]) -> Option<u32> {
     let pids = fs::read_dir("/proc")
         .expect("/proc is readable")
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
-    pids.into_iter().find(|pid| {
+    pids.into_iter().filter(|pid| !own.contains(pid)).find(|pid| {
         let counters = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap_or_default();
         let is_enrolled = counters.lines().any(|line| line == "ksm_mergeable: yes" || line == "ksm_merge_any: yes");
         is_enrolled || stat_value(&counters, "ksm_rmap_items").is_some_and(|items| items > 0)
@@ -152,9 +152,8 @@ impl<'a> Driver<'a> {
             scans: 0,
             comparisons: 0,
         };
-        for run in [0, 2, 0] {
-            guard.write_setting("run", run);
-        }
+        driver.unmerge_all();
+        driver.guard.write_setting("run", 0);
         driver.park_ksmd();
         driver.write_settings(&settings);
         for name in ["pages_skipped", "pages_scanned"] {
@@ -163,6 +162,18 @@ impl<'a> Driver<'a> {
             }
         }
         driver
+    }
+
+    /// Write `run` 2, which unmerges all processes of the host.
+    ///
+    /// # Panics
+    /// If another process has become mergeable since the start.
+    fn unmerge_all(&self) {
+        let own: Vec<u32> = self.processes.iter().filter_map(|(process, _)| pid_of(process)).collect();
+        let foreign = foreign_mergeable_process(&own);
+        assert_eq!(foreign, None, "a process that is not of this test became mergeable");
+        self.guard.write_setting("run", 0);
+        self.guard.write_setting("run", 2);
     }
 
     fn write_settings(&self, settings: &KsmSettings) {
@@ -292,8 +303,10 @@ impl<'a> Driver<'a> {
                 assert!(self.model.write_settings(*settings), "the model refuses {settings:?}");
             }
             &LayoutStep::Run(run) => {
-                let value = if run == RunState::Unmerged { 2 } else { 0 };
-                self.guard.write_setting("run", value);
+                match run {
+                    RunState::Unmerged => self.unmerge_all(),
+                    RunState::Stopped | RunState::Merging => self.guard.write_setting("run", 0),
+                }
                 self.model.write_run(run);
                 return self.compare();
             }
@@ -394,9 +407,21 @@ impl Drop for Driver<'_> {
                 let _ = child.wait();
             }
         }
-        for run in [0, 2, 0] {
-            self.guard.write_setting("run", run);
+        // Children end with their parents, but a little later.
+        let children = self.processes.iter().filter_map(|(process, _)| match process {
+            RealProcess::Forked { pid, .. } => Some(*pid),
+            _ => None,
+        });
+        for pid in children {
+            let started = Instant::now();
+            while has_memory(pid) && started.elapsed() < Duration::from_secs(10) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
+        if foreign_mergeable_process(&[]).is_none() {
+            self.guard.write_setting("run", 2);
+        }
+        self.guard.write_setting("run", 0);
     }
 }
 
@@ -406,6 +431,11 @@ fn pid_of(process: &RealProcess) -> Option<u32> {
         RealProcess::Forked { pid, .. } => Some(*pid),
         RealProcess::Ended => None,
     }
+}
+
+/// Whether a process has not given up its memory.
+fn has_memory(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/ksm_stat")).is_ok_and(|text| !text.is_empty())
 }
 
 /// The kernel's counters of a process. Those that the kernel does not have are the model's.
