@@ -22,6 +22,7 @@ const RESTORED_SETTINGS: &[&str] = &[
     "sleep_millisecs",
     "use_zero_pages",
     "smart_scan",
+    "stable_node_chains_prune_millisecs",
     "max_page_sharing",
     "merge_across_nodes",
     "run",

@@ -1,0 +1,270 @@
+//! ksmd: its settings, its list of processes, its scan, and all changes of memory that it notices.
+//!
+//! Mirrors mm/ksm.c function by function, as read in 6.1.192 and 6.12.117 and compared with a running 6.18.44. Each
+//! function here names the one that it mirrors. Where kernels differ, [`KsmRules`] decides.
+//!
+//! Limits: no allocation fails; no page is pinned, locked, migrated or swapped out; a batch is not interrupted. So
+//! `try_to_merge_one_page` fails only where a huge page cannot be split or the split took the page away.
+
+mod changes;
+mod invariants;
+mod scan;
+mod visit;
+
+use super::advisor::{AdvisorMemory, AdvisorSettings};
+use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
+use super::memory::{Content, Memory, SimulatedProcessId};
+use super::rules::KsmRules;
+use super::stable_tree::{StableId, StableTree};
+use super::unstable_tree::UnstableTree;
+
+/// The metadata of a scanned page (`struct ksm_rmap_item`).
+pub type ItemId = u32;
+
+/// What `/sys/kernel/mm/ksm/run` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunState {
+    /// 0: ksmd sleeps; merged pages stay merged.
+    Stopped,
+    /// 1: ksmd scans.
+    Merging,
+    /// 2: ksmd sleeps, and all merged pages were copied back.
+    Unmerged,
+}
+
+/// The settings of `/sys/kernel/mm/ksm`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KsmSettings {
+    /// Visits in a batch.
+    pub pages_to_scan: u64,
+    /// Pause between batches.
+    pub sleep_millisecs: u64,
+    /// Mappings of a merged frame that ksmd makes at most.
+    pub max_page_sharing: usize,
+    /// Pause between two searches that visit all duplicates of a chain.
+    pub stable_node_chains_prune_millisecs: u64,
+    /// Map pages of zeros to the zero page.
+    pub use_zero_pages: bool,
+    /// Skip pages that often failed to merge.
+    pub smart_scan: bool,
+    /// One tree for all NUMA nodes.
+    pub merge_across_nodes: bool,
+    /// The scan-time advisor, when it is on.
+    pub advisor: Option<AdvisorSettings>,
+}
+
+impl Default for KsmSettings {
+    fn default() -> Self {
+        Self {
+            pages_to_scan: 100,
+            sleep_millisecs: 20,
+            max_page_sharing: 256,
+            stable_node_chains_prune_millisecs: 2000,
+            use_zero_pages: false,
+            smart_scan: true,
+            merge_across_nodes: true,
+            advisor: None,
+        }
+    }
+}
+
+/// Advice about a range (`madvise`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// ksmd may merge it.
+    Mergeable,
+    /// ksmd may not merge it; merged pages are copied back.
+    Unmergeable,
+    /// Drop its pages.
+    DontNeed,
+}
+
+/// The tree that holds a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    Unlinked,
+    /// In the unstable tree of a scan.
+    Unstable {
+        scan: u64,
+        tree: u8,
+    },
+    Stable(StableId),
+}
+
+#[derive(Clone, Debug)]
+struct Item {
+    next: Option<ItemId>,
+    process: SimulatedProcessId,
+    page: u64,
+    /// The content at the last visit; `None` before the first (`oldchecksum` 0).
+    last_content: Option<Content>,
+    age: u8,
+    remaining_skips: u8,
+    link: Link,
+}
+
+/// A process on ksmd's list, with the first of its items.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    process: SimulatedProcessId,
+    first: Option<ItemId>,
+}
+
+/// Where the scan is (`struct ksm_scan`).
+#[derive(Clone, Copy, Debug, Default)]
+struct Cursor {
+    /// The process; `None` between two scans.
+    process: Option<SimulatedProcessId>,
+    page: u64,
+    /// The item before the next one.
+    previous: Option<ItemId>,
+}
+
+/// A page that ksmd visits. A split of its huge page may take it out of the page table.
+#[derive(Clone, Copy, Debug)]
+struct Visit {
+    item: ItemId,
+    process: SimulatedProcessId,
+    page: u64,
+    content: Content,
+    node: u8,
+}
+
+/// Memory and ksmd.
+#[derive(Clone, Debug)]
+pub struct KsmModel {
+    rules: KsmRules,
+    settings: KsmSettings,
+    run: RunState,
+    memory: Memory,
+    slots: Vec<Slot>,
+    cursor: Cursor,
+    items: Vec<Item>,
+    unused_items: Vec<ItemId>,
+    stable: StableTree,
+    unstable: Vec<UnstableTree>,
+    tally: Tally,
+    work: WorkCounts,
+    advisor: AdvisorMemory,
+    now_ms: u64,
+    cpu_ns: u64,
+    scan_started_ms: u64,
+}
+
+impl KsmModel {
+    /// An empty host with ksmd stopped.
+    #[must_use]
+    pub fn new(rules: KsmRules, settings: KsmSettings) -> Self {
+        Self {
+            rules,
+            settings,
+            run: RunState::Stopped,
+            memory: Memory::default(),
+            slots: Vec::new(),
+            cursor: Cursor::default(),
+            items: Vec::new(),
+            unused_items: Vec::new(),
+            stable: StableTree::default(),
+            unstable: Vec::new(),
+            tally: Tally::default(),
+            work: WorkCounts::default(),
+            advisor: AdvisorMemory::default(),
+            now_ms: 0,
+            cpu_ns: 0,
+            scan_started_ms: 0,
+        }
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The settings. An advisor changes `pages_to_scan`.
+    #[must_use]
+    pub fn settings(&self) -> &KsmSettings {
+        &self.settings
+    }
+
+    /// The counters of `/sys/kernel/mm/ksm`.
+    #[must_use]
+    pub fn counters(&self) -> KsmdCounters {
+        self.tally.counters()
+    }
+
+    /// The work done since the start.
+    #[must_use]
+    pub fn work(&self) -> &WorkCounts {
+        &self.work
+    }
+
+    /// The counters of a process (`ksm_process_profit` in mm/ksm.c).
+    #[must_use]
+    pub fn process_counters(&self, process: SimulatedProcessId) -> ProcessCounters {
+        let process = self.memory.process(process);
+        let saved = process.merging_pages + process.zero_pages;
+        ProcessCounters {
+            ksm_rmap_items: process.rmap_items,
+            ksm_merging_pages: process.merging_pages,
+            ksm_zero_pages: process.zero_pages,
+            ksm_process_profit: saved * PAGE_BYTES - process.rmap_items * RMAP_ITEM_BYTES,
+        }
+    }
+
+    /// Set the clock, and ksmd's CPU time since its start.
+    pub fn set_time(&mut self, now_ms: u64, cpu_ns: u64) {
+        self.now_ms = now_ms;
+        self.cpu_ns = cpu_ns;
+    }
+
+    /// Write settings. `max_page_sharing` and `merge_across_nodes` are refused while pages are merged
+    /// (`max_page_sharing_store`, `merge_across_nodes_store`): nothing changes then, and the result is false. A change
+    /// of the advisor sets `pages_to_scan` (`set_advisor_defaults`).
+    pub fn write_settings(&mut self, mut settings: KsmSettings) -> bool {
+        let old = self.settings;
+        let alters_tree =
+            settings.max_page_sharing != old.max_page_sharing || settings.merge_across_nodes != old.merge_across_nodes;
+        if alters_tree {
+            if self.tally.pages_shared > 0 {
+                return false;
+            }
+            self.remove_unused_stable_nodes();
+            if self.stable.stable_ids().next().is_some() {
+                return false;
+            }
+        }
+        if settings.advisor.is_some() != old.advisor.is_some() {
+            self.advisor = AdvisorMemory::default();
+            let start = settings.advisor.map(|advisor| advisor.min_pages_to_scan);
+            settings.pages_to_scan = start.unwrap_or(KsmSettings::default().pages_to_scan);
+        }
+        self.settings = settings;
+        true
+    }
+
+    /// Write `run` (`run_store`).
+    pub fn write_run(&mut self, run: RunState) {
+        if self.run != run {
+            self.run = run;
+            if run == RunState::Unmerged {
+                self.unmerge_all();
+            }
+        }
+    }
+
+    fn remove_unused_stable_nodes(&mut self) {
+        let unlinked = self.stable.remove_all_unused(&mut self.memory, &mut self.tally);
+        self.mark_unlinked(&unlinked);
+    }
+
+    /// Pages whose stable node was removed.
+    fn mark_unlinked(&mut self, items: &[ItemId]) {
+        for &id in items {
+            let item = &mut self.items[id as usize];
+            item.link = Link::Unlinked;
+            let process = item.process;
+            self.memory.process_mut(process).merging_pages -= 1;
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Memory as the kernel maps it: processes, VMAs, page table entries and frames.
+//!
+//! A page's content is a number whose order is the order of the contents by memcmp; 0 is a page of zeros. A page that
+//! one process maps and ksmd did not merge takes four bytes, and its frame is implied. Frames with several mappings and
+//! merged frames are numbered.
+//!
+//! Limits: private anonymous memory only; frames never migrate and are never swapped out; a fork turns the parent's
+//! huge pages into base pages.
+
+use std::collections::BTreeMap;
+
+use super::stable_tree::StableId;
+
+/// A page's content. Its order is that of memcmp.
+pub type Content = u32;
+
+/// The content of a page of zeros.
+pub const ZERO_CONTENT: Content = 0;
+
+/// A frame with several mappings, or a merged one.
+pub type FrameId = u32;
+
+/// A process of the model. Numbers are never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SimulatedProcessId(pub u32);
+
+/// Base pages in a huge page of x86-64.
+pub const PAGES_IN_HUGE_PAGE: u64 = 512;
+
+const FRAME_TAG: u32 = 1 << 31;
+const HUGE_TAG: u32 = 1 << 30;
+/// Codes below are no content.
+const FIRST_CONTENT_CODE: u32 = 3;
+/// Contents are below this number.
+pub const CONTENT_LIMIT: Content = HUGE_TAG - FIRST_CONTENT_CODE;
+
+/// A page table entry in four bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackedEntry(u32);
+
+/// What a page table entry maps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageEntry {
+    /// Nothing.
+    Absent,
+    /// The zero page, after a read.
+    ZeroPage,
+    /// The zero page, mapped by ksmd in place of a page of zeros.
+    KsmZeroPage,
+    /// A base page that no other process maps.
+    Private(Content),
+    /// A part of a huge page.
+    HugePart(Content),
+    /// A numbered frame.
+    Frame(FrameId),
+}
+
+impl PackedEntry {
+    /// Pack an entry.
+    ///
+    /// # Panics
+    /// If a content is not below [`CONTENT_LIMIT`].
+    #[must_use]
+    pub fn pack(entry: PageEntry) -> Self {
+        let code = |content: Content| {
+            assert!(content < CONTENT_LIMIT, "content {content} is too large");
+            content + FIRST_CONTENT_CODE
+        };
+        Self(match entry {
+            PageEntry::Absent => 0,
+            PageEntry::ZeroPage => 1,
+            PageEntry::KsmZeroPage => 2,
+            PageEntry::Private(content) => code(content),
+            PageEntry::HugePart(content) => code(content) | HUGE_TAG,
+            PageEntry::Frame(frame) => frame | FRAME_TAG,
+        })
+    }
+
+    /// What it maps.
+    #[must_use]
+    pub fn unpack(self) -> PageEntry {
+        match self.0 {
+            0 => PageEntry::Absent,
+            1 => PageEntry::ZeroPage,
+            2 => PageEntry::KsmZeroPage,
+            code if code & FRAME_TAG != 0 => PageEntry::Frame(code & !FRAME_TAG),
+            code if code & HUGE_TAG != 0 => PageEntry::HugePart((code & !HUGE_TAG) - FIRST_CONTENT_CODE),
+            code => PageEntry::Private(code - FIRST_CONTENT_CODE),
+        }
+    }
+
+    /// Whether ksmd visits the page: a present anonymous page (`ksm_next_page_pmd_entry`, 6.12).
+    #[must_use]
+    pub fn is_anonymous(self) -> bool {
+        self.0 >= FIRST_CONTENT_CODE
+    }
+}
+
+/// A numbered frame.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame {
+    /// Its content.
+    pub content: Content,
+    /// Page table entries that map it. 0 means that it is freed.
+    pub mappings: u32,
+    /// The stable node of a merged frame.
+    pub stable: Option<StableId>,
+    /// Its NUMA node.
+    pub node: u8,
+}
+
+/// A region of a process.
+#[derive(Clone, Debug)]
+pub struct Vma {
+    /// The number of the first page.
+    pub start: u64,
+    /// One entry for each page.
+    pub entries: Vec<PackedEntry>,
+    /// `VM_MERGEABLE`.
+    pub is_mergeable: bool,
+    /// Whether it ever had an anonymous page (`vma->anon_vma`).
+    pub has_anonymous: bool,
+    /// The NUMA node that its pages come from.
+    pub node: u8,
+}
+
+impl Vma {
+    /// The number of the page after the last.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.start + self.entries.len() as u64
+    }
+}
+
+/// A process, or what remains of it until ksmd has forgotten it.
+#[derive(Clone, Debug, Default)]
+pub struct SimulatedProcess {
+    /// Regions by their first page.
+    pub vmas: BTreeMap<u64, Vma>,
+    /// False after the exit (`mm_users` is 0).
+    pub is_alive: bool,
+    /// `MMF_VM_MERGEABLE`: ksmd has it on its list.
+    pub is_registered: bool,
+    /// `ksm_rmap_items`.
+    pub rmap_items: i64,
+    /// `ksm_merging_pages`.
+    pub merging_pages: i64,
+    /// `ksm_zero_pages`.
+    pub zero_pages: i64,
+}
+
+impl SimulatedProcess {
+    /// The region of a page.
+    #[must_use]
+    pub fn vma_of(&self, page: u64) -> Option<&Vma> {
+        self.vmas.range(..=page).next_back().map(|(_, vma)| vma).filter(|vma| page < vma.end())
+    }
+
+    fn vma_of_mut(&mut self, page: u64) -> Option<&mut Vma> {
+        self.vmas.range_mut(..=page).next_back().map(|(_, vma)| vma).filter(|vma| page < vma.end())
+    }
+
+    /// Split the region of `page` before it, unless a region begins there.
+    pub(crate) fn split_vma(&mut self, page: u64) {
+        let Some(vma) = self.vma_of_mut(page).filter(|vma| vma.start < page) else { return };
+        let offset = (page - vma.start) as usize;
+        let entries = vma.entries.split_off(offset);
+        let upper = Vma { start: page, entries, ..*vma };
+        self.vmas.insert(page, upper);
+    }
+}
+
+/// All memory.
+#[derive(Clone, Debug, Default)]
+pub struct Memory {
+    pub(crate) processes: Vec<SimulatedProcess>,
+    frames: Vec<Frame>,
+    unused_frames: Vec<FrameId>,
+}
+
+impl Memory {
+    /// A process.
+    #[must_use]
+    pub fn process(&self, process: SimulatedProcessId) -> &SimulatedProcess {
+        &self.processes[process.0 as usize]
+    }
+
+    pub(crate) fn process_mut(&mut self, process: SimulatedProcessId) -> &mut SimulatedProcess {
+        &mut self.processes[process.0 as usize]
+    }
+
+    pub(crate) fn add_process(&mut self, process: SimulatedProcess) -> SimulatedProcessId {
+        self.processes.push(process);
+        SimulatedProcessId(u32::try_from(self.processes.len() - 1).expect("fewer than 2^32 processes"))
+    }
+
+    /// A numbered frame.
+    #[must_use]
+    pub fn frame(&self, frame: FrameId) -> &Frame {
+        &self.frames[frame as usize]
+    }
+
+    pub(crate) fn frame_mut(&mut self, frame: FrameId) -> &mut Frame {
+        &mut self.frames[frame as usize]
+    }
+
+    pub(crate) fn add_frame(&mut self, frame: Frame) -> FrameId {
+        if let Some(id) = self.unused_frames.pop() {
+            self.frames[id as usize] = frame;
+            return id;
+        }
+        self.frames.push(frame);
+        let id = u32::try_from(self.frames.len() - 1).expect("fewer than 2^31 frames");
+        assert!(id < FRAME_TAG, "fewer than 2^31 frames");
+        id
+    }
+
+    /// What a page is mapped to; `Absent` outside all regions.
+    #[must_use]
+    pub fn entry(&self, process: SimulatedProcessId, page: u64) -> PageEntry {
+        let vma = self.process(process).vma_of(page);
+        vma.map_or(PageEntry::Absent, |vma| vma.entries[(page - vma.start) as usize].unpack())
+    }
+
+    /// Change an entry, without any accounting.
+    ///
+    /// # Panics
+    /// If the page is in no region.
+    pub(crate) fn set_entry(&mut self, process: SimulatedProcessId, page: u64, entry: PageEntry) {
+        let vma = self.process_mut(process).vma_of_mut(page).expect("the page is in a region");
+        let offset = (page - vma.start) as usize;
+        vma.entries[offset] = PackedEntry::pack(entry);
+        vma.has_anonymous |= vma.entries[offset].is_anonymous();
+    }
+
+    /// The content of an entry.
+    #[must_use]
+    pub fn content(&self, entry: PageEntry) -> Option<Content> {
+        match entry {
+            PageEntry::Absent => None,
+            PageEntry::ZeroPage | PageEntry::KsmZeroPage => Some(ZERO_CONTENT),
+            PageEntry::Private(content) | PageEntry::HugePart(content) => Some(content),
+            PageEntry::Frame(frame) => Some(self.frame(frame).content),
+        }
+    }
+
+    /// The stable node of a merged page.
+    #[must_use]
+    pub fn stable_node(&self, entry: PageEntry) -> Option<StableId> {
+        if let PageEntry::Frame(frame) = entry { self.frame(frame).stable } else { None }
+    }
+
+    /// One mapping of a frame is gone. A merged frame keeps its number until its stable node is removed.
+    pub(crate) fn drop_mapping(&mut self, frame: FrameId) {
+        let record = self.frame_mut(frame);
+        record.mappings -= 1;
+        if record.mappings == 0 && record.stable.is_none() {
+            self.unused_frames.push(frame);
+        }
+    }
+
+    /// The stable node of a freed frame is removed.
+    pub(crate) fn forget_frame(&mut self, frame: FrameId) {
+        let record = self.frame_mut(frame);
+        record.stable = None;
+        if record.mappings == 0 {
+            self.unused_frames.push(frame);
+        }
+    }
+
+    /// Give a private page a numbered frame; a page with one keeps it.
+    pub(crate) fn number_frame(&mut self, process: SimulatedProcessId, page: u64) -> FrameId {
+        match self.entry(process, page) {
+            PageEntry::Frame(frame) => frame,
+            PageEntry::Private(content) | PageEntry::HugePart(content) => {
+                let node = self.process(process).vma_of(page).map_or(0, |vma| vma.node);
+                let frame = self.add_frame(Frame { content, mappings: 1, stable: None, node });
+                self.set_entry(process, page, PageEntry::Frame(frame));
+                frame
+            }
+            other => unreachable!("{other:?} is not an anonymous page"),
+        }
+    }
+
+    /// The NUMA node of a page.
+    #[must_use]
+    pub fn node_of(&self, process: SimulatedProcessId, page: u64) -> u8 {
+        match self.entry(process, page) {
+            PageEntry::Frame(frame) => self.frame(frame).node,
+            _ => self.process(process).vma_of(page).map_or(0, |vma| vma.node),
+        }
+    }
+
+    /// The first page at or after `from` and before `end` of a region that ksmd would visit.
+    pub(crate) fn next_anonymous(vma: &Vma, from: u64) -> Option<u64> {
+        let offset = (from - vma.start) as usize;
+        let found = vma.entries[offset..].iter().position(|entry| entry.is_anonymous())?;
+        Some(from + found as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_survive_packing() {
+        assert_eq!(size_of::<PackedEntry>(), 4);
+        let entries = [
+            PageEntry::Absent,
+            PageEntry::ZeroPage,
+            PageEntry::KsmZeroPage,
+            PageEntry::Private(0),
+            PageEntry::Private(CONTENT_LIMIT - 1),
+            PageEntry::HugePart(0),
+            PageEntry::HugePart(CONTENT_LIMIT - 1),
+            PageEntry::Frame(0),
+            PageEntry::Frame(FRAME_TAG - 1),
+        ];
+        for entry in entries {
+            assert_eq!(PackedEntry::pack(entry).unpack(), entry);
+        }
+    }
+
+    #[test]
+    fn splitting_a_region_keeps_its_pages() {
+        let entries = (0..4).map(|content| PackedEntry::pack(PageEntry::Private(content))).collect();
+        let vma = Vma { start: 10, entries, is_mergeable: true, has_anonymous: true, node: 1 };
+        let mut process = SimulatedProcess { vmas: BTreeMap::from([(10, vma)]), ..SimulatedProcess::default() };
+        process.split_vma(10);
+        process.split_vma(14);
+        assert_eq!(process.vmas.len(), 1);
+        process.split_vma(13);
+        let bounds: Vec<_> =
+            process.vmas.values().map(|vma| (vma.start, vma.end(), vma.is_mergeable, vma.node)).collect();
+        assert_eq!(bounds, [(10, 13, true, 1), (13, 14, true, 1)]);
+        assert_eq!(process.vma_of(13).unwrap().entries[0].unpack(), PageEntry::Private(3));
+    }
+}
