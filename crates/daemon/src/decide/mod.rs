@@ -34,6 +34,7 @@
 //! first, are not unenrolled, and ignore the goal, the slowdown and the cost limit; all other processes are treated as
 //! usual. Quiet hours apply nevertheless, because the operator has set them.
 
+mod cpu_bound;
 mod event;
 mod event_handling;
 mod merge_estimate;
@@ -46,6 +47,7 @@ mod tests;
 pub mod token_bucket;
 pub mod tracked;
 
+pub use cpu_bound::{CpuBound, CpuRate, UnknownCpuCount};
 pub use event::{
     CensusSummary, Decision, DecisionKind, DecisionReason, Effect, Event, MergeCandidate, MergeSummary,
     MergedCheckSummary, TickReadings, UnenrollScope, UnenrollSummary,
