@@ -6,7 +6,8 @@
 //! ([`JournalChange`]), so that the bytes written for an action do not grow with the number of earlier actions. A last
 //! line without a newline was truncated while it was written; the action it precedes was not performed. The journal
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
-//! state before a policy was set. It outlives the command that set the policy.
+//! state before a policy was set. It outlives the command that set the policy. A third one stores the undo of enrollments that
+//! stay for the next daemon (`session::enrollments`).
 
 mod wire;
 

@@ -29,7 +29,7 @@ use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_vcpu::monitor::MachineMonitor;
 use placement::{PlacementThread, SharedPlacement};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use status::ProcessScope;
 use std::io::Write;
@@ -55,11 +55,14 @@ Examples:
 The configuration sets what it does (`pagefold config default`). SIGHUP reads the configuration again, \
 except http, http_names, history and placement.
 
-SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
-all that it enrolled, as far as there is memory, even if it is paused. It skips this if its mode is observe or \
-advise at that time, or if another program controls KSM. It does not know what an earlier daemon enrolled; \
-`pagefold unmerge` unenrolls that, too. A pause and processes unenrolled by an operator outlast a daemon that is killed, but \
-not one that is stopped.
+SIGTERM stops the daemon: it restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon \
+first unenrolls all that it or an earlier daemon enrolled, as far as there is memory, even if it is paused. It skips \
+this if its mode is observe or advise at that time, or if another program controls KSM. SIGUSR1 hands over to the next \
+daemon: merged pages stay merged in any case. The service uses it when it is restarted or upgraded.
+
+The next daemon of the same boot takes over what earlier ones enrolled: it watches the merged pages, and unenrolls \
+them under the same rules. `pagefold recover --unenroll` unenrolls them without a daemon. A pause and processes \
+unenrolled by an operator outlast a daemon that hands over or is killed, but not one that is stopped.
 
 Exit status: 0 stopped and everything undone, 2 it could not run, 3 not everything could be undone, or a \
 process that had to be unenrolled stays merged (with --unmerge-on-exit all processes). Standard error names \
@@ -72,7 +75,7 @@ pub struct DaemonArguments {
     /// What the daemon may do [default: from the configuration, otherwise advise]
     #[arg(long, value_enum)]
     mode: Option<DaemonModeArgument>,
-    /// At the end, unenroll and unmerge all that this daemon enrolled, as far as there is memory
+    /// At a stop, unenroll and unmerge all that this or an earlier daemon enrolled, as far as there is memory
     #[arg(long)]
     unmerge_on_exit: bool,
     /// Serve the status over HTTP at this address, 127.0.0.1:9750 if none is given [default: from the configuration,
@@ -170,7 +173,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         .create(&global.state)
         .with_context(|| format!("cannot create the state directory {}: pass --state DIR", global.state.display()))?;
     let control = ControlSocket::bind(&global.state)?;
-    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
     let placement = placement::start(host, global)?;
     let status_source = Arc::new(StatusSource {
@@ -287,6 +290,7 @@ fn handle_signals(
                         continue;
                     }
                 },
+                SIGUSR1 => Message::Event(Event::HandOver),
                 _ => Message::Event(Event::Stop { unmerge }),
             };
             if sender.send(message).is_err() {

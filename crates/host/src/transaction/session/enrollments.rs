@@ -50,16 +50,17 @@ impl RecordedEnrollments {
     /// Removes ranges of a process.
     pub fn remove_ranges(&mut self, process: ProcessId, ranges: &[AddressRange]) {
         let removed = AddressRange::union(ranges.to_vec());
-        self.replace_ranges(|owner, range| match owner == process {
-            true => range.subtract(&removed),
-            false => vec![range],
-        });
+        self.replace_ranges(|owner| owner == process, |_, range| range.subtract(&removed));
     }
 
-    /// Replaces each range by parts of it.
-    fn replace_ranges(&mut self, parts_of: impl Fn(ProcessId, AddressRange) -> Vec<AddressRange>) {
+    /// Replaces each range of some processes by parts of it.
+    fn replace_ranges(
+        &mut self,
+        is_concerned: impl Fn(ProcessId) -> bool,
+        parts_of: impl Fn(ProcessId, AddressRange) -> Vec<AddressRange>,
+    ) {
         self.entries.retain_mut(|entry| {
-            let Some(process) = entry.undo.process() else { return false };
+            let Some(process) = entry.undo.process().filter(|process| is_concerned(*process)) else { return true };
             let pairs = entry.undo.ranges().iter().copied().zip(entry.enclosing_extents.iter().copied());
             let parts =
                 pairs.flat_map(|(range, extent)| parts_of(process, range).into_iter().map(move |part| (part, extent)));
@@ -87,15 +88,18 @@ impl Session<'_> {
         &self.recorded.entries
     }
 
-    /// Reduces the record to parts of its ranges: those of each process that are also in `kept`.
+    /// Reduces the record to parts of its ranges: those of each process that are also in `kept`, which are ascending and
+    /// disjoint.
     ///
     /// # Errors
     /// If the record cannot be written.
     pub fn retain_recorded_enrollments(&mut self, kept: &BTreeMap<ProcessId, Vec<AddressRange>>) -> Result<(), Error> {
-        self.recorded.replace_ranges(|process, range| {
+        let parts_of = |process, range: AddressRange| {
             let kept = kept.get(&process).map(Vec::as_slice).unwrap_or_default();
-            kept.iter().filter_map(|kept| kept.overlap(range)).collect()
-        });
+            let first = kept.partition_point(|kept| kept.end <= range.start);
+            kept[first..].iter().map_while(|kept| kept.overlap(range)).collect()
+        };
+        self.recorded.replace_ranges(|_| true, parts_of);
         self.store_recorded_enrollments()
     }
 
