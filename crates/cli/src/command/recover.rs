@@ -49,10 +49,13 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
                 undone.extend(undone_here);
                 failed_undos.extend(failed_here);
                 // Only the session of KSM has recorded enrollments.
-                if options.unenroll {
-                    let (undone_here, failed_here) = session.undo_recorded_enrollments().map_err(with_remedy)?;
-                    undone.extend(undone_here);
-                    failed_undos.extend(failed_here);
+                match options.unenroll.then(|| session.undo_recorded_enrollments()) {
+                    Some(Ok((undone_here, failed_here))) => {
+                        undone.extend(undone_here);
+                        failed_undos.extend(failed_here);
+                    }
+                    Some(Err(error)) => errors.push(with_remedy(error)),
+                    None => {}
                 }
             }
             // The other classes may still have something to undo.

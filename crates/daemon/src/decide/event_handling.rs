@@ -46,18 +46,7 @@ impl DaemonState {
         match event {
             Event::Tick(readings) => self.update_readings(readings, effects),
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
-            Event::ProcessExited(process) => {
-                // A process in a running merge may have merged pages, whatever the merge reports.
-                self.adopt_on_arrival.remove(&process);
-                let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
-                if self
-                    .tracked
-                    .remove(&process)
-                    .is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled)
-                {
-                    self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
-                }
-            }
+            Event::ProcessExited(process) => self.handle_exit(process),
             Event::EnrollmentsAdopted(adopted) => self.adopt(adopted, effects),
             Event::HostAcquired(Ok(())) => {
                 self.task = None;
@@ -125,6 +114,17 @@ impl DaemonState {
                 self.hands_over |= self.shutdown_stage.is_none();
                 self.shutdown_stage.get_or_insert(ShutdownStage::KeepMerged);
             }
+        }
+    }
+
+    /// A process has exited. If it had merged pages, ksmd must visit it.
+    fn handle_exit(&mut self, process: ProcessId) {
+        self.adopt_on_arrival.remove(&process);
+        // A process in a running merge may have merged pages, whatever the merge reports.
+        let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
+        let tracked = self.tracked.remove(&process);
+        if tracked.is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled) {
+            self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
         }
     }
 

@@ -367,26 +367,36 @@ impl KnownProcess {
             self.untracked_until = now + IDENTITY_CHECK_INTERVAL;
             return;
         }
-        // Everything that decides with which processes it may share pages: a change is reported as a new arrival.
+        if let Some(arrival) = self.find_arrival(&process, is_outside_group, settings) {
+            polled.events.push(Event::ProcessArrived(arrival));
+        }
+        self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
+    }
+
+    /// The arrival to report for a process: it is new, runs another program, or what decides with which processes it may
+    /// share pages has changed.
+    fn find_arrival(
+        &self,
+        process: &Process,
+        is_outside_group: bool,
+        settings: &DaemonSettings,
+    ) -> Option<ProcessArrival> {
         let sharing_rules = |process: &Process| {
             let is_selected = settings.tracked_group.as_ref().is_none_or(|only| only.has(process));
             (settings.domains.domain(process), is_selected, settings.exclusions.reason(process))
         };
         let is_unchanged = |(previous, next_check): &(Process, Duration)| {
             let program = (&previous.comm, &previous.arguments) == (&process.comm, &process.arguments);
-            program && sharing_rules(previous) == sharing_rules(&process) && !next_check.is_zero()
+            program && sharing_rules(previous) == sharing_rules(process) && !next_check.is_zero()
         };
-        if !self.tracked.as_ref().is_some_and(is_unchanged) {
-            // A process that was tracked or adopted before may have merged pages, so it stays known.
-            let exclusion_reason =
-                is_outside_group.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
-            let arrival = build_arrival(&process, resident, settings);
-            polled.events.push(Event::ProcessArrived(ProcessArrival {
-                exclusion_reason: exclusion_reason.or(arrival.exclusion_reason),
-                ..arrival
-            }));
+        if self.tracked.as_ref().is_some_and(is_unchanged) {
+            return None;
         }
-        self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
+        // A process that was tracked or adopted before may have merged pages, so it stays known.
+        let exclusion_reason =
+            is_outside_group.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
+        let arrival = build_arrival(process, self.resident, settings);
+        Some(ProcessArrival { exclusion_reason: exclusion_reason.or(arrival.exclusion_reason), ..arrival })
     }
 }
 
