@@ -516,8 +516,8 @@ fn unmerge_on_exit_unenrolls_everything() {
     assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{stderr}");
 }
 
-/// A daemon that hands over or is killed leaves its merged pages to the next one, which unmerges them as if it had merged
-/// them itself.
+/// A daemon that hands over or is killed leaves its merged pages to the next one, which unmerges them as if it had
+/// merged them itself.
 #[test]
 fn restarted_daemon_takes_over_merged_pages() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };

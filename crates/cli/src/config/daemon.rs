@@ -273,8 +273,8 @@ impl DaemonConfigSection {
         })
     }
 
-    /// Convert the section to settings, without the bound on CPU time, trust domains and exclusions. An error begins with
-    /// its line number.
+    /// Convert the section to settings, without the bound on CPU time, trust domains and exclusions. An error begins
+    /// with its line number.
     pub(super) fn into_settings(self, config_text: &ConfigText<'_>) -> Result<DaemonSettings, String> {
         let (defaults, rules) = (DaemonSettings::default(), DaemonRules::default());
         let parse_amount = |word: OptionalWord| config_text.convert_optional(word, |text: String| parse_bytes(&text));

@@ -70,7 +70,8 @@ struct KnownProcess {
     tracked: Option<(Process, Duration)>,
     /// Until when it counts as untracked, whatever its size.
     untracked_until: Duration,
-    /// The process with ranges that the previous daemon enrolled, if it is one. It is tracked whatever its size or group.
+    /// The process with ranges that the previous daemon enrolled, if it is one. It is tracked whatever its size or
+    /// group.
     adopted: Option<ProcessId>,
     /// Whether its program was identified.
     program_checked: bool,
@@ -373,8 +374,8 @@ impl KnownProcess {
         self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
     }
 
-    /// The arrival to report for a process: it is new, runs another program, or what decides with which processes it may
-    /// share pages has changed.
+    /// The arrival to report for a process: it is new, runs another program, or what decides with which processes it
+    /// may share pages has changed.
     fn find_arrival(
         &self,
         process: &Process,

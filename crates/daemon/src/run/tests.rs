@@ -526,8 +526,8 @@ fn run_daemon(
     (restored, lines)
 }
 
-/// All threads of the real daemon: its successors watch what it enrolled, and one that must not merge a process any more
-/// unenrolls it.
+/// All threads of the real daemon: its successors watch what it enrolled, and one that must not merge a process any
+/// more unenrolls it.
 #[test]
 fn restarted_daemons_take_over_until_the_configuration_forbids_it() {
     let (fake, directory) = (host(), tempfile::tempdir().unwrap());

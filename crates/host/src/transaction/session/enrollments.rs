@@ -88,8 +88,8 @@ impl Session<'_> {
         &self.recorded.entries
     }
 
-    /// Reduces the record to parts of its ranges: those of each process that are also in `kept`, which are ascending and
-    /// disjoint.
+    /// Reduces the record to parts of its ranges: those of each process that are also in `kept`, which are ascending
+    /// and disjoint.
     ///
     /// # Errors
     /// If the record cannot be written.
