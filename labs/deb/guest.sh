@@ -30,6 +30,7 @@ is_held() { ! is_back; }
 restarted() { [ "$(property NRestarts)" -ge "$1" ] && systemctl is-active --quiet pagefold; }
 watchdog_moves() { [ "$(property WatchdogTimestampMonotonic)" -gt "$1" ]; }
 saves() { [ "$(cat $ksm/pages_sharing)" -gt 4000 ]; }
+has_adopted() { pagefold status --json | grep -q '"adopt"'; }
 
 # The bounding set of the unit, as the mask in /proc.
 mask() {
@@ -89,6 +90,11 @@ until_so "programs behind seccomp filters are merged" saves
 until_so "the daemon controls KSM" is_held
 pagefold status
 
+say "restarting, as an upgrade does"
+systemctl restart pagefold
+until_so "the new daemon has taken over the merged pages" has_adopted
+saves || fail "the restart unmerged pages"
+
 say "stopping"
 systemctl stop pagefold
 is_back || fail "settings were not restored: $(settings)"
@@ -130,6 +136,7 @@ dpkg --listfiles pagefold > /root/files
 rm -r /etc/systemd/system/pagefold.service.d
 dpkg --purge pagefold
 is_back || fail "settings were not restored: $(settings)"
+[ "$(cat $ksm/pages_sharing)" -eq 0 ] || fail "pages stayed merged: $(cat $ksm/pages_sharing)"
 left=$(while IFS= read -r file; do [ -d "$file" ] || [ ! -e "$file" ] || echo "$file"; done < /root/files)
 [ -z "$left" ] || fail "left: $left"
 for path in /etc/pagefold /run/pagefold /run/pagefold-jobs /var/log/pagefold /var/lib/pagefold /usr/lib/pagefold; do

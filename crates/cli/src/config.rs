@@ -20,6 +20,7 @@ use globset::{Glob, GlobMatcher};
 use pagefold_base::domain::{DomainConfig, DomainRule, TrustGroup};
 use pagefold_base::exclusion::Exclusions;
 use pagefold_base::ksm::{Setting, Settings};
+use pagefold_daemon::decide::CpuBound;
 use pagefold_merge::decide::policy;
 use pagefold_merge::decide::policy::Policy;
 use pagefold_numa::decide::pricing::OperatorPrices;
@@ -55,6 +56,8 @@ pub struct Config {
     pub placement: Option<KeeperSettings>,
     /// What resources are worth to a placement.
     pub placement_prices: OperatorPrices,
+    /// The daemon's bound on CPU time, as far as the file sets it.
+    cpu_bound: CpuBound,
     /// The other settings of the daemon.
     daemon: pagefold_daemon::run::DaemonSettings,
     /// Warnings about well-formed entries that have no effect. Each begins with its line number.
@@ -124,6 +127,7 @@ impl Config {
         let history = document.daemon.parse_history(&config_text)?;
         let placement_prices = document.daemon.parse_prices(&config_text)?;
         let placement = document.daemon.parse_placement(placement_prices, &config_text)?;
+        let cpu_bound = document.daemon.parse_cpu_bound(&config_text)?;
         let daemon = document.daemon.into_settings(&config_text)?;
         Ok(Self {
             path: None,
@@ -133,6 +137,7 @@ impl Config {
             history,
             placement,
             placement_prices,
+            cpu_bound,
             daemon,
             warnings,
         })
@@ -531,7 +536,7 @@ mod tests {
         };
         let text: String =
             DEFAULT_CONFIG_TEXT.lines().filter(is_default).map(uncomment_line).flat_map(|line| [line, "\n"]).collect();
-        assert!(text.lines().any(|line| line.starts_with("cpu_rate = ")), "{text}");
+        assert!(text.lines().any(|line| line.starts_with("max_slowdown = ")), "{text}");
         assert_eq!(format!("{:?}", Config::parse(&text).unwrap()), format!("{none:?}"));
         // With the examples it parses, too.
         assert_eq!(Config::parse(&default_config_uncommented()).unwrap().domains.groups.len(), 1);

@@ -465,7 +465,7 @@ fn killed_or_overruled_daemon_restores_the_host() {
     let (code, stderr) = daemon.stop();
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.read_counter("run"), 1);
-    assert!(stderr.contains("restored: /sys/kernel/mm/ksm/run was 1"), "{stderr}");
+    assert!(stderr.contains("restored what an earlier pagefold had changed: /sys/kernel/mm/ksm/run was 1"), "{stderr}");
     assert!(
         !test_directory.state_path().join("operator.json").exists(),
         "the operator's commands must end with the daemon"
@@ -514,6 +514,62 @@ fn unmerge_on_exit_unenrolls_everything() {
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
     assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{stderr}");
+}
+
+/// A daemon that hands over or is killed leaves its merged pages to the next one, which unmerges them as if it had
+/// merged them itself.
+#[test]
+fn restarted_daemon_takes_over_merged_pages() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let test_directory = DaemonTestDirectory::new(13);
+    test_directory.write_config("mode = \"act\"");
+    let programs = [test_directory.start_program(), test_directory.start_program()];
+    let are_merged = || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES);
+    let is_unmerged = |program: &LabProgram| program.merged_pages() == 0 && !program.is_enrolled();
+    let record = test_directory.state_path().join("ksm.enrolled.json");
+    let wait_for_merge = |daemon: &DaemonUnderTest<'_>| {
+        wait_until("the merge", are_merged);
+        wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+    };
+    let wait_for_adoption = |daemon: &DaemonUnderTest<'_>| {
+        wait_until("the adoption", || {
+            let status = daemon.read_status();
+            let tracked = status["tracked_processes"].as_array().unwrap();
+            let is_adopted =
+                |process: &Value| process["state"] == "merged" && process["enrolled_ranges"].as_u64() > Some(0);
+            tracked.len() == 2 && tracked.iter().all(is_adopted)
+        });
+        assert!(daemon.has_logged("adopt", "restarted") && are_merged());
+        assert_eq!(daemon.read_status()["passes"]["merges"], 0, "the pages of the earlier daemon stayed merged");
+    };
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
+    wait_for_merge(&daemon);
+    daemon.send_signal(nix::sys::signal::Signal::SIGUSR1);
+    let (code, stderr) = daemon.wait_for_exit();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(are_merged() && record.exists() && ksm.changed_settings().is_empty(), "{stderr}");
+    assert!(test_directory.run_pagefold(&["recover"]).status.success() && are_merged());
+
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
+    wait_for_adoption(&daemon);
+    daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
+    daemon.wait_for_exit();
+    let daemon = test_directory.start_daemon(&["--unmerge-on-exit"]);
+    wait_for_adoption(&daemon);
+    daemon.run_control_command(&["unenroll", &programs[0].pid()]);
+    wait_until("the unenrollment", || is_unmerged(&programs[0]));
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(programs.iter().all(is_unmerged) && !record.exists(), "{stderr}");
+
+    let daemon = test_directory.start_daemon(&[]);
+    wait_for_merge(&daemon);
+    daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
+    daemon.wait_for_exit();
+    let recovered = test_directory.run_pagefold(&["recover", "--unenroll"]);
+    assert!(recovered.status.success(), "{recovered:?}");
+    assert!(programs.iter().all(is_unmerged) && !record.exists(), "{recovered:?}");
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]

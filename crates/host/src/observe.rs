@@ -57,6 +57,11 @@ pub fn kernel_release(host: &dyn Host) -> Reading<String> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/osrelease")?).trim().to_owned())
 }
 
+/// The number of online CPUs.
+pub fn online_cpu_count(host: &dyn Host) -> Reading<usize> {
+    Ok(parse::number_list(&host.read("sys/devices/system/cpu/online")?)?.len())
+}
+
 /// The mode of transparent huge pages: `always`, `madvise` or `never`.
 pub fn thp_mode(host: &dyn Host) -> Reading<String> {
     parse::bracketed_word(&host.read("sys/kernel/mm/transparent_hugepage/enabled")?)

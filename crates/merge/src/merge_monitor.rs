@@ -101,6 +101,12 @@ impl<'h> MergeMonitor<'h> {
         self.sampler.add_plan(plan, unenrolled);
     }
 
+    /// Watch ranges of a process that an earlier Pagefold enrolled as well. The next check must cover all
+    /// pages, to find which ones are merged.
+    pub fn add_enrolled(&mut self, process: &Process, ranges: &[AddressRange]) {
+        self.sampler.add_enrolled(process, ranges);
+    }
+
     /// Whether there is nothing to watch.
     pub fn is_empty(&self) -> bool {
         self.frames_unreadable || self.sampler.is_empty()

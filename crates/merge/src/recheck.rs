@@ -137,34 +137,49 @@ impl<'h> CowSampler<'h> {
 
     /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
     pub fn add_plan(&mut self, plan: &MergePlan, excluded: impl Fn(ProcessId) -> Vec<AddressRange>) {
-        let page_bytes = self.host.page_size().bytes();
-        // Unenrolling a range splits no huge page beside it.
-        let max_range_bytes = (MAX_PAGES_PER_RANGE * page_bytes).max(observe::huge_page_bytes(self.host).unwrap_or(0));
         self.any_ran = false;
         let mut new_ranges = Vec::new();
         for target in &plan.targets {
-            let process = target.process.id;
-            self.processes.entry(process).or_insert_with(|| SampledProcess {
-                process: target.process.clone(),
-                activity: read_activity(self.host, process),
-                checked_at: self.host.now(),
-                ever_ran: false,
-            });
-            let mut skipped = excluded(process);
-            skipped
-                .extend(self.ranges.iter().filter(|sampled| sampled.process == process).map(|sampled| sampled.range));
-            let skipped = AddressRange::union(skipped);
-            for planned in &target.ranges {
-                for part in planned.range.subtract(&skipped) {
-                    new_ranges.extend(
-                        part.cut_at_multiples(max_range_bytes).map(|range| {
-                            SampledRange::new(process, range, planned.enrolled, page_bytes, self.host.now())
-                        }),
-                    );
-                }
-            }
+            let ranges = target.ranges.iter().map(|planned| (planned.range, planned.enrolled));
+            new_ranges.extend(self.cut_into_samples(&target.process, ranges, excluded(target.process.id)));
         }
         self.add_ranges(new_ranges);
+    }
+
+    /// Watch ranges of a process that Pagefold enrolled earlier, except for those that are watched already.
+    pub fn add_enrolled(&mut self, process: &Facts, ranges: &[AddressRange]) {
+        let by_pagefold = ranges.iter().map(|range| (*range, false));
+        let new_ranges = self.cut_into_samples(process, by_pagefold, Vec::new());
+        self.add_ranges(new_ranges);
+    }
+
+    /// Cut ranges of a process, each with whether the program enrolled it itself, except for those that are watched
+    /// already or `skipped`. The process is watched from now on.
+    fn cut_into_samples(
+        &mut self,
+        process: &Facts,
+        ranges: impl Iterator<Item = (AddressRange, bool)>,
+        mut skipped: Vec<AddressRange>,
+    ) -> Vec<SampledRange> {
+        let (host, id, page_bytes) = (self.host, process.id, self.host.page_size().bytes());
+        // Unenrolling a range splits no huge page beside it.
+        let max_range_bytes = (MAX_PAGES_PER_RANGE * page_bytes).max(observe::huge_page_bytes(host).unwrap_or(0));
+        self.processes.entry(id).or_insert_with(|| SampledProcess {
+            process: process.clone(),
+            activity: read_activity(host, id),
+            checked_at: host.now(),
+            ever_ran: false,
+        });
+        skipped.extend(self.ranges.iter().filter(|sampled| sampled.process == id).map(|sampled| sampled.range));
+        let skipped = AddressRange::union(skipped);
+        let parts = ranges.flat_map(|(range, enrolled_by_program)| {
+            range.subtract(&skipped).into_iter().map(move |part| (part, enrolled_by_program))
+        });
+        let samples = parts.flat_map(|(part, enrolled_by_program)| {
+            part.cut_at_multiples(max_range_bytes)
+                .map(move |range| SampledRange::new(id, range, enrolled_by_program, page_bytes, host.now()))
+        });
+        samples.collect()
     }
 
     /// Whether there is nothing to watch.

@@ -19,9 +19,11 @@ const EXAMPLES: &str = "\
 Examples:
   sudo pagefold recover                 undo the changes of a killed pagefold
   sudo pagefold recover --state /tmp/p  the same for one that ran with --state /tmp/p
+  sudo pagefold recover --unenroll      also unmerge what an ended daemon left merged
 
 Commands that change KSM first undo leftover changes of KSM. A setting that another program has written since \
-keeps its value.
+keeps its value. What a daemon had merged when it ended is no leftover: the next daemon takes it over. \
+With --unenroll it is unmerged, where there is memory for the copies.
 
 Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes remain.";
 
@@ -29,6 +31,9 @@ Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes re
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct RecoverArguments {
+    /// Also unenroll the memory that an ended or paused daemon left enrolled, which unmerges it
+    #[arg(long)]
+    unenroll: bool,
     /// Print JSON (see `pagefold schema recover`)
     #[arg(long)]
     json: bool,
@@ -40,9 +45,18 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
     let (mut undone, mut failed_undos, mut errors) = (Vec::new(), Vec::new(), Vec::new());
     for class in ResourceClass::ALL {
         match Session::begin(&*host, &global.state, class) {
-            Ok((_, undone_here, failed_here)) => {
+            Ok((mut session, undone_here, failed_here)) => {
                 undone.extend(undone_here);
                 failed_undos.extend(failed_here);
+                // Only the session of KSM has recorded enrollments.
+                match options.unenroll.then(|| session.undo_recorded_enrollments()) {
+                    Some(Ok((undone_here, failed_here))) => {
+                        undone.extend(undone_here);
+                        failed_undos.extend(failed_here);
+                    }
+                    Some(Err(error)) => errors.push(with_remedy(error)),
+                    None => {}
+                }
             }
             // The other classes may still have something to undo.
             Err(error) => errors.push(with_daemon_hint(with_remedy(error), global)),

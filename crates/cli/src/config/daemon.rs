@@ -2,7 +2,7 @@
 
 use super::{Config, ConfigText, GroupConditions, schema};
 use crate::command_line::{check_vcpus_per_cpu, parse_bandwidth, parse_bytes, parse_cpu_share, parse_duration};
-use pagefold_daemon::decide::{DaemonMode, DaemonRules, DailyHours};
+use pagefold_daemon::decide::{CpuBound, DaemonMode, DaemonRules, DailyHours, UnknownCpuCount};
 use pagefold_daemon::run::DaemonSettings;
 use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::keeper::KeeperSettings;
@@ -27,11 +27,13 @@ pub(super) struct DaemonConfigSection {
     /// Merge only while less memory than this is available (MemAvailable). Without it, merge all with net savings.
     #[schemars(with = "Option<schema::Amount>")]
     keep_available: OptionalWord,
-    /// Average CPU limit of ksmd and pagefold together, as a percentage of one CPU: the rate of the token bucket.
-    #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
+    /// Average CPU limit of ksmd and pagefold together: the rate of the token bucket. It is a percentage of one CPU, or
+    /// of all online CPUs of the host. Without it, the larger of 10 % of one CPU and 1 % of the host.
+    #[schemars(with = "Option<schema::CpuRate>")]
     cpu_rate: OptionalWord,
-    /// CPU time that a burst may take at once: the size of the token bucket.
-    #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
+    /// CPU time that a burst may take at once: the size of the token bucket. Without it, what the rate gives in five
+    /// minutes, but at least 30 seconds.
+    #[schemars(with = "Option<schema::Time>")]
     cpu_burst: OptionalWord,
     /// Maximum CPU seconds for each MiB of net savings of a process: those of ksmd, and its share of the census.
     #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
@@ -263,7 +265,16 @@ impl DaemonConfigSection {
         config_text.convert_optional(self.history.take(), |text| text.parse())
     }
 
-    /// Convert the section to settings, without trust domains and exclusions. An error begins with its line number.
+    /// Parse the bound on CPU time. An error begins with its line number.
+    pub(super) fn parse_cpu_bound(&mut self, config_text: &ConfigText<'_>) -> Result<CpuBound, String> {
+        Ok(CpuBound {
+            rate: config_text.convert_optional(self.cpu_rate.take(), |text| text.parse())?,
+            burst: config_text.convert_optional(self.cpu_burst.take(), |text| parse_duration(&text))?,
+        })
+    }
+
+    /// Convert the section to settings, without the bound on CPU time, trust domains and exclusions. An error begins
+    /// with its line number.
     pub(super) fn into_settings(self, config_text: &ConfigText<'_>) -> Result<DaemonSettings, String> {
         let (defaults, rules) = (DaemonSettings::default(), DaemonRules::default());
         let parse_amount = |word: OptionalWord| config_text.convert_optional(word, |text: String| parse_bytes(&text));
@@ -278,10 +289,6 @@ impl DaemonConfigSection {
         let rules = DaemonRules {
             mode: self.mode.map_or(rules.mode, Into::into),
             keep_available: parse_amount(self.keep_available)?,
-            cpu_rate: config_text
-                .convert_optional(self.cpu_rate, |text| parse_cpu_share(&text))?
-                .unwrap_or(rules.cpu_rate),
-            burst: config_text.convert_optional(self.cpu_burst, |text| parse_duration(&text))?.unwrap_or(rules.burst),
             max_cpu_seconds_per_mib: max_cpu_seconds_per_mib.unwrap_or(rules.max_cpu_seconds_per_mib),
             pressure_percent: config_text
                 .convert_optional(self.pressure_threshold, |text| parse_cpu_share(&text))?
@@ -313,9 +320,16 @@ impl DaemonConfigSection {
 }
 
 impl Config {
-    /// The settings of the daemon, with trust domains and exclusions.
-    pub fn daemon_settings(&self) -> DaemonSettings {
-        DaemonSettings { domains: self.domains.clone(), exclusions: self.exclusions.clone(), ..self.daemon.clone() }
+    /// The settings of the daemon, with trust domains, exclusions, and the bound on CPU time for a host with so many
+    /// online CPUs, if that is known.
+    ///
+    /// # Errors
+    /// If the bound is a share of the host and the number is not known.
+    pub fn daemon_settings(&self, online_cpus: Option<usize>) -> Result<DaemonSettings, UnknownCpuCount> {
+        let (domains, exclusions) = (self.domains.clone(), self.exclusions.clone());
+        let mut settings = DaemonSettings { domains, exclusions, ..self.daemon.clone() };
+        self.cpu_bound.apply(online_cpus, &mut settings.rules)?;
+        Ok(settings)
     }
 }
 
@@ -344,7 +358,7 @@ mod tests {
     fn daemon_section_takes_effect() {
         let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu_rate = \"25%\"\ncpu_burst = \"1m\"\n\
                     max_slowdown = \"5%\"\nmax_regions = 1000\nquiet_hours = [\"22:00-06:30\", \"1:00-2:00Z\"]\nsplit_huge_pages = false\n";
-        let settings = Config::parse(text).unwrap().daemon_settings();
+        let settings = Config::parse(text).unwrap().daemon_settings(Some(48)).unwrap();
         assert_eq!(settings.rules.mode, DaemonMode::Act);
         assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));
         assert_eq!((settings.rules.cpu_rate, settings.rules.burst), (0.25, Duration::from_secs(60)));
@@ -356,6 +370,20 @@ mod tests {
             [night, DailyHours { start_second: 3600, end_second: 7200, in_utc: true }]
         );
         assert_eq!(settings.min_profit, DaemonSettings::default().min_profit);
+    }
+
+    #[test]
+    fn cpu_bound_is_that_of_the_host() {
+        let bound = |text: &str, cpus| {
+            let settings = Config::parse(&format!("[daemon]\n{text}")).unwrap().daemon_settings(cpus);
+            settings.map(|settings| (settings.rules.cpu_rate, settings.rules.burst.as_secs()))
+        };
+        assert_eq!(bound("", Some(2)), Ok((0.1, 30)));
+        assert_eq!(bound("", Some(48)), Ok((0.48, 144)));
+        assert_eq!(bound("", None), Ok((0.1, 30)), "of a recording without the number of CPUs");
+        assert_eq!(bound("cpu_rate = \"250%\"", None), Ok((2.5, 750)));
+        assert_eq!(bound("cpu_rate = \"2% of host\"\ncpu_burst = \"10s\"", Some(50)), Ok((1.0, 10)));
+        assert!(bound("cpu_rate = \"2% of host\"", None).unwrap_err().to_string().contains("of one CPU"));
     }
 
     #[test]

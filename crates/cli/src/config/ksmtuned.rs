@@ -196,7 +196,7 @@ mod tests {
     #[test]
     fn known_variables_are_imported_and_others_reported() {
         let imported = import(SAMPLE_KSMTUNED_CONF, Bytes(16 << 30));
-        let settings = Config::parse(&imported.section).unwrap().daemon_settings();
+        let settings = Config::parse(&imported.section).unwrap().daemon_settings(Some(48)).unwrap();
         assert_eq!(settings.rules.keep_available.map(|bytes| bytes.0 >> 20), Some(16 * 1024 * 30 / 100));
         assert!(settings.rules.cpu_rate > 0.1 && settings.rules.cpu_rate < 0.6, "{}", settings.rules.cpu_rate);
         assert_eq!(
@@ -211,7 +211,7 @@ mod tests {
     fn assignments_follow_shell_rules() {
         let import_text = |text: &str| {
             let imported = import(text, Bytes(100 << 30));
-            let settings = Config::parse(&imported.section).unwrap().daemon_settings();
+            let settings = Config::parse(&imported.section).unwrap().daemon_settings(None).unwrap();
             (settings.rules.keep_available.map(|bytes| bytes.0 >> 30), imported)
         };
         for (text, expect) in [

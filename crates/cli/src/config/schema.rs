@@ -50,6 +50,12 @@ macro_rules! word {
 
 word!(Amount, "Memory; without a unit, in bytes.", "8GiB", r"^[0-9]+(\.[0-9]+)? ?([kKmMgGtTpPeE][iI]?)?[bB]?$");
 word!(Percent, "A percentage above 0 and at most 100.", "10%", r"^(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?) ?%?$");
+word!(
+    CpuRate,
+    "A percentage of one CPU above 0, which may exceed 100, or of all online CPUs of the host.",
+    "1% of host",
+    r"^ *([0-9]{1,6}(\.[0-9]+)? ?%? *|(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?) ?(%| ) *of host *)$"
+);
 word!(Time, "A duration with its unit.", "30s", r"^(0|([0-9]+ ?[A-Za-z]+ ?)+)$");
 word!(
     HoursOfDay,

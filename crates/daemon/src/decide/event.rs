@@ -1,10 +1,10 @@
 //! Events that the daemon reacts to, effects that it orders, and decisions that it reports.
 
-use super::{DaemonRules, ProcessArrival, ScanCause, TimeOfDay, WaitTimes};
+use super::{DaemonRules, ProcessArrival, ScanCause, SharingScope, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
 use pagefold_base::units::{Bytes, NetBytes, ProcessId};
 use pagefold_census::decide::sketch::ContentSketches;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// An event on the host, from a worker or from an operator.
@@ -16,6 +16,9 @@ pub enum Event {
     ProcessArrived(ProcessArrival),
     /// A process has exited.
     ProcessExited(ProcessId),
+    /// These processes have ranges that the previous daemon enrolled, with the scopes of their merges. It comes before
+    /// [`Event::HostAcquired`].
+    EnrollmentsAdopted(Vec<(ProcessId, BTreeSet<SharingScope>)>),
     /// Answer to [`Effect::AcquireHost`]: the daemon may change the host, or the reason why not.
     HostAcquired(Result<(), String>),
     /// Answer to [`Effect::Census`].
@@ -58,6 +61,8 @@ pub enum Event {
         /// Whether to unenroll what the daemon enrolled first.
         unmerge: bool,
     },
+    /// The daemon stops, and another one follows it: merged pages stay merged, and operator commands stay in force.
+    HandOver,
 }
 
 /// Readings taken at every tick.
@@ -252,6 +257,7 @@ words! {
         Yield = "yield",
         Refuse = "refuse",
         Restore = "restore",
+        Adopt = "adopt",
     }
 }
 
@@ -277,6 +283,7 @@ words! {
         HostBusy = "host_busy",
         Failed = "failed",
         Stopped = "stopped",
+        Restarted = "restarted",
     }
 }
 

@@ -46,20 +46,11 @@ impl DaemonState {
         match event {
             Event::Tick(readings) => self.update_readings(readings, effects),
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
-            Event::ProcessExited(process) => {
-                // A process in a running merge may have merged pages, whatever the merge reports.
-                let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
-                if self
-                    .tracked
-                    .remove(&process)
-                    .is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled)
-                {
-                    self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
-                }
-            }
+            Event::ProcessExited(process) => self.handle_exit(process),
+            Event::EnrollmentsAdopted(adopted) => self.adopt(adopted, effects),
             Event::HostAcquired(Ok(())) => {
                 self.task = None;
-                (self.host_acquired, self.host_busy_reason) = (true, None);
+                (self.host_acquired, self.host_busy_reason, self.adoption_known) = (true, None, true);
             }
             Event::HostAcquired(Err(why)) => {
                 self.task = None;
@@ -119,6 +110,21 @@ impl DaemonState {
                 let stage = if unmerge { ShutdownStage::UnmergePending } else { ShutdownStage::KeepMerged };
                 self.shutdown_stage.get_or_insert(stage);
             }
+            Event::HandOver => {
+                self.hands_over |= self.shutdown_stage.is_none();
+                self.shutdown_stage.get_or_insert(ShutdownStage::KeepMerged);
+            }
+        }
+    }
+
+    /// A process has exited. If it had merged pages, ksmd must visit it.
+    fn handle_exit(&mut self, process: ProcessId) {
+        self.adopt_on_arrival.remove(&process);
+        // A process in a running merge may have merged pages, whatever the merge reports.
+        let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
+        let tracked = self.tracked.remove(&process);
+        if tracked.is_some_and(|tracked| in_merge || tracked.maybe_merged || tracked.enrolled) {
+            self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
         }
     }
 
@@ -207,6 +213,9 @@ impl DaemonState {
                 let mut tracked = TrackedProcess::new(arrival, self.now, &self.rules);
                 if self.unenroll_on_arrival.remove(&process) {
                     tracked.unenroll_by_operator(self.now);
+                }
+                if let Some(scopes) = self.adopt_on_arrival.remove(&process) {
+                    tracked.adopt(&scopes, self.now, &self.rules);
                 }
                 self.tracked.insert(process, tracked);
             }
@@ -511,6 +520,7 @@ impl DaemonState {
         };
         for process in summary.unenrolled {
             let scope = scope_of(&process);
+            self.adopt_on_arrival.remove(&process);
             let tracked = self.tracked.get_mut(&process).filter(|tracked| covers_request(tracked, scope));
             if let Some(reason) = tracked.and_then(|tracked| tracked.record_unenrolled(scope)) {
                 let why = match scope {

@@ -13,6 +13,11 @@
 //! longest ([`tracked`]). Each census also includes a few known processes of the same trust domains: two guests are
 //! enough to find that a new guest equals its siblings, since each of them holds what all have merged.
 //!
+//! # Restart
+//! What the previous daemon enrolled is recorded. The worker compares the record with the host when it acquires it
+//! ([`decide_adoption`]), and these processes are then watched and unenrolled as if this daemon had merged them
+//! ([`adoption`]).
+//!
 //! # Cost
 //! CPU time of ksmd and pagefold comes out of one token bucket ([`CpuTokenBucket`]). A task that does not fit is not
 //! started, and a task that takes longer than predicted is halted. Each process has a cost in CPU seconds per MiB
@@ -34,6 +39,8 @@
 //! first, are not unenrolled, and ignore the goal, the slowdown and the cost limit; all other processes are treated as
 //! usual. Quiet hours apply nevertheless, because the operator has set them.
 
+mod adoption;
+mod cpu_bound;
 mod event;
 mod event_handling;
 mod merge_estimate;
@@ -46,6 +53,10 @@ mod tests;
 pub mod token_bucket;
 pub mod tracked;
 
+pub use adoption::{
+    AdoptedProcess, Adoption, ProcessMemory, RecordedProcess, SharingScope, StaleReason, decide_adoption,
+};
+pub use cpu_bound::{CpuBound, CpuRate, UnknownCpuCount};
 pub use event::{
     CensusSummary, Decision, DecisionKind, DecisionReason, Effect, Event, MergeCandidate, MergeSummary,
     MergedCheckSummary, TickReadings, UnenrollScope, UnenrollSummary,
@@ -131,6 +142,12 @@ pub struct DaemonState {
     tracked: BTreeMap<ProcessId, TrackedProcess>,
     /// Processes to leave alone once they arrive.
     unenroll_on_arrival: BTreeSet<ProcessId>,
+    /// Processes of the previous daemon that have not arrived yet, with the scopes of their merges.
+    adopt_on_arrival: BTreeMap<ProcessId, BTreeSet<SharingScope>>,
+    /// Whether it is known what the previous daemon enrolled: the host was acquired once.
+    adoption_known: bool,
+    /// Whether another daemon follows this one, for which operator commands are kept.
+    hands_over: bool,
     task: Option<DaemonTask>,
     task_halted: bool,
     /// Total CPU time at the start of the task.
@@ -186,6 +203,9 @@ impl DaemonState {
             time_of_day: None,
             tracked: BTreeMap::new(),
             unenroll_on_arrival: BTreeSet::new(),
+            adopt_on_arrival: BTreeMap::new(),
+            adoption_known: false,
+            hands_over: false,
             task: None,
             task_halted: false,
             task_start_cpu_time: cpu_spent,
@@ -224,6 +244,11 @@ impl DaemonState {
     /// Whether a task runs, so that an answer is expected.
     pub fn is_task_pending(&self) -> bool {
         self.task.is_some()
+    }
+
+    /// Whether another daemon follows this one, for which operator commands are kept.
+    pub fn hands_over(&self) -> bool {
+        self.hands_over
     }
 
     /// Whether an operator has paused it.

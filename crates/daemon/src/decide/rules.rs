@@ -55,7 +55,7 @@ pub struct DaemonRules {
     pub mode: DaemonMode,
     /// `MemAvailable` to keep: above it nothing is merged. `None`: all profitable merges are executed.
     pub keep_available: Option<Bytes>,
-    /// Share of one CPU that ksmd and pagefold may use together on average.
+    /// Share of one CPU that ksmd and pagefold may use together on average. It may exceed 1.
     pub cpu_rate: f64,
     /// CPU time that may accumulate for a burst.
     pub burst: Duration,

@@ -127,9 +127,11 @@ impl DaemonState {
 
     /// Shut down: unenroll what is enrolled, where requested and allowed, and restore KSM's settings.
     fn shut_down(&mut self, stage: ShutdownStage, effects: &mut Vec<Effect>) {
-        let merged = self.processes_where(|tracked| tracked.enrolled || tracked.pending_unenroll.is_some());
-        if stage == ShutdownStage::UnmergePending && !merged.is_empty() {
-            if self.host_acquired {
+        let mut merged = self.processes_where(|tracked| tracked.enrolled || tracked.pending_unenroll.is_some());
+        merged.extend(self.adopt_on_arrival.keys());
+        let may_be_merged = !merged.is_empty() || !self.adoption_known;
+        if stage == ShutdownStage::UnmergePending && may_be_merged {
+            if self.host_acquired && !merged.is_empty() {
                 self.shutdown_stage = Some(ShutdownStage::UnmergeTried);
                 self.request_unenroll(&merged, DecisionReason::Stopped);
                 effects.push(self.report_decision(
@@ -141,7 +143,7 @@ impl DaemonState {
                 return self.start_unenroll(merged, effects);
             }
             // A stop with unmerging unmerges pages even while the daemon is paused.
-            if self.may_acquire_host() {
+            if !self.host_acquired && self.may_acquire_host() {
                 return self.start_task(DaemonTask::AcquireHost, Effect::AcquireHost, effects);
             }
         }
@@ -157,7 +159,7 @@ impl DaemonState {
             .or_else(|| self.inaction_reason())
             .unwrap_or_else(|| "there was no time for it".to_owned());
         for process in &still_merged {
-            let pending = self.tracked[process].pending_unenroll.as_ref();
+            let pending = self.tracked.get(process).and_then(|tracked| tracked.pending_unenroll.as_ref());
             let why = pending.and_then(|pending| pending.last_failure.as_ref()).unwrap_or(&default_reason);
             let why = format!("it stays merged: {why}");
             effects.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Stopped, why));
@@ -190,10 +192,8 @@ impl DaemonState {
 
     fn start_unenroll(&mut self, processes: Vec<ProcessId>, effects: &mut Vec<Effect>) {
         let scope = |process| {
-            self.tracked[process]
-                .pending_unenroll
-                .as_ref()
-                .map_or(UnenrollScope::DaemonEnrolled, PendingUnenroll::scope)
+            let pending = self.tracked.get(process).and_then(|tracked| tracked.pending_unenroll.as_ref());
+            pending.map_or(UnenrollScope::DaemonEnrolled, PendingUnenroll::scope)
         };
         let scopes: BTreeMap<_, _> = processes.iter().map(|process| (*process, scope(process))).collect();
         self.start_task(DaemonTask::Unenroll(scopes.clone()), Effect::Unenroll(scopes), effects);

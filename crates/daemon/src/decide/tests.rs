@@ -4,6 +4,7 @@ use pagefold_base::units::{NetBytes, Pid};
 use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use std::collections::BTreeSet;
 
+mod adoption;
 mod merge_estimate;
 mod pressure;
 mod properties;
@@ -87,6 +88,8 @@ struct SimulatedHost {
     sweep_completes: bool,
     /// Whether restoring the settings succeeds.
     restore_completes: bool,
+    /// What the previous daemon enrolled.
+    recorded: Vec<(ProcessId, BTreeSet<SharingScope>)>,
     /// A process whose presence multiplies the time of a census.
     costly_process: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Effect)>,
@@ -129,6 +132,7 @@ impl SimulatedHost {
             predicted: Bytes::ZERO,
             sweep_completes: true,
             restore_completes: true,
+            recorded: Vec::new(),
             costly_process: None,
             trace: Vec::new(),
             readings: vec![(0.0, 0.0, 0.0)],
@@ -316,6 +320,10 @@ impl SimulatedHost {
         };
         self.deliver(Event::Tick(readings));
         while let Some((_, event)) = self.pending_answer.take_if(|(at, _)| *at <= self.now) {
+            if event == Event::HostAcquired(Ok(())) && !self.recorded.is_empty() {
+                let recorded = std::mem::take(&mut self.recorded);
+                self.deliver(Event::EnrollmentsAdopted(recorded));
+            }
             self.deliver(event);
         }
     }

@@ -9,6 +9,7 @@
 //! restores the settings. Waiting of programs is read at each tick while the daemon works, and now and then while it is
 //! idle (`wait_reader`). A third thread measures fair shares, seldom (`fair_share`).
 
+mod adoption;
 mod cgroup_shortages;
 mod clock;
 mod fair_share;
@@ -305,7 +306,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                         "saved operator commands are unreadable; the daemon is paused until `pagefold resume`: {why}"
                     ));
                 } else if !events.is_empty() {
-                    (self.log)("an earlier daemon was killed: the operator commands given to it still apply");
+                    (self.log)("the operator commands given to an earlier daemon still apply");
                 }
                 events.into_iter().for_each(|event| self.apply_event(event));
                 self.operator_store = Some(store);
@@ -453,6 +454,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     fn apply_event(&mut self, event: Event) {
+        if let Event::EnrollmentsAdopted(adopted) = &event {
+            self.process_table.adopt(adopted.iter().map(|(process, _)| *process), self.event_time);
+        }
         if let Event::UnenrollDone(summary) = &event {
             self.snapshot.enrolled_ranges.retain(|process, _| !summary.unenrolled.contains(process));
             summary.unenrolled.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
@@ -470,7 +474,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Effect::Halt => self.cancel.store(true, Ordering::Relaxed),
                 Effect::End { complete } => {
                     self.restored_at_end = Some(complete);
-                    if let Some(Err(why)) = self.operator_store.take().map(|store| store.remove_file()) {
+                    let ended_store = self.operator_store.take().filter(|_| !self.state().hands_over());
+                    if let Some(Err(why)) = ended_store.map(|store| store.remove_file()) {
                         (self.log)(&format!("the saved operator commands cannot be removed: {why}"));
                     }
                 }
@@ -553,6 +558,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 }
                 self.walk_schedule.record_walk(self.event_time, process, cpu_time, has_changed);
             }
+            WorkResult::Adoption { enrolled_ranges, dropped } => {
+                for why in dropped {
+                    (self.log)(&format!("dropped from the record of enrollments: {why}"));
+                }
+                snapshot.enrolled_ranges.extend(enrolled_ranges);
+            }
             WorkResult::Undone(description) => {
                 (self.log)(&format!("restored what an earlier pagefold had changed: {description}"))
             }
@@ -571,7 +582,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let labels: BTreeSet<String> = tracked_processes.iter().map(process_label).collect();
         self.snapshot.sharing.retain_parties(|label| labels.contains(label));
         // Processes of the last census or merge may have exited meanwhile.
-        let tracked_ids: BTreeSet<ProcessId> = tracked_processes.iter().map(|process| process.id).collect();
+        let tracked_ids: BTreeSet<ProcessId> =
+            tracked_processes.iter().map(|process| process.id).chain(self.process_table.adopted_processes()).collect();
         self.snapshot.page_counts.retain(|process, _| tracked_ids.contains(process));
         self.snapshot.enrolled_ranges.retain(|process, _| tracked_ids.contains(process));
         self.snapshot.fair_shares.retain(|process, _| tracked_ids.contains(process));

@@ -1,7 +1,8 @@
 //! Operator commands, saved so that they outlive a killed daemon.
 //!
 //! A pause and the unenrolled processes are one JSON file beside the journal, replaced atomically. The next daemon of
-//! the same boot applies it. A daemon that is stopped regularly removes the file: its operator commands end with it.
+//! the same boot applies it. A daemon that is stopped removes the file: its operator commands end with it. A daemon
+//! that hands over to another one, and one that is killed, leave it.
 
 use crate::decide::Event;
 use pagefold_base::{Pid, ProcessId};

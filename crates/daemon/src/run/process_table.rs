@@ -70,6 +70,9 @@ struct KnownProcess {
     tracked: Option<(Process, Duration)>,
     /// Until when it counts as untracked, whatever its size.
     untracked_until: Duration,
+    /// The process with ranges that the previous daemon enrolled, if it is one. It is tracked whatever its size or
+    /// group.
+    adopted: Option<ProcessId>,
     /// Whether its program was identified.
     program_checked: bool,
     tuner: Option<Tuner>,
@@ -85,6 +88,7 @@ impl KnownProcess {
             resident: Bytes::ZERO,
             tracked: None,
             untracked_until: Duration::ZERO,
+            adopted: None,
             program_checked: false,
             tuner: None,
         }
@@ -134,6 +138,19 @@ impl ProcessTable {
     /// The tracked processes.
     pub fn tracked_processes(&self) -> impl Iterator<Item = &Process> {
         self.entries.values().filter_map(|entry| Some(&entry.tracked.as_ref()?.0))
+    }
+
+    /// The processes with ranges that the previous daemon enrolled.
+    pub fn adopted_processes(&self) -> impl Iterator<Item = ProcessId> {
+        self.entries.values().filter_map(|entry| entry.adopted)
+    }
+
+    /// Track processes with ranges that the previous daemon enrolled, whatever their size or group.
+    pub fn adopt(&mut self, processes: impl IntoIterator<Item = ProcessId>, now: Duration) {
+        for process in processes {
+            let entry = self.entries.entry(process.pid).or_insert_with(|| KnownProcess::new(now));
+            (entry.adopted, entry.next_check_at) = (Some(process), now);
+        }
     }
 
     /// A program that rewrites KSM's settings periodically.
@@ -256,6 +273,7 @@ impl ProcessTable {
     ) {
         let Some(entry) = self.entries.get_mut(&pid) else { return };
         if entry.tracked.is_none()
+            && entry.adopted.is_none()
             && entry.tuner.is_none()
             && let Ok(resident) = resident_from_statm(host, host.read(&format!("proc/{pid}/statm")))
             && (resident < settings.min_resident || now < entry.untracked_until)
@@ -299,7 +317,7 @@ impl KnownProcess {
         polled: &mut PollResult,
     ) {
         let id = handle.id();
-        if self.id.is_some_and(|previous| previous != id) {
+        if self.id.is_some_and(|previous| previous != id) || self.adopted.is_some_and(|adopted| adopted != id) {
             polled.untrack(self);
             *self = Self::new(now);
         }
@@ -330,7 +348,8 @@ impl KnownProcess {
         };
         self.next_check_at = now + self.check_interval;
         let is_due = self.tracked.as_ref().is_none_or(|(_, next_check)| now >= *next_check);
-        if !is_due || !is_tracked && resident < settings.min_resident {
+        let must_track = is_tracked || self.adopted.is_some();
+        if !is_due || !must_track && resident < settings.min_resident {
             return;
         }
         let Ok(mut process) = observe::process(host, handle) else { return };
@@ -345,37 +364,49 @@ impl KnownProcess {
             }
         }
         let is_outside_group = settings.tracked_group.as_ref().is_some_and(|only| !only.has(&process));
-        if is_outside_group && !is_tracked {
+        if is_outside_group && !must_track {
             self.untracked_until = now + IDENTITY_CHECK_INTERVAL;
             return;
         }
-        // Everything that decides with which processes it may share pages: a change is reported as a new arrival.
+        if let Some(arrival) = self.find_arrival(&process, is_outside_group, settings) {
+            polled.events.push(Event::ProcessArrived(arrival));
+        }
+        self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
+    }
+
+    /// The arrival to report for a process: it is new, runs another program, or what decides with which processes it
+    /// may share pages has changed.
+    fn find_arrival(
+        &self,
+        process: &Process,
+        is_outside_group: bool,
+        settings: &DaemonSettings,
+    ) -> Option<ProcessArrival> {
         let sharing_rules = |process: &Process| {
             let is_selected = settings.tracked_group.as_ref().is_none_or(|only| only.has(process));
             (settings.domains.domain(process), is_selected, settings.exclusions.reason(process))
         };
         let is_unchanged = |(previous, next_check): &(Process, Duration)| {
             let program = (&previous.comm, &previous.arguments) == (&process.comm, &process.arguments);
-            program && sharing_rules(previous) == sharing_rules(&process) && !next_check.is_zero()
+            program && sharing_rules(previous) == sharing_rules(process) && !next_check.is_zero()
         };
-        if !self.tracked.as_ref().is_some_and(is_unchanged) {
-            // A process that was tracked before may have merged pages, so it stays known.
-            let exclusion_reason =
-                is_outside_group.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
-            let arrival = build_arrival(&process, resident, settings);
-            polled.events.push(Event::ProcessArrived(ProcessArrival {
-                exclusion_reason: exclusion_reason.or(arrival.exclusion_reason),
-                ..arrival
-            }));
+        if self.tracked.as_ref().is_some_and(is_unchanged) {
+            return None;
         }
-        self.tracked = Some((process, now + IDENTITY_CHECK_INTERVAL));
+        // A process that was tracked or adopted before may have merged pages, so it stays known.
+        let exclusion_reason =
+            is_outside_group.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
+        let arrival = build_arrival(process, self.resident, settings);
+        Some(ProcessArrival { exclusion_reason: exclusion_reason.or(arrival.exclusion_reason), ..arrival })
     }
 }
 
 impl PollResult {
-    /// Report the exit of a tracked process.
+    /// Report the exit of a tracked or adopted process.
     fn untrack(&mut self, entry: &mut KnownProcess) {
-        self.events.extend(entry.tracked.take().map(|(process, _)| Event::ProcessExited(process.id)));
+        let (tracked, adopted) = (entry.tracked.take(), entry.adopted.take());
+        let process = tracked.map(|(process, _)| process.id).or(adopted);
+        self.events.extend(process.map(Event::ProcessExited));
     }
 }
 

@@ -59,6 +59,13 @@ pub enum WorkResult {
         /// CPU time of the walk.
         cpu_time: Duration,
     },
+    /// The record of enrollments was compared with the host.
+    Adoption {
+        /// Enrolled ranges of each process that is taken over.
+        enrolled_ranges: BTreeMap<ProcessId, u64>,
+        /// What is no longer enrolled, with reasons.
+        dropped: Vec<String>,
+    },
     /// A change that a killed run had left was undone.
     Undone(String),
     /// A change could not be undone.

@@ -1,13 +1,17 @@
 use super::*;
 use crate::decide::CensusSummary;
-use crate::decide::DaemonMode;
-use pagefold_base::domain::{DomainRule, TrustGroup};
+use crate::decide::{DaemonMode, SharingScope};
+use pagefold_base::domain::{DomainRule, TrustDomain, TrustGroup};
 use pagefold_base::memory::Shortage;
 use pagefold_base::{Pages, Pid};
 use pagefold_census::results::Matrix;
-use pagefold_host::fake_host::FakeHost;
+use pagefold_host::action::{Action, MergeAdvice};
+use pagefold_host::fake_host::{FakeHost, MERGED_PAGE_NAME};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::journal::StateDirectory;
+use pagefold_host::transaction::session::enrollments::ENROLLMENTS_FILE;
+use pagefold_host::transaction::session::{ChangeLifetime, Session};
 use pagefold_merge::split_zeros;
 use std::sync::atomic::AtomicUsize;
 
@@ -501,4 +505,77 @@ fn half_an_hour_of_the_daemon_passes_in_virtual_time() {
     );
     let censuses: Vec<&String> = lines.iter().filter(|line| line.starts_with("census")).collect();
     assert!((2..=6).contains(&censuses.len()) && censuses[0].contains("new process"), "{lines:?}");
+}
+
+/// How a daemon in virtual time was ended, and its log.
+fn run_daemon(
+    host: &FakeHost,
+    directory: &Path,
+    settings: DaemonSettings,
+    events: Vec<(Duration, Event)>,
+) -> (bool, Vec<String>) {
+    let (start, (sender, messages)) = (host.now(), mpsc::channel());
+    let (mut lines, mut events, event_sender) = (Vec::new(), VecDeque::from(events), sender.clone());
+    let mut on_alive = |_: &DaemonState| {
+        while let Some((_, event)) = events.pop_front_if(|(at, _)| elapsed_since(host, start) >= *at) {
+            event_sender.send(Message::Event(event)).unwrap();
+        }
+    };
+    let mut log = |line: &str| lines.push(line.to_owned());
+    let restored = run(host, directory, settings, 1, (sender, messages), &mut on_alive, &mut log).unwrap();
+    (restored, lines)
+}
+
+/// All threads of the real daemon: its successors watch what it enrolled, and one that must not merge a process any
+/// more unenrolls it.
+#[test]
+fn restarted_daemons_take_over_until_the_configuration_forbids_it() {
+    let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+    fake.enable_virtual_time();
+    let seconds = Duration::from_secs;
+    let process = ProcessId { pid: Pid(FIRST_TRACKED_PID + 3), start_time: 1 };
+    let range = pagefold_base::AddressRange { start: 1 << 20, end: 2 << 20 };
+    fake.map_pages(process.pid.0, (range.start, range.end), "", false);
+    fake.put_file(&format!("proc/{}/ksm_merging_pages", process.pid), "0\n");
+    let is_enrolled = || fake.regions(process.pid).unwrap().iter().any(|region| region.2);
+    // The first daemon has merged the range and ended.
+    let scope = SharingScope::of_merge(&TrustDomain::User(7), false);
+    let (mut session, ..) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
+    let action = Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: vec![range] };
+    session.apply(&action, ChangeLifetime::PermanentOnCommit).unwrap();
+    session.record_enrollments([(process, scope.to_string())].into());
+    session.commit().unwrap();
+    drop(session);
+    fake.map_pages(process.pid.0, (range.start, range.end), MERGED_PAGE_NAME, true);
+    fake.put_file(&format!("proc/{}/status", process.pid), "Uid:\t7\t7\t7\t7\n");
+    let mut settings = DaemonSettings::default();
+    settings.rules.mode = DaemonMode::Act;
+    // The process is smaller than those that are tracked.
+    settings.min_resident = Bytes(1 << 40);
+
+    let events = vec![(seconds(5), Event::Unenroll(tracked_elsewhere())), (seconds(60), Event::HandOver)];
+    let (restored, lines) = run_daemon(&fake, directory.path(), settings.clone(), events);
+    assert!(restored && is_enrolled(), "{lines:?}");
+    let is_adoption =
+        |line: &&String| line.starts_with("adopt process 1003") || line.starts_with("adopt program[1003]");
+    assert_eq!(lines.iter().filter(is_adoption).count(), 1, "{lines:?}");
+    assert!(directory.path().join(operator_store::OPERATOR_FILE).exists(), "operator commands are handed over");
+
+    let events = vec![(seconds(20), Event::Stop { unmerge: false })];
+    let (restored, lines) = run_daemon(&fake, directory.path(), settings.clone(), events);
+    assert!(restored && is_enrolled() && lines.iter().any(|line| is_adoption(&line)), "{lines:?}");
+    assert!(!directory.path().join(operator_store::OPERATOR_FILE).exists(), "they end at a stop");
+
+    // The managed group does not contain the process any more.
+    settings.tracked_group = Some(TrustGroup { users: vec![12_345], ..TrustGroup::default() });
+    let events = vec![(seconds(20), Event::HandOver)];
+    let (restored, lines) = run_daemon(&fake, directory.path(), settings, events);
+    assert!(restored && !is_enrolled(), "{lines:?}");
+    assert!(lines.iter().any(|line| line.starts_with("unenroll ") && line.contains("excluded")), "{lines:?}");
+    assert!(!directory.path().join(ENROLLMENTS_FILE).exists());
+}
+
+/// A process that no daemon tracks, for a command that is saved.
+fn tracked_elsewhere() -> ProcessId {
+    ProcessId { pid: Pid(1), start_time: 1 }
 }

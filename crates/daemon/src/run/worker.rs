@@ -4,10 +4,11 @@
 //! the stable ages of contents, and the plan of the last census. It answers each order with one event. The cost of a
 //! task is the CPU time that the process and ksmd used meanwhile.
 
+use super::adoption::{describe_dropped, read_recorded_processes};
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
-    CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff, UnenrollScope,
-    UnenrollSummary,
+    Adoption, CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff,
+    SharingScope, UnenrollScope, UnenrollSummary, decide_adoption,
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
@@ -168,6 +169,9 @@ impl<'h> Worker<'h> {
             Effect::RestoreSettings => self.restore_settings().map(|complete| Event::SettingsRestored { complete }),
             Effect::Halt | Effect::Report(_) | Effect::End { .. } => return Event::TaskFailed("not a task".to_owned()),
         };
+        if let Some(Err(error)) = self.session.as_mut().map(Session::store_recorded_enrollments) {
+            self.send(Message::WorkResult(WorkResult::UndoFailed(session::chain(&error))));
+        }
         result.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
                 self.settings_overwritten = true;
@@ -178,7 +182,8 @@ impl<'h> Worker<'h> {
         })
     }
 
-    /// Acquire the host, undo what a killed run left, and stop ksmd with all merged pages kept.
+    /// Acquire the host, undo what a killed run left, stop ksmd with all merged pages kept, and take over what the
+    /// previous daemon enrolled.
     fn acquire_host(&mut self) -> Result<(), session::Error> {
         let (mut session, undone, failed_undos) = Session::begin(self.host, &self.directory, ResourceClass::Ksm)?;
         ksmd::check_writable(&session)?;
@@ -188,7 +193,38 @@ impl<'h> Worker<'h> {
         }
         self.report_failed_undos(failed_undos);
         ksmd::pause(&mut session)?;
+        self.adopt_enrollments(&mut session)?;
         (self.session, self.settings_overwritten, self.needs_sweep) = (Some(session), false, true);
+        Ok(())
+    }
+
+    /// Watch the recorded ranges that are still enrolled, and drop the others from the record. Ranges that this daemon
+    /// enrolled itself are in the record, too.
+    fn adopt_enrollments(&mut self, session: &mut Session<'h>) -> Result<(), session::Error> {
+        let adoption = decide_adoption(read_recorded_processes(self.host, session.recorded_enrollments()));
+        session.retain_recorded_enrollments(&adoption.kept_ranges())?;
+        if adoption == Adoption::default() {
+            return Ok(());
+        }
+        let dropped = describe_dropped(&adoption.stale);
+        let (mut adopted, mut enrolled_ranges) = (Vec::new(), BTreeMap::new());
+        for process in adoption.adopted {
+            let known = self.enrolled_ranges.get(&process.process).map(Vec::as_slice).unwrap_or_default();
+            let new_ranges: Vec<AddressRange> = process.ranges.iter().flat_map(|range| range.subtract(known)).collect();
+            let facts = pagefold_host::hold(self.host, process.process)
+                .and_then(|handle| observe::process(self.host, &*handle));
+            let (false, Ok(facts)) = (new_ranges.is_empty(), facts) else { continue };
+            self.merge_monitor.add_enrolled(&facts, &new_ranges);
+            let all_ranges = unmerge::joined([known, &new_ranges].concat());
+            enrolled_ranges.insert(process.process, all_ranges.len() as u64);
+            self.enrolled_ranges.insert(process.process, all_ranges);
+            adopted.push((process.process, process.scopes));
+        }
+        self.send(Message::WorkResult(WorkResult::Adoption { enrolled_ranges, dropped }));
+        if !adopted.is_empty() {
+            self.merge_monitor.check_pages(CheckScope::All);
+            self.send(Message::Event(Event::EnrollmentsAdopted(adopted)));
+        }
         Ok(())
     }
 
@@ -300,6 +336,9 @@ impl<'h> Worker<'h> {
         let (cpu_before, started) = (self.host.own_cpu_time(), self.host.now());
         let prepared = PreparedMerge { plan, probes, started_at: started };
         let progress = merge::MergeProgress::default();
+        let scope = |target: &PlanTarget| SharingScope::of_merge(&target.domain, settings.rules.across_domains);
+        let labels = prepared.plan.targets.iter().map(|target| (target.process.id, scope(target).to_string()));
+        session.record_enrollments(labels.collect());
         let outcome = execute_plan(session, prepared, &options, &mut self.merge_monitor, &progress, &self.cancel)?;
         if let MergeEnd::SettingsOverwritten(_) = outcome.end {
             self.settings_overwritten = true;

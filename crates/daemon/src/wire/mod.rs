@@ -602,7 +602,7 @@ pub struct SharingReport {
 pub struct DecisionReport {
     /// Time of the decision, in milliseconds of Unix time.
     pub time_ms: u64,
-    /// Kind of the decision: `census`, `merge`, `unenroll`, `skip`, `idle`, `yield`, `refuse`, `restore`.
+    /// Kind of the decision: `census`, `merge`, `unenroll`, `skip`, `idle`, `yield`, `refuse`, `restore`, `adopt`.
     pub kind: String,
     /// Labels of the processes it is about, or `this host`.
     pub subject: String,

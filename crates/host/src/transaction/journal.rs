@@ -1,12 +1,13 @@
 //! The journal: the undo of each change is stored before the host is changed, so that it can be undone after a crash.
 //!
 //! The journal is a file in a directory on a file system that does not survive a reboot (`/run/pagefold`), except for
-//! that of configuration files ([`ResourceClass::Configuration`](crate::resource::ResourceClass)). Its first
-//! line is JSON of the whole journal and is replaced atomically. Each further line is JSON of changes to it
+//! that of configuration files ([`ResourceClass::Configuration`](crate::resource::ResourceClass)). Its first line is
+//! JSON of the whole journal and is replaced atomically. Each further line is JSON of changes to it
 //! ([`JournalChange`]), so that the bytes written for an action do not grow with the number of earlier actions. A last
 //! line without a newline was truncated while it was written; the action it precedes was not performed. The journal
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
-//! state before a policy was set. It outlives the command that set the policy.
+//! state before a policy was set. It outlives the command that set the policy. A third one stores the undo of
+//! enrollments that stay for the next daemon (`session::enrollments`).
 
 mod wire;
 

@@ -19,11 +19,12 @@
 //!
 //! The enrollments of a session stay once it commits. If it ends before, by an error, a panic or `kill -9`, they are
 //! undone. This needs free memory for copies of the merged pages, without memory pressure; otherwise the entries stay
-//! in the journal.
+//! in the journal. A daemon also records the undo of committed enrollments for the next daemon ([`enrollments`]).
 //!
 //! Changes that a command leaves behind on purpose ([`Session::keep_changes`]), such as the settings of a policy or the
 //! placement of machines, are stored in a separate file until [`Session::undo_kept_changes`].
 
+pub mod enrollments;
 mod error;
 mod extents;
 mod undo;
@@ -34,9 +35,10 @@ use crate::knob::Knob;
 use crate::resource::ResourceClass;
 use crate::transaction::journal::{Journal, JournalChange, JournalEntry, StateDirectory};
 use crate::{Host, HostLock, LockHolder};
+use enrollments::RecordedEnrollments;
 pub use error::Error;
 pub use error::chain;
-use extents::Extents;
+pub use extents::Extents;
 use pagefold_base::{Absent, AddressRange, ProcessId};
 use rustix::fs::OFlags;
 use std::collections::{BTreeMap, BTreeSet};
@@ -131,6 +133,10 @@ pub struct Session<'a> {
     retry_entries: Vec<JournalEntry>,
     journal_size: JournalSize,
     stop_durations: Vec<Duration>,
+    /// Enrollments that stay after this session.
+    recorded: RecordedEnrollments,
+    /// The labels of processes with which the next commit records its enrollments, if it does.
+    enrollment_labels: Option<BTreeMap<ProcessId, String>>,
     _lock: File,
     _claim: HostLock,
 }
@@ -174,6 +180,7 @@ impl<'a> Session<'a> {
         let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
         let old_journal = Journal::load(&directory, class.journal_file())?
             .filter(|journal| class.survives_reboot() || journal.boot == boot);
+        let recorded = RecordedEnrollments::load(&directory, class, &boot)?;
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
         let journal_size = JournalSize::default();
         let mut session = Self {
@@ -184,11 +191,19 @@ impl<'a> Session<'a> {
             retry_entries: Vec::new(),
             journal_size,
             stop_durations: Vec::new(),
+            recorded,
+            enrollment_labels: None,
             _lock: lock,
             _claim: claim,
         };
         let Some(old_journal) = old_journal else { return Ok((session, Vec::new(), Vec::new())) };
         session.journal.entries = old_journal.entries;
+        let old_count = session.journal.entries.len();
+        // Killed during the commit.
+        session.journal.entries.retain(|entry| !session.recorded.contains(entry));
+        if session.journal.entries.len() < old_count {
+            session.rewrite_journal()?;
+        }
         let (undone, failed) = session.undo_entries()?;
         Ok((session, undone, failed))
     }
@@ -227,6 +242,11 @@ impl<'a> Session<'a> {
         }
         if lifetime == ChangeLifetime::Permanent {
             let effect = self.apply_to_host(action, stop)?;
+            if let (Some(process), true) = (action.process(), action.unmerges()) {
+                let missed = AddressRange::union(effect.missed_ranges.iter().map(|(range, _)| *range).collect());
+                let unenrolled = action.ranges().iter().flat_map(|range| range.subtract(&missed)).collect::<Vec<_>>();
+                self.recorded.remove_ranges(process, &unenrolled);
+            }
             if let Action::Write { knob, .. } = action {
                 let length = self.journal.entries.len();
                 self.journal.entries.retain(|entry| !is_entry_of_knob(entry, knob));
@@ -335,9 +355,12 @@ impl<'a> Session<'a> {
             .filter(|entry| entry.until_commit)
             .filter_map(|entry| entry.undo.process())
             .collect();
-        self.retry_entries.retain(|entry| {
-            !entry.until_commit || entry.undo.process().is_none_or(|process| !committed.contains(&process))
-        });
+        let is_committed = |entry: &JournalEntry| {
+            entry.until_commit && entry.undo.process().is_some_and(|process| committed.contains(&process))
+        };
+        let entries = self.retry_entries.iter().chain(&self.journal.entries).filter(|entry| is_committed(entry));
+        self.add_recorded_enrollments(entries.cloned().collect())?;
+        self.retry_entries.retain(|entry| !is_committed(entry));
         self.journal.entries.retain(|entry| !entry.until_commit);
         if self.retry_entries.len() + self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
@@ -615,10 +638,11 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let messages: Vec<String> = match self.undo_entries() {
+        let mut messages: Vec<String> = match self.undo_entries() {
             Ok((_, failed)) => failed.iter().map(|failed| format!("not undone: {failed}")).collect(),
             Err(error) => vec![chain(&error)],
         };
+        messages.extend(self.store_recorded_enrollments().err().map(|error| chain(&error)));
         for message in messages {
             // Standard error may be closed, and a panic here would abort the process.
             let _ = writeln!(io::stderr(), "pagefold: {message}");

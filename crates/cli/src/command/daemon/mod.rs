@@ -18,18 +18,18 @@ use clap::Args;
 use control_socket::{ControlRequest, ControlSocket, send_request};
 use notify::SystemdNotifier;
 use pagefold_base::Pid;
-use pagefold_daemon::decide::{DaemonMode, DaemonState, Event};
+use pagefold_daemon::decide::{DaemonMode, DaemonRules, DaemonState, Event};
 use pagefold_daemon::run as daemon;
 use pagefold_daemon::run::{DaemonSettings, Message, Snapshot};
 use pagefold_daemon::text;
 use pagefold_daemon::wire::{ControlReply, StatusReport};
 use pagefold_doctor::wire::FindingReport;
-use pagefold_host::{Host, memory_headroom};
+use pagefold_host::{Host, memory_headroom, observe};
 use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_vcpu::monitor::MachineMonitor;
 use placement::{PlacementThread, SharedPlacement};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use status::ProcessScope;
 use std::io::Write;
@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 const EXAMPLES: &str = "\
 Examples:
   pagefold daemon                        report predicted savings, and change nothing
-  pagefold daemon --mode act             merge, with 10 % of one CPU on average
+  pagefold daemon --mode act             merge, with 10 % of one CPU or 1 % of all CPUs on average
   pagefold daemon --http                 serve a page and metrics at http://127.0.0.1:9750/
   pagefold daemon --history /var/lib/pagefold/history.db
                                          record a history for `pagefold report`
@@ -55,11 +55,14 @@ Examples:
 The configuration sets what it does (`pagefold config default`). SIGHUP reads the configuration again, \
 except http, http_names, history and placement.
 
-SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
-all that it enrolled, as far as there is memory, even if it is paused. It skips this if its mode is observe or \
-advise at that time, or if another program controls KSM. It does not know what an earlier daemon enrolled; \
-`pagefold unmerge` unenrolls that, too. A pause and processes unenrolled by an operator outlast a daemon that is killed, but \
-not one that is stopped.
+SIGTERM stops the daemon: it restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon \
+first unenrolls all that it or an earlier daemon enrolled, as far as there is memory, even if it is paused. It skips \
+this if its mode is observe or advise at that time, or if another program controls KSM. SIGUSR1 hands over to the next \
+daemon: merged pages stay merged in any case. The service uses it when it is restarted or upgraded.
+
+The next daemon of the same boot takes over what earlier ones enrolled: it watches the merged pages, and unenrolls \
+them under the same rules. `pagefold recover --unenroll` unenrolls them without a daemon. A pause and processes \
+unenrolled by an operator outlast a daemon that hands over or is killed, but not one that is stopped.
 
 Exit status: 0 stopped and everything undone, 2 it could not run, 3 not everything could be undone, or a \
 process that had to be unenrolled stays merged (with --unmerge-on-exit all processes). Standard error names \
@@ -72,7 +75,7 @@ pub struct DaemonArguments {
     /// What the daemon may do [default: from the configuration, otherwise advise]
     #[arg(long, value_enum)]
     mode: Option<DaemonModeArgument>,
-    /// At the end, unenroll and unmerge all that this daemon enrolled, as far as there is memory
+    /// At a stop, unenroll and unmerge all that this or an earlier daemon enrolled, as far as there is memory
     #[arg(long)]
     unmerge_on_exit: bool,
     /// Serve the status over HTTP at this address, 127.0.0.1:9750 if none is given [default: from the configuration,
@@ -147,9 +150,9 @@ impl ProcessArgument {
 
 /// Run until a signal stops it.
 pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    let settings = load_settings(options, global)?;
+    let config = Config::load(global)?;
     if let Some(folders) = replay::recording_folders(global)? {
-        return replay::run(&folders, settings, options);
+        return replay::run(&folders, &config, options);
     }
     if options.json {
         bail!("--json prints only decisions over a trace; `pagefold status --json` prints the status of a daemon");
@@ -158,6 +161,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let _ = daemon::return_large_blocks_when_freed();
     // Leaked so that the threads that answer requests can read it for as long as the process runs.
     let host: &'static dyn Host = Box::leak(host_selection::open_host(global)?);
+    let settings = resolve_settings(&config, options, host)?;
     if global.host == "live" {
         check_ksm_present(host)?;
     } else if settings.rules.mode == DaemonMode::Act {
@@ -169,7 +173,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         .create(&global.state)
         .with_context(|| format!("cannot create the state directory {}: pass --state DIR", global.state.display()))?;
     let control = ControlSocket::bind(&global.state)?;
-    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
+    let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
     let placement = placement::start(host, global)?;
     let status_source = Arc::new(StatusSource {
@@ -188,10 +192,11 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     control
         .serve_requests(Arc::new(move |request| status_source.answer_request(request)))
         .context("cannot start a thread")?;
-    handle_signals(signals, sender.clone(), options, global)?;
+    handle_signals(signals, sender.clone(), options, global, host)?;
 
     let mut notify = SystemdNotifier::from_environment();
     log_line(&format!("started on {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
+    log_line(&describe_cpu_bound(&settings.rules));
     if settings.rules.mode == DaemonMode::Act
         && let Some(warning) = describe_unreadable_limits(host)
     {
@@ -221,13 +226,19 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     Ok(if all_undone { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
-/// The settings in force, from the configuration and the command line.
-fn load_settings(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<DaemonSettings> {
-    let mut settings = Config::load(global)?.daemon_settings();
+/// The settings in force on a host, from the configuration and the command line.
+fn resolve_settings(config: &Config, options: &DaemonArguments, host: &dyn Host) -> anyhow::Result<DaemonSettings> {
+    let mut settings = config.daemon_settings(observe::online_cpu_count(host).ok())?;
     if let Some(mode) = options.mode {
         settings.rules.mode = mode.into();
     }
     Ok(settings)
+}
+
+/// The bound on CPU time in words.
+fn describe_cpu_bound(rules: &DaemonRules) -> String {
+    let (percent, burst) = (rules.cpu_rate * 100.0, rules.burst.as_secs_f64());
+    format!("CPU bound of ksmd and pagefold: {percent:.1} % of one CPU on average, bursts of {burst:.0} s")
 }
 
 /// A warning about cgroups that the daemon cannot unmerge later, because their memory limits cannot be read.
@@ -261,15 +272,17 @@ fn handle_signals(
     sender: Sender<Message>,
     options: &DaemonArguments,
     global: &GlobalOptions,
+    host: &'static dyn Host,
 ) -> anyhow::Result<()> {
     let (options, global) = (options.clone(), global.clone());
     let unmerge = options.unmerge_on_exit;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for signal in signals.forever() {
             let message = match signal {
-                SIGHUP => match load_settings(&options, &global) {
+                SIGHUP => match Config::load(&global).and_then(|config| resolve_settings(&config, &options, host)) {
                     Ok(settings) => {
                         log_line("the configuration was read again, except http, http_names, history and placement");
+                        log_line(&describe_cpu_bound(&settings.rules));
                         Message::Settings(Box::new(settings))
                     }
                     Err(error) => {
@@ -277,6 +290,7 @@ fn handle_signals(
                         continue;
                     }
                 },
+                SIGUSR1 => Message::Event(Event::HandOver),
                 _ => Message::Event(Event::Stop { unmerge }),
             };
             if sender.send(message).is_err() {
@@ -402,7 +416,7 @@ impl StatusSource {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_daemon::decide::{DaemonRules, TickReadings, TimeOfDay, step};
+    use pagefold_daemon::decide::{TickReadings, TimeOfDay, step};
 
     /// The answers to `enroll` and `unenroll` after some events.
     fn operator_replies(mode: DaemonMode, events: impl IntoIterator<Item = Event>) -> [String; 2] {

@@ -1,12 +1,13 @@
 //! Replay of a trace by the daemon, as fast as it can be read.
 
-use super::{DaemonArguments, status};
+use super::{DaemonArguments, resolve_settings, status};
 use crate::command_line::GlobalOptions;
+use crate::config::Config;
 use crate::{CommandOutcome, output};
 use anyhow::{Context, bail};
 use pagefold_daemon::decide::{DaemonMode, TimeOfDay};
+use pagefold_daemon::run::LoggedDecision;
 use pagefold_daemon::run::replay::{DaemonReplay, ReplayStep};
-use pagefold_daemon::run::{DaemonSettings, LoggedDecision};
 use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_recording::trace;
@@ -24,11 +25,7 @@ pub fn recording_folders(global: &GlobalOptions) -> anyhow::Result<Option<Vec<Pa
 }
 
 /// Replay the recordings, and print the daemon's decisions.
-pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArguments) -> anyhow::Result<CommandOutcome> {
-    if settings.rules.mode == DaemonMode::Act {
-        bail!("a recording cannot be changed: give --mode advise");
-    }
-    let mut settings = Some(settings);
+pub fn run(folders: &[PathBuf], config: &Config, options: &DaemonArguments) -> anyhow::Result<CommandOutcome> {
     let mut replay = None;
     for folder in folders {
         let recording =
@@ -36,7 +33,10 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {
-                let settings = settings.take().unwrap_or_default();
+                let settings = resolve_settings(config, options, &recording.host)?;
+                if settings.rules.mode == DaemonMode::Act {
+                    bail!("a recording cannot be changed: give --mode advise");
+                }
                 none.insert(DaemonReplay::new(settings, options.seed, &recording.host)?)
             }
         };

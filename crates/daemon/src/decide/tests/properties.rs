@@ -49,7 +49,7 @@ fn host_after_steps(steps: &[HostStep], base: &DaemonRules, cores: f64, census_s
 
 impl SimulatedHost {
     /// Remove memory pressure and all failures.
-    fn remove_obstacles(&mut self) {
+    pub(super) fn remove_obstacles(&mut self) {
         (self.pressure, self.unenroll_fails) = (0.0, false);
         self.deliver(Event::RulesChanged(rules(DaemonMode::Act)));
         self.deliver(Event::TunerChanged(None));

@@ -1,8 +1,11 @@
 //! Tests of unenrolling, on a fake host.
 
+mod adoption;
+
 use super::*;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::{AddressRange, Pages, Pid};
+use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::fake_host::{AdviceFault, FakeHost, MERGED_PAGE_NAME};
 use pagefold_merge::decide::plan::{EnrollMethod, PlannedRange};
 use std::sync::mpsc;

@@ -1,6 +1,7 @@
 //! Sessions on an in-memory host: after any failure the settings are restored, or the report says what remains.
 
 mod advice;
+mod enrollments;
 mod placement;
 
 use super::undo::{HUNG_AFTER, HUNG_REASON, PROCESS_EXIT_TIMEOUT};
