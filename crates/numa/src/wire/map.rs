@@ -520,11 +520,7 @@ impl<'t> ThreadGroupKey<'t> {
 }
 
 /// Threads by role, node and permitted CPUs.
-fn thread_groups(
-    threads: &[ThreadPlacement],
-    emulator: Option<Pid>,
-    topology: &Topology,
-) -> Vec<ThreadGroupReport> {
+fn thread_groups(threads: &[ThreadPlacement], emulator: Option<Pid>, topology: &Topology) -> Vec<ThreadGroupReport> {
     let mut groups: BTreeMap<ThreadGroupKey<'_>, Vec<&ThreadPlacement>> = BTreeMap::new();
     for thread in threads {
         groups.entry(ThreadGroupKey::new(thread, emulator, topology)).or_default().push(thread);
