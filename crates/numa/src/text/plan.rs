@@ -8,11 +8,12 @@ use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes
 use pagefold_output::wire::GainReport;
 use std::fmt::Write;
 
-/// Renders the plan. Machines that stay are summed up, unless `shows_all`. `remedy` says what to do about processes that
+/// Renders the plan. Machines that stay and are not bound are summed up, unless `shows_all`. `remedy` says what to do about processes that
 /// could not be read.
 pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_title(report), 0);
-    let shown: Vec<&MachinePlanReport> = report.machines.iter().filter(|machine| shows_all || machine.moved).collect();
+    let shown: Vec<&MachinePlanReport> =
+        report.machines.iter().filter(|machine| shows_all || machine.moved || machine.bound).collect();
     if !shown.is_empty() {
         text.push('\n');
         text.push_str(&render_machines(report, &shown, style));

@@ -5,6 +5,7 @@ use crate::decide::{MissingReading, require};
 use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend};
 use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::identity::virtual_nodes::VirtualNode;
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
 use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
@@ -183,6 +184,13 @@ impl VmFacts {
     pub(super) fn vcpu_threads(&self) -> Result<Vec<&VmThread>, MissingReading> {
         let threads = require("the threads of the machine", &self.threads)?;
         Ok(threads.iter().filter(|thread| matches!(thread.role, ThreadRole::Vcpu(_))).collect())
+    }
+
+    /// The CPUs on which each virtual CPU of a virtual node may run.
+    pub(super) fn allowed_cpus_of(&self, node: &VirtualNode) -> Result<Vec<&IdSet>, MissingReading> {
+        let runs_on =
+            |thread: &&VmThread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number));
+        Ok(self.vcpu_threads()?.into_iter().filter(runs_on).map(|thread| &thread.allowed_cpus).collect())
     }
 
     /// The number of virtual CPUs: by threads, else by definition.

@@ -4,8 +4,7 @@ use super::facts::{SettingFacts, VmFacts};
 use super::{Judge, SettingRule, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
-use pagefold_base::identity::thread_role::ThreadRole;
-use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
+use pagefold_base::identity::virtual_nodes::STRICT_POLICY;
 use pagefold_base::{IdSet, count_text};
 use std::collections::BTreeMap;
 
@@ -155,8 +154,8 @@ pub(super) fn bound_nodes(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<
 }
 
 /// Off only if each machine is placed. A machine on several nodes is placed only if its virtual nodes are: otherwise its
-/// virtual CPUs may read memory of one another's nodes. `pagefold numa verify`, which knows the node of each page of a
-/// virtual node, advises by the share of remote accesses.
+/// virtual CPUs may read memory of one another's nodes. Where bindings do not show it, the setting stays as it is, because
+/// `pagefold numa verify`, which reads page tables, may have advised it.
 fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/numa_balancing";
@@ -187,16 +186,24 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     if unbound > 0 {
         return Ok(rule.ok("NUMA balancing moves memory to the guests that use it", value));
     }
-    let mut misplaced = Vec::new();
+    let (mut misplaced, mut unbound_memory) = (Vec::new(), Vec::new());
     for (vm, vcpu_nodes) in bound {
         let (memory, name) = (vm.require_node_memory()?, vm.name.escape_debug());
         if !memory.is_on(&vcpu_nodes) {
             misplaced.push(format!("{name} on {vcpu_nodes} with memory on {memory}"));
-        } else if vcpu_nodes.iter().count() > 1 && !binds_each_virtual_node(vm, &nodes)? {
-            misplaced.push(format!("{name} on {vcpu_nodes} without virtual nodes that are each bound to one"));
+        } else if vcpu_nodes.iter().count() > 1 {
+            match has_near_memory(vm, &nodes)? {
+                Some(true) => {}
+                Some(false) => misplaced.push(format!("{name} on {vcpu_nodes}, with virtual CPUs away from memory")),
+                None => unbound_memory.push(format!("{name} on {vcpu_nodes}")),
+            }
         }
     }
     match (mode, misplaced.as_slice()) {
+        (_, []) if !unbound_memory.is_empty() => {
+            let title = "virtual nodes are not bound: `pagefold numa verify` tells whether NUMA balancing is of use";
+            Ok(rule.ok(title, format!("{value}; {}", shown_names(&unbound_memory))))
+        }
         (0, []) => Ok(rule.ok("all machines are placed on nodes, and NUMA balancing is off", value)),
         (_, []) => {
             let title = "all machines are placed on nodes, and NUMA balancing costs faults and moves nothing";
@@ -216,22 +223,29 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     }
 }
 
-/// Whether the memory and the virtual CPUs of each virtual node are bound to one node of the host, the same for both.
-fn binds_each_virtual_node(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<bool, MissingReading> {
-    let Some(definition) = &vm.definition else { return Ok(false) };
+/// Whether each virtual CPU of a machine over several nodes has its memory near, as far as bindings show. Without virtual
+/// nodes each reads memory of all nodes. `None` if memory is not bound (`policy=bind`) to one node: only page tables tell.
+fn has_near_memory(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<Option<bool>, MissingReading> {
+    let Some(definition) = &vm.definition else { return Ok(None) };
     let virtual_nodes = &require("the definition of the machine", definition)?.virtual_nodes;
-    let threads = vm.vcpu_threads()?;
-    let is_bound = |node: &VirtualNode| {
+    if virtual_nodes.len() < 2 {
+        return Ok(Some(false));
+    }
+    let mut all_near = Some(true);
+    for node in virtual_nodes {
         let host_nodes: Vec<u32> = node.host_nodes.iter().collect();
-        let [host_node] = host_nodes[..] else { return false };
-        let own = threads
-            .iter()
-            .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
-        let cpus: Vec<&IdSet> = own.map(|thread| &thread.allowed_cpus).collect();
-        let is_near = |cpus: &&IdSet| nodes.get(&host_node).is_some_and(|node| cpus.is_subset(node));
-        node.policy.as_deref() == Some(STRICT_POLICY) && !cpus.is_empty() && cpus.iter().all(is_near)
-    };
-    Ok(virtual_nodes.len() > 1 && virtual_nodes.iter().all(is_bound))
+        let vcpus = vm.allowed_cpus_of(node)?;
+        let cpus = match (node.policy.as_deref(), &host_nodes[..]) {
+            (Some(STRICT_POLICY), [host_node]) if !vcpus.is_empty() => nodes.get(host_node),
+            _ => None,
+        };
+        match cpus {
+            None => all_near = None,
+            Some(cpus) if vcpus.iter().all(|vcpu| vcpu.is_subset(cpus)) => {}
+            Some(_) => return Ok(Some(false)),
+        }
+    }
+    Ok(all_near)
 }
 
 /// The first names of a long list.

@@ -6,7 +6,6 @@ use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
-use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
@@ -355,7 +354,6 @@ fn virtual_node_faults(
     parts: u64,
 ) -> Result<Vec<String>, MissingReading> {
     let all: IdSet = nodes.values().flat_map(IdSet::iter).collect();
-    let threads = vm.vcpu_threads()?;
     let mut faults = Vec::new();
     for node in virtual_nodes {
         let (id, host_nodes) = (node.id, &node.host_nodes);
@@ -371,10 +369,7 @@ fn virtual_node_faults(
         if host_nodes.is_empty() {
             continue;
         }
-        let own = threads
-            .iter()
-            .filter(|thread| matches!(thread.role, ThreadRole::Vcpu(number) if node.vcpus.contains(number)));
-        let bound = own.map(|thread| &thread.allowed_cpus).filter(|cpus| !all.is_subset(cpus));
+        let bound = vm.allowed_cpus_of(node)?.into_iter().filter(|cpus| !all.is_subset(cpus));
         let cpus: IdSet = bound.flat_map(IdSet::iter).collect();
         let vcpu_nodes = nodes_of_cpus(&cpus, nodes);
         if !vcpu_nodes.is_subset(host_nodes) {

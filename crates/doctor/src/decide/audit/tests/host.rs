@@ -255,7 +255,7 @@ fn balancing_is_of_use_to_machines_over_several_nodes_without_bound_virtual_node
     let (local, crosswise) = (["0-3", "4-7"], ["4-7", "0-3"]);
     assert_eq!(verdicts(&virtual_nodes(0, 1, "bind"), &local), [Warn, Fine]);
     assert_eq!(verdicts(&virtual_nodes(0, 1, "bind"), &crosswise), [Fine, Warn], "all accesses are remote");
-    assert_eq!(verdicts(&virtual_nodes(0, 1, "preferred"), &local), [Fine, Warn], "memory may be elsewhere");
+    assert_eq!(verdicts(&virtual_nodes(0, 1, "preferred"), &local), [Fine, Fine], "only page tables tell");
     assert_eq!(verdicts("", &local), [Fine, Warn], "each virtual CPU reads memory of both nodes");
 }
 
