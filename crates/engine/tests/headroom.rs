@@ -9,6 +9,10 @@ use std::time::{Duration, Instant};
 
 const BYTES_PER_MIB: u64 = 1 << 20;
 
+/// Bytes that the kernel charges to a cgroup in advance on each CPU, as part of its usage: `MEMCG_CHARGE_BATCH` pages
+/// (include/linux/memcontrol.h, Linux 6.18).
+const CHARGE_BATCH_BYTES: u64 = 64 * PAGE_BYTES;
+
 /// A cgroup of the memory controller, v1 or v2. Removed on drop.
 struct MemoryCgroup {
     path: PathBuf,
@@ -39,8 +43,10 @@ impl MemoryCgroup {
         text.trim().parse().expect("a number")
     }
 
+    /// Let the members use `headroom` bytes more, whatever the kernel charges in advance on each CPU later.
     fn set_headroom(&self, headroom: u64) {
-        let limit = self.used_bytes() + headroom;
+        let cpus = std::thread::available_parallelism().map_or(1, |cpus| cpus.get() as u64);
+        let limit = self.used_bytes() + headroom + cpus * CHARGE_BATCH_BYTES;
         std::fs::write(self.path.join(self.limit_file), limit.to_string()).expect("permission");
     }
 }
