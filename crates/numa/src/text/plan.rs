@@ -2,8 +2,10 @@
 
 use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
-use crate::wire::plan::{HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
+use crate::decide::plan::VCPU_TOLERANCE;
+use crate::wire::plan::{AlternativeReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
 use comfy_table::Cell;
+use pagefold_base::IdSet;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
 use pagefold_output::wire::GainReport;
 use std::fmt::Write;
@@ -168,17 +170,25 @@ fn describe_reason(reason: &str) -> &'static str {
     }
 }
 
-/// What each machine gains by its move. Empty if none moves.
+/// What each machine gains by its placement, and what it would gain by the next best one. Empty if none is shown.
 fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: TextStyle) -> String {
-    let moved: Vec<&&MachinePlanReport> = shown.iter().filter(|machine| machine.moved).collect();
-    if moved.is_empty() {
+    if shown.is_empty() {
         return String::new();
     }
     let mut text = style.format_heading("Gain by resource, CPU s/h");
-    let mut table = style.new_table(&[">pid", "name", ">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"]);
-    for machine in moved {
+    let resources = [">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"];
+    let headings: Vec<&str> = [">pid", "name"].into_iter().chain(resources).chain(["next best", ">its net"]).collect();
+    let mut table = style.new_table(&headings);
+    for machine in shown {
         let name = cut_end(&escape_unprintable(&machine.process.label()), NAME_COLUMNS);
-        table.add_row([right(machine.process.pid), Cell::new(name)].into_iter().chain(gain_cells(&machine.gain)));
+        let [place, net] = match &machine.next_best {
+            Some(next) => [describe_alternative(next), format_gain(next.gain.net)],
+            None => ["none".to_owned(), String::new()],
+        };
+        let next_best = [Cell::new(place), right(net)];
+        table.add_row(
+            [right(machine.process.pid), Cell::new(name)].into_iter().chain(gain_cells(&machine.gain)).chain(next_best),
+        );
     }
     text.push_str(&style.render_table(&table));
     let gib = |price: f64| price * (1_u64 << 30) as f64 / report.page_size as f64;
@@ -195,6 +205,23 @@ fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: Te
         0,
     ));
     text
+}
+
+/// `node 1`, `nodes 1,0` for two virtual nodes, `over 0-1` for both together, or `as it is`; and whether there is no room.
+fn describe_alternative(next: &AlternativeReport) -> String {
+    let first = next.part_nodes.first().map(Vec::as_slice).unwrap_or_default();
+    let is_one_place = next.part_nodes.iter().all(|nodes| nodes == first);
+    let place = match (first, is_one_place) {
+        ([], _) => "as it is".to_owned(),
+        ([node], true) => format!("node {node}"),
+        (nodes, true) => format!("over {}", nodes.iter().copied().collect::<IdSet>()),
+        (_, false) => {
+            let nodes: Vec<String> = next.part_nodes.iter().flatten().map(u32::to_string).collect();
+            format!("nodes {}", cut_end(&nodes.join(","), NAME_COLUMNS))
+        }
+    };
+    let has_room = next.excess_vcpus < VCPU_TOLERANCE && next.excess_pages == 0;
+    if has_room { place } else { format!("{place} (no room)") }
 }
 
 /// The cells of a gain: each resource, and the sum.

@@ -1,7 +1,7 @@
 //! A plan in JSON.
 
 use crate::decide::plan::baselines::{self, Baseline, BaselineResult};
-use crate::decide::plan::{Pattern, PlacementPlan, PlacementProblem, PlanReason, PlannedMove, PlannedVm};
+use crate::decide::plan::{Alternative, Pattern, PlacementPlan, PlacementProblem, PlanReason, PlannedMove, PlannedVm};
 use crate::decide::pricing::{PricedGain, Prices};
 use crate::decide::working_set::{HotnessSource, WorkingSet};
 use crate::map::{NumaMap, ProcessPlacement};
@@ -141,6 +141,22 @@ pub struct MachinePlanReport {
     pub hotness: f64,
     /// `fixed`, `no_permitted_node`, `already_local`, `no_better_placement`, `not_worth_moving`, `nodes_full`, `near_equal_pages`, `one_node`, `node_per_part` or `no_single_node`.
     pub reason: &'static str,
+    /// The next best placement of it, if all other machines are placed as planned; absent if there is no other.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub next_best: Option<AlternativeReport>,
+}
+
+/// Another placement of a machine.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct AlternativeReport {
+    /// The nodes of each part; empty if it stays as it is.
+    pub part_nodes: Vec<Vec<u32>>,
+    /// What it gains against leaving the machine.
+    pub gain: GainReport,
+    /// Virtual CPUs above the capacity of nodes that it adds to the plan's.
+    pub excess_vcpus: f64,
+    /// The same for pages, also hugetlb pages.
+    pub excess_pages: u64,
 }
 
 /// The plan for a part of a machine.
@@ -304,6 +320,20 @@ fn machine_report(
         gain: planned.gain.into(),
         hotness: vm.parts.iter().map(|part| part.hotness).fold(0.0, f64::max),
         reason: reason_word(planned.reason),
+        next_best: planned.next_best.as_ref().map(|alternative| alternative_report(alternative, vm)),
+    }
+}
+
+fn alternative_report(alternative: &Alternative, vm: &PlannedVm) -> AlternativeReport {
+    AlternativeReport {
+        part_nodes: match &alternative.pattern {
+            Pattern::Leave => Vec::new(),
+            Pattern::Nodes(nodes) => nodes.iter().map(|&node| vec![node]).collect(),
+            Pattern::Spread(nodes) => vec![nodes.clone(); vm.parts.len()],
+        },
+        gain: alternative.gain.into(),
+        excess_vcpus: alternative.excess.vcpus,
+        excess_pages: (alternative.excess.pages + alternative.excess.hugetlb_pages).round() as u64,
     }
 }
 

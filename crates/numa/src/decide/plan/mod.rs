@@ -157,10 +157,15 @@ impl Load {
 
     /// The part of the load above the capacity of a node.
     fn excess(self, node: &NodeCapacity) -> Self {
+        self.beyond(Self { vcpus: node.vcpus, pages: node.pages, hugetlb_pages: node.hugetlb_pages })
+    }
+
+    /// The part of the load beyond another load.
+    fn beyond(self, other: Self) -> Self {
         Self {
-            vcpus: (self.vcpus - node.vcpus).max(0.0),
-            pages: (self.pages - node.pages).max(0.0),
-            hugetlb_pages: (self.hugetlb_pages - node.hugetlb_pages).max(0.0),
+            vcpus: (self.vcpus - other.vcpus).max(0.0),
+            pages: (self.pages - other.pages).max(0.0),
+            hugetlb_pages: (self.hugetlb_pages - other.hugetlb_pages).max(0.0),
         }
     }
 
@@ -186,6 +191,21 @@ pub struct PlacementProblem {
 }
 
 impl Column {
+    /// What it gains against leaving the machine.
+    fn gain_against(&self, leave: &Self, prices: &Prices) -> PricedGain {
+        pricing::price(prices, self.amounts.plus(leave.amounts, -1.0))
+    }
+
+    /// Whether one of the two leaves the machine, and the other moves none of it.
+    fn is_same_placement(&self, other: &Self) -> bool {
+        let is_near = |(own, other): (&Load, &Load)| {
+            (own.vcpus - other.vcpus).abs() < VCPU_TOLERANCE && (own.pages - other.pages).abs() < 1.0
+        };
+        [self, other].iter().any(|column| column.pattern == Pattern::Leave)
+            && (self.amounts.moved_pages - other.amounts.moved_pages).abs() < 1.0
+            && self.load.iter().zip(&other.load).all(is_near)
+    }
+
     /// The cost of what lasts: without moving.
     fn lasting_cost(&self, prices: &Prices) -> f64 {
         -pricing::price(prices, PricedAmounts { moved_pages: 0.0, ..self.amounts }).net()
@@ -243,6 +263,19 @@ pub struct PlannedMove {
     pub gain: PricedGain,
     /// Why.
     pub reason: PlanReason,
+    /// The pattern of the lowest cost beside this one; `None` if there is no other.
+    pub next_best: Option<Alternative>,
+}
+
+/// Another pattern for a machine, if all other machines are placed as planned.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Alternative {
+    /// The pattern.
+    pub pattern: Pattern,
+    /// What it gains against leaving the machine.
+    pub gain: PricedGain,
+    /// The load above the capacity of nodes that it adds to the plan's.
+    pub excess: Load,
 }
 
 /// Why a machine has its pattern.
@@ -312,15 +345,10 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     };
     let uncrowded: IdSet =
         (0..problem.nodes.len()).filter(|&position| has_room(position)).map(|at| problem.nodes[at].id).collect();
-    let moves: Vec<PlannedMove> = problem
-        .vms
-        .iter()
-        .zip(&columns)
-        .zip(&chosen)
-        .map(|((vm, columns), &chosen)| {
-            let planned = planned_move(problem, vm, columns, chosen);
-            let stays = planned.pattern == Pattern::Leave && !vm.fixed;
-            PlannedMove { binds_to: stays.then(|| nodes_to_bind(vm, &uncrowded)).flatten(), ..planned }
+    let moves: Vec<PlannedMove> = (0..problem.vms.len())
+        .map(|position| PlannedMove {
+            next_best: next_best(problem, &columns, &chosen, position),
+            ..planned_move(problem, &problem.vms[position], &columns[position], chosen[position], &uncrowded)
         })
         .collect();
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
@@ -407,7 +435,15 @@ pub fn gain_of_remote_merges(problem: &PlacementProblem, vm: &PlannedVm) -> Opti
     (amounts.saved_pages > 0.0).then(|| pricing::price(&problem.prices, amounts))
 }
 
-fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], chosen: usize) -> PlannedMove {
+/// The move of a machine to the chosen column, without its alternative. `uncrowded` are the nodes whose virtual CPUs may
+/// be bound there.
+fn planned_move(
+    problem: &PlacementProblem,
+    vm: &PlannedVm,
+    columns: &[Column],
+    chosen: usize,
+    uncrowded: &IdSet,
+) -> PlannedMove {
     let (leave, column) = (&columns[0], &columns[chosen]);
     let lasting_cost = |column: &Column| column.lasting_cost(&problem.prices);
     let best = columns.iter().map(lasting_cost).fold(f64::INFINITY, f64::min);
@@ -428,15 +464,41 @@ fn planned_move(problem: &PlacementProblem, vm: &PlannedVm, columns: &[Column], 
         Pattern::Nodes(nodes) if nodes.iter().all(|node| *node == nodes[0]) => PlanReason::OneNode,
         Pattern::Nodes(_) => PlanReason::NodePerPart,
     };
+    let stays = column.pattern == Pattern::Leave && !vm.fixed;
     PlannedMove {
         pattern: column.pattern.clone(),
         remote_reads: (leave.amounts.remote_reads, column.amounts.remote_reads),
         moved_pages: column.amounts.moved_pages,
         saved_pages: (leave.amounts.saved_pages, column.amounts.saved_pages),
-        binds_to: None,
-        gain: pricing::price(&problem.prices, column.amounts.plus(leave.amounts, -1.0)),
+        binds_to: stays.then(|| nodes_to_bind(vm, uncrowded)).flatten(),
+        gain: column.gain_against(leave, &problem.prices),
         reason,
+        next_best: None,
     }
+}
+
+/// The column of the lowest cost beside the chosen one of a machine, by its position.
+fn next_best(
+    problem: &PlacementProblem,
+    columns: &[Vec<Column>],
+    chosen: &[usize],
+    position: usize,
+) -> Option<Alternative> {
+    let own = &columns[position];
+    let planned = &own[chosen[position]];
+    let (index, column) = own
+        .iter()
+        .enumerate()
+        .filter(|&(index, column)| index != chosen[position] && !column.is_same_placement(planned))
+        .min_by(|(_, left), (_, right)| left.cost.total_cmp(&right.cost))?;
+    let changed: Vec<usize> =
+        chosen.iter().enumerate().map(|(at, &chosen)| if at == position { index } else { chosen }).collect();
+    let of = |chosen| overload(problem, chosen_columns(columns, chosen));
+    Some(Alternative {
+        pattern: column.pattern.clone(),
+        gain: column.gain_against(&own[0], &problem.prices),
+        excess: of(&changed).beyond(of(chosen)),
+    })
 }
 
 /// The node of each part of a machine, if each has nearly all of its memory on the node on which it runs, and may run

@@ -210,6 +210,14 @@ fn hot_machine_gets_the_node_and_the_cold_one_stays() {
     assert_eq!((&plan.moves[0].pattern, plan.moves[0].reason), (&Pattern::Leave, PlanReason::NodesFull));
     assert_eq!(plan.moves[1].pattern, Pattern::Nodes(vec![0]));
     assert_eq!((plan.remote_reads, plan.overload), ((9e5, 3e5), Load::default()));
+    // The cold one would gain as well by that node, which has no room for both.
+    let gain = |planned: &PlannedMove| planned.gain.net();
+    let next = plan.moves[0].next_best.as_ref().expect("it is not fixed");
+    assert_eq!((&next.pattern, next.excess.vcpus), (&Pattern::Nodes(vec![0]), 4.0), "{next:?}");
+    assert!(next.gain.net() > 0.0 && next.gain.net() < gain(&plan.moves[1]), "{plan:?}");
+    let next = plan.moves[1].next_best.as_ref().expect("it is not fixed");
+    assert_eq!((&next.pattern, next.excess), (&Pattern::Spread(vec![0, 1]), Load::default()), "{next:?}");
+    assert!(next.gain.net() < gain(&plan.moves[1]), "{plan:?}");
 }
 
 #[test]
@@ -223,6 +231,17 @@ fn fixed_and_bound_machines_are_respected() {
     let plan = plan_quickly(&problem);
     assert_eq!((&plan.moves[0].pattern, plan.moves[0].reason), (&Pattern::Leave, PlanReason::Fixed));
     assert_eq!(plan.moves[1].pattern, Pattern::Nodes(vec![1]));
+    assert_eq!(plan.moves[0].next_best, None);
+}
+
+#[test]
+fn next_best_placement_of_a_local_machine_is_not_its_own_place() {
+    let mut problem = host(2, 8.0, 1e6);
+    problem.vms = vec![vm("local", vec![part(2.0, 1e5, &[1], &[1])])];
+    let plan = plan_quickly(&problem);
+    let next = plan.moves[0].next_best.as_ref().expect("it is not fixed");
+    assert_eq!((&next.pattern, next.excess), (&Pattern::Nodes(vec![0]), Load::default()));
+    assert!(next.gain.net() < 0.0, "its memory is moved for nothing: {next:?}");
 }
 
 #[test]
