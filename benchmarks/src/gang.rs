@@ -2,7 +2,7 @@
 //! virtual. `pagefold` must be built with the feature `gang`.
 
 use crate::BenchmarkEffort;
-use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
 use anyhow::{Result, anyhow};
 use pagefold_labs::gang_machine::{LoadFigures, load_figures, machine_rates, run_gang_scenes};
 use std::time::Duration;
@@ -90,13 +90,17 @@ impl SceneFigures<'_> {
         (0..self.rounds).map(|round| load_figures(self.output, &format!("{load}-{policy}-{round}"))).collect()
     }
 
-    fn median(self, load: &str, policy: &str) -> LoadFigures {
-        median_figures(&self.samples(load, policy))
+    /// The least of a figure over the rounds.
+    fn worst(self, load: &str, policy: &str, figure: impl Fn(&LoadFigures) -> f64) -> f64 {
+        self.samples(load, policy).iter().map(figure).fold(f64::INFINITY, f64::min)
     }
 
-    /// The rate of a load under a policy relative to that of another one.
+    /// The rate of a load under a policy relative to that of another one: the ratio of the medians.
     fn ratio(self, [load, policy]: [&str; 2], [base, base_policy]: [&str; 2]) -> f64 {
-        self.median(load, policy).rate / self.median(base, base_policy).rate
+        let rate = |load, policy| {
+            SampleSpread::from_samples(self.samples(load, policy).iter().map(|sample| sample.rate)).median
+        };
+        rate(load, policy) / rate(base, base_policy)
     }
 }
 
@@ -113,7 +117,7 @@ fn evaluate(figures: SceneFigures<'_>) -> Findings {
 /// Adds the table of all loads, and every sample.
 fn tabulate_rates(figures: SceneFigures<'_>, findings: &mut Findings) {
     let mut table = MarkdownTable::new(
-        "Median of the rounds",
+        "Median of the rounds for the rate, and the worst round for fairness and co-run",
         &["load (VMs x vCPUs)", "scheduler", "operations/s", "range", "fairness", "co-run"],
     );
     for scene in &SCENES {
@@ -123,34 +127,41 @@ fn tabulate_rates(figures: SceneFigures<'_>, findings: &mut Findings) {
                 let LoadFigures { rate, fairness, corun, .. } = sample;
                 findings.samples.push(format!("{},{policy},{round},{rate:.0},{fairness:.4},{corun:.4}", scene.load));
             }
-            let rates = || samples.iter().map(|sample| sample.rate);
-            let (low, high) = (rates().fold(f64::INFINITY, f64::min), rates().fold(0.0, f64::max));
-            let median = median_figures(&samples);
+            let SampleSpread { median, min, max } =
+                SampleSpread::from_samples(samples.iter().map(|sample| sample.rate));
             table.rows.push(vec![
                 scene.load.to_owned(),
                 (*policy).to_owned(),
-                format!("{:.0}", median.rate),
-                format!("{low:.0} to {high:.0}"),
-                format!("{:.3}", median.fairness),
-                format!("{:.3}", median.corun),
+                format!("{median:.0}"),
+                format!("{min:.0} to {max:.0}"),
+                format!("{:.3}", figures.worst(scene.load, policy, |sample| sample.fairness)),
+                format!("{:.3}", figures.worst(scene.load, policy, |sample| sample.corun)),
             ]);
         }
     }
     findings.tables.push(table);
 }
 
-/// Several gangs against one of them alone.
+/// Several gangs against one of them alone. Each round must be fair and run vCPUs together.
 fn check_over_commit(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck> {
-    let loads = [("kvm-2x4", "kvm-1x4"), ("threads-4x4", "threads-1x4"), ("threads-2x8-on-8", "threads-1x8-on-8")];
+    let loads = [
+        ("kvm-2x4", "kvm-1x4"),
+        ("kvm-2x4-ple", "kvm-1x4"),
+        ("threads-4x4", "threads-1x4"),
+        ("threads-2x8-on-8", "threads-1x8-on-8"),
+    ];
     loads.into_iter().map(move |(load, alone)| {
-        let gang = figures.median(load, "gang");
+        let (fairness, corun) = (
+            figures.worst(load, "gang", |sample| sample.fairness),
+            figures.worst(load, "gang", |sample| sample.corun),
+        );
         let ratio = figures.ratio([load, "gang"], [alone, KERNEL]);
         ThresholdCheck {
             claim: format!(
                 "{load}: at least {MIN_RATE} of one VM alone, fairness at least {MIN_FAIRNESS}, co-run at least {MIN_CORUN}"
             ),
-            measured: format!("{ratio:.3}, {:.3}, {:.3}", gang.fairness, gang.corun),
-            met: ratio >= MIN_RATE && gang.fairness >= MIN_FAIRNESS && gang.corun >= MIN_CORUN,
+            measured: format!("{ratio:.3}, {fairness:.3}, {corun:.3}"),
+            met: ratio >= MIN_RATE && fairness >= MIN_FAIRNESS && corun >= MIN_CORUN,
         }
     })
 }
@@ -167,6 +178,7 @@ fn check_rates(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck
         ("no over-commit, KVM", ["kvm-1x4", "gang"], ["kvm-1x4", KERNEL], MIN_RATE_ALONE),
         ("no over-commit, stand-ins", ["threads-1x4", "gang"], ["threads-1x4", KERNEL], MIN_RATE_ALONE),
         ("two wider than the machine, KVM with PLE", ["kvm-2x8-ple", "gang"], ["kvm-2x8-ple", KERNEL], 1.0),
+        ("one wider than the machine and one not, in sum", ["kvm-8+4-ple", "gang"], ["kvm-8+4-ple", KERNEL], 1.0),
     ];
     claims.into_iter().map(move |(claim, rate, base, target)| {
         let ratio = figures.ratio(rate, base);
@@ -182,9 +194,7 @@ fn check_rates(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck
 fn check_wider_of_two(figures: SceneFigures<'_>) -> ThresholdCheck {
     let rate = |policy: &str| {
         let rate = |round| machine_rates(figures.output, &format!("kvm-8+4-ple-{policy}-{round}"))[0];
-        let mut rates: Vec<f64> = (0..figures.rounds).map(rate).collect();
-        rates.sort_by(f64::total_cmp);
-        rates[figures.rounds / 2]
+        SampleSpread::from_samples((0..figures.rounds).map(rate)).median
     };
     let ratio = rate("gang") / rate(KERNEL);
     ThresholdCheck {
@@ -222,13 +232,6 @@ fn script(scene: &Scene, rounds: usize, window_ms: u32) -> String {
     script + "end_load\n"
 }
 
-/// The sample with the median rate.
-fn median_figures(samples: &[LoadFigures]) -> LoadFigures {
-    let mut samples = samples.to_vec();
-    samples.sort_by(|a, b| a.rate.total_cmp(&b.rate));
-    samples[samples.len() / 2]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -261,20 +264,22 @@ mod tests {
 
     #[test]
     fn each_target_is_met_and_missed_alone() {
-        assert_eq!(evaluate_output(&[], ""), [true; 10]);
+        assert_eq!(evaluate_output(&[], ""), [true; 12]);
         for (load, policy, rate, missed) in [
-            ("threads-4x4", "gang", 920.0, 1),
-            ("threads-1x8-on-8", KERNEL, 1080.0, 2),
-            ("kvm-2x4-tasks", "gang", 790.0, 3),
-            ("kvm-1x4", "gang", 970.0, 4),
-            ("threads-1x4", "gang", 970.0, 5),
-            ("kvm-2x8-ple", "gang", 999.0, 6),
-            ("kvm-8+4-ple", "gang", 999.0, 7),
+            ("kvm-2x4-ple", "gang", 920.0, vec![1]),
+            ("threads-4x4", "gang", 920.0, vec![2]),
+            ("threads-1x8-on-8", KERNEL, 1080.0, vec![3]),
+            ("kvm-2x4-tasks", "gang", 790.0, vec![4]),
+            ("kvm-1x4", "gang", 970.0, vec![5]),
+            ("threads-1x4", "gang", 970.0, vec![6]),
+            ("kvm-2x8-ple", "gang", 999.0, vec![7]),
+            // The rates of its two machines are equal here.
+            ("kvm-8+4-ple", "gang", 999.0, vec![8, 9]),
         ] {
             let met = evaluate_output(&[(load, policy, rate)], "");
-            let expected: Vec<bool> = (0..10).map(|position| position != missed).collect();
+            let expected: Vec<bool> = (0..12).map(|position| !missed.contains(&position)).collect();
             assert_eq!(met, expected, "{load} {policy}");
         }
-        assert_eq!(evaluate_output(&[], "threads-1x8")[8..], [true, false]);
+        assert_eq!(evaluate_output(&[], "threads-1x8")[10..], [true, false]);
     }
 }

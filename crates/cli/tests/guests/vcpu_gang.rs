@@ -63,6 +63,11 @@ targets='--cgroup /machine.slice'
 gang
 measure cgroup 250
 end_gang cgroup
+echo '20000 100000' > /sys/fs/cgroup/machine.slice/machine-qemu-1.scope/cpu.max
+pagefold vcpu gang $targets --keep > /run/limited 2>&1
+echo \"EXIT limited $?\"
+sed 's/^/SAID limited /' /run/limited
+echo max > /sys/fs/cgroup/machine.slice/machine-qemu-1.scope/cpu.max
 set -- $(sed -n 's/^READY //p' /run/out)
 targets=\"--pid $1 --pid $2\"
 gang --weight $1=50 --weight $2=150
@@ -111,10 +116,11 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     for name in ["end", "killed", "stalled", "handed-over"] {
         has(&format!("STATE {name} disabled"));
     }
-    for (name, status) in [("second", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)] {
+    for (name, status) in [("second", 2), ("limited", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)] {
         has(&format!("EXIT {name} {status}"));
     }
     says("SAID second pagefold: another sched_ext scheduler is loaded (pagefold_gang)");
+    says("SAID limited pagefold: CPU time is limited for /machine.slice/machine-qemu-1.scope (cpu.max 20000 100000)");
     says("SAID stalled The kernel: runnable task stall");
     // The figures of the kernel's own scheduler vary by a factor of thirty with the start; those of gangs do not.
     let (gang, online) = (load_figures(&output, "gang"), load_figures(&output, "online"));

@@ -24,6 +24,10 @@ fn format_note(note: &ModelNote, style: TextStyle) -> String {
     format!("\n{}", style.format_paragraph(&text, 0))
 }
 
+/// What the column "of ideal" means.
+const IDEAL: &str = "\"Of ideal\" compares with the rate that the VMs have with a CPU for each vCPU, at their share of \
+     the CPUs. It can exceed 1: with fewer vCPUs running at a time, a VM waits less for its locks.";
+
 /// The comparison of policies.
 pub fn render_comparison(report: &VcpuSimReport, style: TextStyle) -> String {
     let mut text = format!(
@@ -58,8 +62,9 @@ pub fn render_comparison(report: &VcpuSimReport, style: TextStyle) -> String {
     }
     text += &style.render_table(&table);
     text += &style.format_paragraph(
-        "\nSwitches, exits because of spinning, directed yields, failed attempts and plain yields are counts in a second \
-         on each CPU; \"rq locks\" is the share of CPU time spent on the locks of two run queues.",
+        &format!("\nSwitches, exits because of spinning, directed yields, failed attempts and plain yields are counts in a second \
+         on each CPU; \"rq locks\" is the share of CPU time spent on the locks of two run queues. {IDEAL}"
+        ),
         0,
     );
     text + &format_note(&report.model, style)
@@ -111,8 +116,7 @@ pub fn render_capacity(report: &VcpuCapacityReport, style: TextStyle) -> String 
     }
     text += &style.render_table(&table);
     text += &style.format_paragraph(
-        "\nThroughput is relative to one set of these VMs with a CPU for each vCPU. \"of ideal\" compares with sharing \
-         the CPUs without any cost.",
+        &format!("\nThroughput is relative to one set of these VMs with a CPU for each vCPU. {IDEAL}"),
         0,
     );
     text.push('\n');

@@ -52,6 +52,10 @@ pub struct GangArguments {
     /// then always runs them first
     #[arg(long)]
     only_sched_ext: bool,
+    /// Run although cgroups limit CPU time (cpu.max): the kernel does not enforce that for threads that it schedules by
+    /// sched_ext
+    #[arg(long, conflicts_with = "only_sched_ext")]
+    ignore_cpu_limits: bool,
     /// Leave gaps empty that no whole gang fits in
     #[arg(long)]
     no_gap_filling: bool,
@@ -161,6 +165,9 @@ mod scheduling {
         check_times(options)?;
         let host = open_live_host(global)?;
         support::check(&*host)?;
+        if !options.only_sched_ext && !options.ignore_cpu_limits {
+            support::check_cpu_limits(&*host)?;
+        }
         let rule = match &options.threads {
             Some(pattern) => VcpuRule::by_name(pattern).with_context(|| format!("--threads {pattern}"))?,
             None => VcpuRule::ByRole,

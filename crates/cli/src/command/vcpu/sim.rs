@@ -248,11 +248,6 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The range of residuals for the note of a report. A short simulation suffices.
-fn note_residuals(seed: u64) -> Vec<pagefold_vcpu::decide::model::calibration::Residual> {
-    residuals(CalibrationEffort { duration_ns: 50_000_000, seed })
-}
-
 fn run_comparison(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if options.list {
         output::print_stdout(&text::sim::render_list(&shipped_scenarios()?, output::stdout_style(global)))?;
@@ -284,7 +279,7 @@ fn run_comparison(options: &SimArguments, global: &GlobalOptions) -> anyhow::Res
         let settings = capacity_settings(&options.model, 1, kernel.kernels()[0]);
         let alone = capacity::measure_alone(scenario, &settings);
         finished.fetch_add(1, Ordering::Relaxed);
-        (outcomes, alone, note_residuals(*seed))
+        (outcomes, alone, residuals(CalibrationEffort::default()))
     });
     if let (Some(path), Some((_, shown))) = (&options.svg, kept) {
         let titles: Vec<String> =
@@ -343,7 +338,7 @@ fn run_capacity(options: &CapacityArguments, global: &GlobalOptions) -> anyhow::
         };
         let curves: Vec<_> = options.model.policy.iter().map(sweep).collect();
         let alone = capacity::measure_alone(&source.scenario, &settings);
-        (curves, alone, note_residuals(options.model.seed))
+        (curves, alone, residuals(CalibrationEffort::default()))
     });
     let report = VcpuCapacityReport {
         schema: "pagefold.vcpu-capacity/1",
