@@ -116,7 +116,9 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     for name in ["end", "killed", "stalled", "handed-over"] {
         has(&format!("STATE {name} disabled"));
     }
-    for (name, status) in [("second", 2), ("limited", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)] {
+    for (name, status) in
+        [("second", 2), ("limited", 2), ("end", 0), ("kept", 0), ("stalled", 1), ("pinned", 0), ("pinned-gang", 0)]
+    {
         has(&format!("EXIT {name} {status}"));
     }
     says("SAID second pagefold: another sched_ext scheduler is loaded (pagefold_gang)");
