@@ -140,10 +140,7 @@ vcpu-pictures: setup ## Draw the pictures of docs/vcpu-gang.md again: four polic
 # The compiled program is in the source tree, so that no build needs clang. The path of the tree does not enter it.
 .PHONY: gang-object
 gang-object: ## Compile the scheduler of `vcpu gang` again after a change of its source (installs clang-19 as root)
-	.ci/debian clang-19
-	cd crates/gang/bpf && clang-19 -O2 -g -target bpf -mcpu=v3 -Wall -Wno-unused-function \
-		-ffile-prefix-map="$$PWD"=. -fdebug-compilation-dir=. -c gang.bpf.c -o gang.bpf.o && \
-		sha256sum gang.bpf.c kernel.h gang.bpf.o > gang.bpf.sha256
+	.ci/gang-object
 
 .PHONY: lint
 lint: style deny docs ## Check formatting, lints, scripts, licenses, duplicate dependencies and links of the API documentation
