@@ -8,10 +8,12 @@
 //! - [`red_black_tree`]: trees of the same shape as the kernel's.
 //! - [`advisor`]: the scan-time advisor.
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
+//! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
 pub mod advisor;
+pub mod cost;
 pub mod counters;
 pub mod ksmd;
 pub mod layout_player;
