@@ -181,7 +181,7 @@ fn main() -> ExitCode {
 fn run() -> Result<bool> {
     let words: Vec<String> = std::env::args().collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [_, "hold", layout] => target_process::run_target(serde_json::from_str(layout)?).map(|()| true),
+        [_, "hold", layout, ..] => target_process::run_target(serde_json::from_str(layout)?).map(|()| true),
         [_, "measure", order] => {
             let outcome = serde_json::from_str::<census_process::CensusJob>(order)?.run_here()?;
             println!("{}", serde_json::to_string(&outcome)?);

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use pagefold_sys::mapping::{Access, MadviseAdvice, Mapping, page_size};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -146,17 +147,24 @@ pub struct TargetProcesses {
 impl TargetProcesses {
     /// Start a child for each layout.
     pub fn start(layouts: impl IntoIterator<Item = TargetLayout>) -> Result<Self> {
-        let (input, release) = io::pipe()?;
-        let mut targets = Self { children: Vec::new(), addresses: Vec::new(), input, _exit_pipe: release };
-        for layout in layouts {
-            targets.start_target(layout)?;
-        }
-        Ok(targets)
+        let program = std::env::current_exe()?;
+        Self::start_as(&program, layouts.into_iter().map(|layout| (layout, Vec::new())))
     }
 
-    fn start_target(&mut self, layout: TargetLayout) -> Result<()> {
-        let mut child = Command::new(std::env::current_exe()?)
+    /// Start targets by another path of this binary, with further arguments that they ignore: what other programs see.
+    pub fn start_as(program: &Path, targets: impl IntoIterator<Item = (TargetLayout, Vec<String>)>) -> Result<Self> {
+        let (input, release) = io::pipe()?;
+        let mut started = Self { children: Vec::new(), addresses: Vec::new(), input, _exit_pipe: release };
+        for (layout, arguments) in targets {
+            started.start_target(program, layout, &arguments)?;
+        }
+        Ok(started)
+    }
+
+    fn start_target(&mut self, program: &Path, layout: TargetLayout, arguments: &[String]) -> Result<()> {
+        let mut child = Command::new(program)
             .args(["hold", &serde_json::to_string(&layout)?])
+            .args(arguments)
             .stdin(self.input.try_clone()?)
             .stdout(Stdio::piped())
             .spawn()

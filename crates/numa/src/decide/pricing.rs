@@ -137,6 +137,8 @@ impl Prices {
 pub struct PricedAmounts {
     /// Pages that are saved.
     pub saved_pages: f64,
+    /// Pages on other nodes than the CPUs that read them, by their shares of the run time. They have no price.
+    pub remote_pages: f64,
     /// Remote reads: pages times hotness times extra distance.
     pub remote_reads: f64,
     /// Pages that are moved.
@@ -152,7 +154,7 @@ impl PricedAmounts {
     /// merged pages afterwards, less those before.
     pub fn for_merge(pages: f64, hotness: f64, huge_share: f64, remote_reads: f64) -> Self {
         let split_pages = (pages * SPLITS_PER_MERGED_PAGE * PAGES_PER_HUGE_PAGE) * huge_share * hotness;
-        Self { saved_pages: pages, merged_pages: pages, remote_reads, split_pages, moved_pages: 0.0 }
+        Self { saved_pages: pages, merged_pages: pages, remote_reads, split_pages, ..Self::default() }
     }
 
     /// The amounts of both.
@@ -160,6 +162,7 @@ impl PricedAmounts {
     pub fn plus(self, other: Self, factor: f64) -> Self {
         Self {
             saved_pages: self.saved_pages + factor * other.saved_pages,
+            remote_pages: self.remote_pages + factor * other.remote_pages,
             remote_reads: self.remote_reads + factor * other.remote_reads,
             moved_pages: self.moved_pages + factor * other.moved_pages,
             merged_pages: self.merged_pages + factor * other.merged_pages,
@@ -268,7 +271,7 @@ mod tests {
         ) {
             let prices = Prices::new(&OperatorPrices::default(), capacity());
             let amounts = |[saved_pages, remote_reads, moved_pages, merged_pages, split_pages]: [f64; 5]| PricedAmounts {
-                saved_pages, remote_reads, moved_pages, merged_pages, split_pages,
+                saved_pages, remote_reads, moved_pages, merged_pages, split_pages, remote_pages: 0.0,
             };
             let (left, right) = (amounts(left), amounts(right));
             let sum = price(&prices, left.plus(right, 1.0)).net();

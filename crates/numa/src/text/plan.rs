@@ -238,6 +238,7 @@ fn format_gain(gain: f64) -> String {
 fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
     let mut table = style.new_table(&[
         "placement",
+        ">remote memory",
         ">remote reads",
         ">to move",
         ">net gain",
@@ -250,6 +251,7 @@ fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
     for compared in &report.comparison {
         table.add_row([
             compared.placement.to_owned(),
+            bytes(compared.remote_pages as f64),
             bytes(compared.remote_reads),
             bytes(compared.moved_pages as f64),
             format_gain(compared.gain.net),

@@ -189,6 +189,8 @@ pub struct ComparedPlacementReport {
     pub placement: &'static str,
     /// Remote reads of all machines.
     pub remote_reads: f64,
+    /// Pages of all machines on other nodes than the CPUs that read them.
+    pub remote_pages: u64,
     /// Pages to move.
     pub moved_pages: u64,
     /// What it gains against leaving everything.
@@ -213,6 +215,7 @@ impl NumaPlanReport {
     ) -> Self {
         let planned = BaselineResult {
             remote_reads: plan.remote_reads.1,
+            remote_pages: plan.remote_pages,
             moved_pages: plan.moves.iter().map(|planned| planned.moved_pages).sum(),
             gain: plan.gain,
             overload: plan.overload,
@@ -268,6 +271,7 @@ fn placement_report(placement: &'static str, result: BaselineResult) -> Compared
     ComparedPlacementReport {
         placement,
         remote_reads: result.remote_reads,
+        remote_pages: result.remote_pages.round() as u64,
         moved_pages: result.moved_pages.round() as u64,
         gain: result.gain.into(),
         excess_vcpus: result.overload.vcpus,

@@ -37,6 +37,8 @@ impl Baseline {
 pub struct BaselineResult {
     /// Remote reads, in pages with hotness 1 at twice the local distance.
     pub remote_reads: f64,
+    /// Pages on other nodes than the CPUs that read them.
+    pub remote_pages: f64,
     /// Pages to move.
     pub moved_pages: f64,
     /// What it gains against leaving everything.
@@ -62,6 +64,7 @@ pub fn place(problem: &PlacementProblem, baseline: Baseline) -> BaselineResult {
     let (amounts, left) = (sum(&chosen), sum(&place_each(problem, |_, mut options, _| options.swap_remove(0))));
     BaselineResult {
         remote_reads: amounts.remote_reads,
+        remote_pages: amounts.remote_pages,
         moved_pages: amounts.moved_pages,
         gain: pricing::price(&problem.prices, amounts.plus(left, -1.0)),
         overload: overload(problem, chosen.iter()),

@@ -95,18 +95,23 @@ pub(super) fn lasting_amounts(
     pages: &BTreeMap<u32, f64>,
 ) -> PricedAmounts {
     let total = part.total_pages();
-    let kept = remote_pages(problem, cpu_shares, &part.kept_pages);
-    let own = remote_pages(problem, cpu_shares, pages);
-    let (saved, remote) = if total <= 0.0 {
-        (0.0, own)
+    let saved = if total <= 0.0 {
+        0.0
     } else if problem.merges_within_nodes {
         let equal = |node: &u32| part.equal_pages.get(node).copied().unwrap_or(0.0);
-        (pages.iter().map(|(node, pages)| pages / total * equal(node)).sum(), own)
+        pages.iter().map(|(node, pages)| pages / total * equal(node)).sum()
     } else {
-        let saved = most_saved_pages(problem, part).min(total);
-        (saved, own * (1.0 - saved / total) + remote_pages(problem, cpu_shares, &part.equal_pages))
+        most_saved_pages(problem, part).min(total)
     };
-    PricedAmounts::for_merge(saved, part.hotness, part.huge_share, part.hotness * (remote + kept))
+    // Pages that merge with those of other nodes are read there afterwards.
+    let leaving_share = if problem.merges_within_nodes || total <= 0.0 { 0.0 } else { saved / total };
+    let remote = |count: &dyn Fn(&BTreeMap<u32, f64>) -> f64| {
+        let merged = if leaving_share > 0.0 { count(&part.equal_pages) } else { 0.0 };
+        count(pages) * (1.0 - leaving_share) + merged + count(&part.kept_pages)
+    };
+    let remote_reads = part.hotness * remote(&|pages| weighted_remote_pages(problem, cpu_shares, pages));
+    let remote_pages = remote(&|pages| sum_pairs(cpu_shares, pages, |from, to| f64::from(from != to)));
+    PricedAmounts { remote_pages, ..PricedAmounts::for_merge(saved, part.hotness, part.huge_share, remote_reads) }
 }
 
 /// The shares of nodes in the run time of a part. If they are not known, its virtual CPUs run everywhere alike.
@@ -119,14 +124,19 @@ pub(super) fn known_cpu_shares(problem: &PlacementProblem, part: &PlannedPart) -
 }
 
 /// Pages weighted by the extra distance from the CPUs that read them.
-pub(super) fn remote_pages(
+pub(super) fn weighted_remote_pages(
     problem: &PlacementProblem,
     cpu_shares: &BTreeMap<u32, f64>,
     pages: &BTreeMap<u32, f64>,
 ) -> f64 {
+    sum_pairs(cpu_shares, pages, |from, to| problem.extra_distance(from, to))
+}
+
+/// Pages times the shares of the CPUs that read them, weighted by the pair of nodes.
+fn sum_pairs(cpu_shares: &BTreeMap<u32, f64>, pages: &BTreeMap<u32, f64>, weight: impl Fn(u32, u32) -> f64) -> f64 {
     let pairs =
         cpu_shares.iter().flat_map(|(&from, &share)| pages.iter().map(move |(&to, &pages)| (from, to, share * pages)));
-    pairs.map(|(from, to, pages)| pages * problem.extra_distance(from, to)).sum()
+    pairs.map(|(from, to, pages)| pages * weight(from, to)).sum()
 }
 
 /// Each part wholly on a node. Empty if a part fits on no permitted node. Parts are added one after the other, and the

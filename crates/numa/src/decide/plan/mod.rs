@@ -310,6 +310,8 @@ pub struct PlacementPlan {
     pub moves: Vec<PlannedMove>,
     /// Remote reads of all machines as they are and as planned.
     pub remote_reads: (f64, f64),
+    /// Pages of all machines on other nodes than the CPUs that read them, as planned.
+    pub remote_pages: f64,
     /// What the plan gains against leaving everything.
     pub gain: PricedGain,
     /// The part of the cost that can be avoided at all which a better choice of the listed patterns could save at most; 0
@@ -354,6 +356,7 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
     PlacementPlan {
         remote_reads: (sum(|planned| planned.remote_reads.0), sum(|planned| planned.remote_reads.1)),
+        remote_pages: chosen_columns(&columns, &chosen).map(|column| column.amounts.remote_pages).sum(),
         gain: moves.iter().fold(PricedGain::default(), |sum, planned| sum.plus(planned.gain)),
         overload: overload(problem, chosen_columns(&columns, &chosen)),
         moves,
@@ -430,7 +433,7 @@ pub fn gain_of_remote_merges(problem: &PlacementProblem, vm: &PlannedVm) -> Opti
         let merged = part.merged_pages.iter().filter(|(node, _)| is_remote(node));
         let merged: BTreeMap<u32, f64> = merged.map(|(&node, &pages)| (node, pages)).collect();
         amounts.saved_pages += merged.values().sum::<f64>();
-        amounts.remote_reads += part.hotness * columns::remote_pages(problem, &cpu_shares, &merged);
+        amounts.remote_reads += part.hotness * columns::weighted_remote_pages(problem, &cpu_shares, &merged);
     }
     (amounts.saved_pages > 0.0).then(|| pricing::price(&problem.prices, amounts))
 }

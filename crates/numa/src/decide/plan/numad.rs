@@ -118,6 +118,18 @@ fn choose_nodes(
     chosen
 }
 
+/// Where machines are that started one after the other.
+#[cfg(any(test, feature = "generated-hosts"))]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StartedPlacement {
+    /// Remote reads, in pages with hotness 1 at twice the local distance.
+    pub remote_reads: f64,
+    /// Pages on other nodes than the CPUs that read them.
+    pub remote_pages: f64,
+    /// The load above the capacity of nodes.
+    pub overload: Load,
+}
+
 /// Machines that start one after the other, in the order of the problem, each on nodes that are chosen for it then.
 #[cfg(any(test, feature = "generated-hosts"))]
 pub struct StartingMachines<'p> {
@@ -167,11 +179,14 @@ impl<'p> StartingMachines<'p> {
         }
     }
 
-    /// The remote reads of the machines that have started, in pages with hotness 1 at twice the local distance, and the
-    /// load above the capacity of nodes.
-    pub fn remote_reads(&self) -> (f64, Load) {
-        let reads = self.started.iter().map(|column| column.amounts.remote_reads).sum();
-        (reads, overload(self.problem, self.started.iter()))
+    /// The placement of the machines that have started.
+    pub fn result(&self) -> StartedPlacement {
+        let sum = |amount: fn(&PricedAmounts) -> f64| self.started.iter().map(|column| amount(&column.amounts)).sum();
+        StartedPlacement {
+            remote_reads: sum(|amounts| amounts.remote_reads),
+            remote_pages: sum(|amounts| amounts.remote_pages),
+            overload: overload(self.problem, self.started.iter()),
+        }
     }
 }
 

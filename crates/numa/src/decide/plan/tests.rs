@@ -184,6 +184,20 @@ fn wide_machine_is_split_by_its_virtual_nodes() {
 }
 
 #[test]
+fn remote_pages_count_without_hotness_and_distance() {
+    let mut problem = host(2, 8.0, 1e6);
+    problem.distances.extend([((0, 1), 40), ((1, 0), 40)]);
+    // Half of its memory is on the other node, and a quarter of the run time of the second one is there.
+    let cold = PlannedPart { hotness: 0.1, ..part(2.0, 1e5, &[0, 1], &[0]) };
+    let shared = PlannedPart { cpu_shares: [(0, 0.75), (1, 0.25)].into(), ..part(2.0, 1e5, &[0], &[0]) };
+    problem.vms = vec![vm("cold", vec![cold]), vm("shared", vec![shared])];
+    let nothing = baselines::place(&problem, Baseline::Nothing);
+    assert_eq!(nothing.remote_pages, 5e4 + 2.5e4);
+    assert_eq!(nothing.remote_reads, 3.0 * (0.1 * 5e4 + 2.5e4));
+    assert_eq!(plan_quickly(&problem).remote_pages, 0.0);
+}
+
+#[test]
 fn machine_that_fits_on_no_node_is_spread_over_near_nodes() {
     let mut problem = host(4, 8.0, 1e6);
     for (from, to) in [(0, 2), (0, 3), (1, 2), (1, 3)] {
