@@ -1,8 +1,8 @@
 //! The map as text for the terminal.
 
 use crate::wire::map::{
-    AccessReport, MachineReport, MemoryBackendReport, MemoryReport, NumaMapReport, ProcessPlacementReport,
-    ThreadGroupReport,
+    AccessReport, MachineReport, MemoryBackendReport, MemoryReport, NodePagesReport, NumaMapReport,
+    ProcessPlacementReport, ThreadGroupReport,
 };
 use comfy_table::{Cell, CellAlignment};
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number};
@@ -90,8 +90,10 @@ fn render_memory(report: &NumaMapReport, shown: &[ProcessPlacementReport], style
         vec!["nodes".to_owned()]
     };
     let kinds: Vec<&MemoryKind> =
-        MEMORY_KINDS.iter().filter(|kind| shown.iter().any(|process| (kind.pages)(process) > 0)).collect();
-    let kind_headings: Vec<String> = kinds.iter().map(|kind| format!(">{}", kind.heading)).collect();
+        MEMORY_KINDS.iter().filter(|kind| shown.iter().any(|process| (kind.pages)(&process.memory) > 0)).collect();
+    let shows_pinned = shown.iter().any(|process| process.pinned_pages.is_some_and(|pages| pages > 0));
+    let mut kind_headings: Vec<String> = kinds.iter().map(|kind| format!(">{}", kind.heading)).collect();
+    kind_headings.extend(shows_pinned.then(|| ">pinned".to_owned()));
     let mut headings = vec![">pid", "name", ">resident"];
     headings.extend(node_headings.iter().map(String::as_str));
     headings.extend([">remote", ">distance"]);
@@ -103,7 +105,8 @@ fn render_memory(report: &NumaMapReport, shown: &[ProcessPlacementReport], style
         let mut row = vec![right(process.process.pid), Cell::new(name), right(bytes(process.memory.resident_pages))];
         row.extend(node_cells(report, &process.memory, has_columns));
         row.extend(access_cells(process.accesses));
-        row.extend(kinds.iter().map(|kind| right(bytes((kind.pages)(process)))));
+        row.extend(kinds.iter().map(|kind| right(bytes((kind.pages)(&process.memory)))));
+        row.extend(shows_pinned.then(|| right(bytes(process.pinned_pages.unwrap_or(0)))));
         table.add_row(row);
         for node in &process.virtual_nodes {
             let name = format!("  virtual node {}", node.virtual_node);
@@ -116,6 +119,12 @@ fn render_memory(report: &NumaMapReport, shown: &[ProcessPlacementReport], style
                 None => row.extend((0..=node_headings.len()).map(|_| right("?"))),
             }
             row.extend(access_cells(node.accesses));
+            // The pinned pages of a process are not known by virtual node.
+            let kind_cell = |kind: &&MemoryKind| match &node.memory {
+                Some(memory) => right(bytes((kind.pages)(memory))),
+                None => right("?"),
+            };
+            row.extend(kinds.iter().map(kind_cell));
             table.add_row(row);
         }
     }
@@ -125,20 +134,22 @@ fn render_memory(report: &NumaMapReport, shown: &[ProcessPlacementReport], style
 /// A kind of memory with a column of its own, if any process has some.
 struct MemoryKind {
     heading: &'static str,
-    pages: fn(&ProcessPlacementReport) -> u64,
+    pages: fn(&MemoryReport) -> u64,
+}
+
+/// The sum over the nodes.
+fn sum_nodes(memory: &MemoryReport, pages: fn(&NodePagesReport) -> u64) -> u64 {
+    memory.memory.iter().map(pages).sum()
 }
 
 const MEMORY_KINDS: [MemoryKind; 7] = [
-    MemoryKind { heading: "huge", pages: |process| process.memory.memory.iter().map(|node| node.huge_pages).sum() },
-    MemoryKind {
-        heading: "hugetlb",
-        pages: |process| process.memory.memory.iter().map(|node| node.hugetlb_pages).sum(),
-    },
-    MemoryKind { heading: "merged", pages: |process| process.memory.memory.iter().map(|node| node.merged_pages).sum() },
-    MemoryKind { heading: "shared", pages: |process| process.memory.memory.iter().map(|node| node.shared_pages).sum() },
-    MemoryKind { heading: "file", pages: |process| process.memory.memory.iter().map(|node| node.file_pages).sum() },
-    MemoryKind { heading: "swapped", pages: |process| process.memory.swapped_pages },
-    MemoryKind { heading: "pinned", pages: |process| process.pinned_pages.unwrap_or(0) },
+    MemoryKind { heading: "base", pages: |memory| sum_nodes(memory, |node| node.small_pages) },
+    MemoryKind { heading: "huge", pages: |memory| sum_nodes(memory, |node| node.huge_pages) },
+    MemoryKind { heading: "hugetlb", pages: |memory| sum_nodes(memory, |node| node.hugetlb_pages) },
+    MemoryKind { heading: "merged", pages: |memory| sum_nodes(memory, |node| node.merged_pages) },
+    MemoryKind { heading: "shared", pages: |memory| sum_nodes(memory, |node| node.shared_pages) },
+    MemoryKind { heading: "file", pages: |memory| sum_nodes(memory, |node| node.file_pages) },
+    MemoryKind { heading: "swapped", pages: |memory| memory.swapped_pages },
 ];
 
 fn node_cells(report: &NumaMapReport, memory: &MemoryReport, has_columns: bool) -> Vec<Cell> {
