@@ -75,6 +75,8 @@ pub enum PagefoldCommand {
     Numa(command::numa::NumaArguments),
     /// Show how vCPUs are scheduled on an over-committed host, and spread them over CPUs
     Vcpu(command::vcpu::VcpuArguments),
+    /// Measure what ksmd's operations cost on this machine, for a model of ksmd
+    Sim(command::sim::SimArguments),
     /// Change the settings that findings of `doctor` ask for, verify them, and undo them
     Tune(command::tune::TuneArguments),
     /// Compare settings on a workload by an experiment with randomized, interleaved runs

@@ -55,6 +55,7 @@ fn run_command(arguments: &CommandLine) -> anyhow::Result<CommandOutcome> {
         PagefoldCommand::Numa(options) => command::numa::run(options, &arguments.global),
         PagefoldCommand::Ab(options) => command::ab::run(options, &arguments.global),
         PagefoldCommand::Vcpu(options) => command::vcpu::run(options, &arguments.global),
+        PagefoldCommand::Sim(options) => command::sim::run(options, &arguments.global),
         PagefoldCommand::Tune(options) => command::tune::run(options, &arguments.global),
         PagefoldCommand::Account(options) => command::account::run(options, &arguments.global),
         PagefoldCommand::Merge(options) => command::merge::run(options, &arguments.global),

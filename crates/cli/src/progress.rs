@@ -78,6 +78,26 @@ pub fn run_simulations_with_progress<T: Send>(total: u64, work: impl FnOnce(&Ato
     run_with_bar("simulating", draw, || work(&finished))
 }
 
+/// Run the scenarios of a calibration and show its progress in the same way.
+pub fn run_calibration_with_progress<T: Send>(
+    stop: &AtomicBool,
+    work: impl FnOnce(&mut (dyn FnMut(u64, u64) + Send)) -> T + Send,
+) -> T {
+    let (finished, all) = (AtomicU64::new(0), AtomicU64::new(0));
+    let draw = |bar: &ProgressBar| {
+        let stage = if stop.load(Ordering::Relaxed) { "stopping" } else { "measuring" };
+        let (finished, all) = (finished.load(Ordering::Relaxed), all.load(Ordering::Relaxed));
+        bar.set_message(format!("{stage}: {finished} of {all} scenarios"));
+        bar.tick();
+    };
+    run_with_bar("measuring", draw, || {
+        work(&mut |finished_now, total| {
+            finished.store(finished_now, Ordering::Relaxed);
+            all.store(total, Ordering::Relaxed);
+        })
+    })
+}
+
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.
 fn run_with_bar<T: Send>(
     first_message: &'static str,

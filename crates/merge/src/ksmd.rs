@@ -43,6 +43,17 @@ impl<'a> KsmdThread<'a> {
         Err(Absent::NotOnThisKernel)
     }
 
+    /// How often it has gone to sleep, if it sleeps now between two batches; `None` while it runs a batch.
+    pub fn sleep_count(&self) -> Reading<Option<u64>> {
+        let status = self.thread.read("status")?;
+        let count = String::from_utf8_lossy(&status)
+            .lines()
+            .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse().ok())
+            .ok_or(Absent::NotOnThisKernel)?;
+        // Within a batch it waits elsewhere (mm/ksm.c, ksm_scan_thread).
+        Ok((self.thread.read("wchan")? == b"ksm_scan_thread").then_some(count))
+    }
+
     /// Its CPU time: in nanoseconds where the kernel provides `schedstat`, else in ticks.
     pub fn cpu_time(&self) -> Reading<Duration> {
         let exact = self.thread.read("schedstat").and_then(|bytes| parse::schedstat(&bytes));

@@ -1,8 +1,13 @@
 //! A model of a host's memory and of ksmd, exact to the counter.
 //!
-//! [`decide`] holds all of it: memory as the kernel maps it, ksmd's scan, its trees and its counters, and layouts that
-//! are played on the model and on the real kernel side by side. Nothing here performs I/O, and time is an argument.
+//! [`decide`] holds the model: memory as the kernel maps it, ksmd's scan, its trees and its counters, and layouts that
+//! are played on the model and on the real kernel side by side. [`calibration`] measures the CPU time of the real ksmd,
+//! by which the model tells that of a scan.
 
 #![forbid(unsafe_code)]
 
+pub mod calibration;
 pub mod decide;
+pub mod stand_in;
+pub mod text;
+pub mod wire;

@@ -20,6 +20,7 @@ pub mod recover;
 pub mod report;
 pub mod run;
 pub mod schema;
+pub mod sim;
 pub mod top;
 pub mod tune;
 pub mod unmerge;

@@ -21,6 +21,7 @@ use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
+use pagefold_sim::wire::SimCalibrationReport;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_vcpu::wire::map::VcpuMapReport;
 use pagefold_vcpu::wire::record::VcpuRecordReport;
@@ -71,6 +72,8 @@ enum SchemaName {
     VcpuCapacity,
     /// `pagefold vcpu sim residuals --json`
     VcpuResiduals,
+    /// `pagefold sim calibrate --json`
+    SimCalibration,
     /// `pagefold tune plan --json` and `pagefold tune import --json`
     TunePlan,
     /// `pagefold tune apply --json`
@@ -123,6 +126,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::VcpuSim => wire::json_schema::<VcpuSimReport>(),
         SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),
+        SchemaName::SimCalibration => wire::json_schema::<SimCalibrationReport>(),
         SchemaName::VcpuSpread => wire::json_schema::<VcpuSpreadReport>(),
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),

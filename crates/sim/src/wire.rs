@@ -1,0 +1,135 @@
+//! The result of a calibration in JSON.
+
+use crate::calibration::{Calibration, CalibrationScan};
+use crate::decide::cost::Operation;
+use schemars::JsonSchema;
+use serde::Serialize;
+
+/// The result of `pagefold sim calibrate`.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct SimCalibrationReport {
+    /// `pagefold.sim-calibration/1`.
+    pub schema: &'static str,
+    /// The kernel's release.
+    pub kernel: String,
+    /// Pages of most processes.
+    pub pages: u64,
+    /// Repetitions of each scenario.
+    pub rounds: u32,
+    /// The fitted costs.
+    pub costs: Vec<OperationCostReport>,
+    /// Errors of the scans to which the costs were fitted.
+    pub fitted: ErrorReport,
+    /// Errors of the scans that were left out of the fit.
+    pub held_out: ErrorReport,
+    /// All scans.
+    pub scans: Vec<CalibrationScanReport>,
+}
+
+/// The CPU time of an operation.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct OperationCostReport {
+    /// `visit`, `skip`, `checksum`, `comparison`, `merge`, `split` or `allocation`.
+    pub operation: &'static str,
+    /// CPU time in nanoseconds.
+    pub nanoseconds: f64,
+}
+
+/// How far the model's CPU time is from the measured one.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct ErrorReport {
+    /// Scans.
+    pub scans: usize,
+    /// The median of the absolute relative errors.
+    pub median_error: f64,
+    /// The largest one.
+    pub worst_error: f64,
+}
+
+/// A scan of ksmd and of the model.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct CalibrationScanReport {
+    /// The scenario.
+    pub scenario: &'static str,
+    /// Whether it was left out of the fit.
+    pub held_out: bool,
+    /// The repetition, from 1.
+    pub round: u32,
+    /// The scan, from 1.
+    pub scan: u32,
+    /// What ksmd did in it by the model.
+    pub operations: Vec<OperationCountReport>,
+    /// The CPU time of ksmd, in milliseconds.
+    pub cpu_ms: f64,
+    /// That of the model.
+    pub modeled_cpu_ms: f64,
+    /// The model's CPU time relative to the measured one, minus 1.
+    pub relative_error: f64,
+    /// Page table entries that ksmd had merged after it, also with the zero page.
+    pub merged_pages: u64,
+    /// Those of the model.
+    pub modeled_merged_pages: u64,
+}
+
+/// How often an operation happened.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct OperationCountReport {
+    /// As in the costs.
+    pub operation: &'static str,
+    /// How often.
+    pub count: u64,
+}
+
+impl SimCalibrationReport {
+    /// The report of a calibration with these settings.
+    pub fn new(kernel: String, pages: u64, rounds: u32, calibration: &Calibration) -> Self {
+        let costs = &calibration.costs;
+        let errors = |held_out: bool| {
+            let scans = calibration.scans.iter().filter(|scan| (scan.scenario == calibration.held_out) == held_out);
+            summarize(scans.map(|scan| costs.relative_error(&scan.measured).abs()).collect())
+        };
+        let scan = |scan: &CalibrationScan| CalibrationScanReport {
+            scenario: scan.scenario,
+            held_out: scan.scenario == calibration.held_out,
+            round: scan.round,
+            scan: scan.scan,
+            operations: Operation::ALL
+                .into_iter()
+                .map(|operation| OperationCountReport {
+                    operation: operation.name(),
+                    count: scan.measured.operations.of(operation),
+                })
+                .collect(),
+            cpu_ms: scan.measured.cpu_ns / 1e6,
+            modeled_cpu_ms: costs.cpu_ns(&scan.measured.operations) / 1e6,
+            relative_error: costs.relative_error(&scan.measured),
+            merged_pages: scan.merged_pages.0,
+            modeled_merged_pages: scan.merged_pages.1,
+        };
+        Self {
+            schema: "pagefold.sim-calibration/1",
+            kernel,
+            pages,
+            rounds,
+            costs: Operation::ALL
+                .into_iter()
+                .map(|operation| OperationCostReport {
+                    operation: operation.name(),
+                    nanoseconds: costs.nanoseconds(operation),
+                })
+                .collect(),
+            fitted: errors(false),
+            held_out: errors(true),
+            scans: calibration.scans.iter().map(scan).collect(),
+        }
+    }
+}
+
+fn summarize(mut errors: Vec<f64>) -> ErrorReport {
+    errors.sort_by(f64::total_cmp);
+    ErrorReport {
+        scans: errors.len(),
+        median_error: errors.get(errors.len() / 2).copied().unwrap_or(0.0),
+        worst_error: errors.last().copied().unwrap_or(0.0),
+    }
+}
