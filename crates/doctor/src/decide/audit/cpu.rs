@@ -268,10 +268,15 @@ fn shell_words(numbers: &BTreeSet<u32>) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Whether a file of the vulnerabilities says that hardware threads expose data. `None` if this kernel lacks it.
+/// Whether a file of the vulnerabilities says that hardware threads expose data. `None` if this kernel lacks it. Without
+/// flushes of the L1 cache and with hardware threads, `l1tf` ends with `VMX: vulnerable` and does not name the threads
+/// (arch/x86/kernel/cpu/bugs.c, `l1tf_show_state`).
 fn is_exposed_by_smt(settings: &SettingFacts, name: &str) -> Result<Option<bool>, crate::decide::MissingReading> {
     let text = settings.find_text(&format!("sys/devices/system/cpu/vulnerabilities/{name}"))?;
-    Ok(text.map(|text| text.to_ascii_lowercase().contains("smt vulnerable")))
+    Ok(text.map(|text| {
+        let text = text.to_ascii_lowercase();
+        text.contains("smt vulnerable") || text.ends_with("vmx: vulnerable")
+    }))
 }
 
 /// Which guests trust each other is not known, so more than one guest on an affected CPU is a warning, and only an

@@ -140,9 +140,15 @@ pub(super) const RULES: &[SettingRule] = &[
     },
 ];
 
+/// The directories of sysctl.d(5) that are read. One that cannot be listed may have files.
+const SYSCTL_DIRECTORIES: [&str; 3] = ["etc/sysctl.d", "run/sysctl.d", "usr/lib/sysctl.d"];
+
 /// The settings of the scheduler that files of sysctl.d set, with their files. `/` and `.` separate names (sysctl.d(5)).
 fn configured_knobs(settings: &SettingFacts) -> Result<BTreeSet<(String, String)>, MissingReading> {
     let mut found = BTreeSet::new();
+    for directory in SYSCTL_DIRECTORIES {
+        settings.find_names(directory)?;
+    }
     let is_configuration = |path: &&String| path.contains("sysctl.d/") || *path == "etc/sysctl.conf";
     for path in settings.files.keys().filter(is_configuration) {
         let text = settings.find_text(path)?.unwrap_or_default();

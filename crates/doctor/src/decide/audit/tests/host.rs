@@ -60,6 +60,8 @@ const CPU_CASES: &[Case] = &[
         &[(SMT, "on"), (L1TF, "Mitigation: PTE Inversion; VMX: conditional cache flushes, SMT vulnerable")],
         Warn,
     ),
+    ("smt-control", &[(SMT, "on"), (MDS, ABSENT), (L1TF, "Mitigation: PTE Inversion; VMX: vulnerable")], Warn),
+    ("smt-control", &[(SMT, "on"), (L1TF, "Mitigation: PTE Inversion; VMX: EPT disabled")], Fine),
     ("smt-control", &[(SMT, "on"), (MDS, ABSENT), (L1TF, ABSENT)], NotApplicable),
     ("smt-control", &[(SMT, ABSENT)], NotApplicable),
     ("smt-control", &[(SMT, "on"), (MDS, DENIED)], Unknown),
