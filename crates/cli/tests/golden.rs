@@ -188,40 +188,6 @@ fn assert_no_difference(differences: &[String]) {
     );
 }
 
-/// The verdicts of each rule over all recordings: a line for each rule. Verdicts that a rule never gives here have a
-/// constructed case in `crates/doctor/src/decide/tests/coverage.rs`.
-fn recorded_verdicts() -> String {
-    let mut verdicts: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    let word = |value: &Value| value.as_str().unwrap().to_owned();
-    for recording in recording_names() {
-        let report = json_on_recording(&recording, &["doctor", "--guest-agent", "--json"]);
-        for finding in report["findings"].as_array().unwrap() {
-            verdicts.entry(word(&finding["rule"])).or_default().insert(word(&finding["verdict"]));
-        }
-    }
-    let is_judged = |verdicts: &&BTreeSet<String>| verdicts.iter().any(|verdict| JUDGMENTS.contains(&&**verdict));
-    let judged = verdicts.values().filter(is_judged).count();
-    let mut text = format!("{judged} of {} rules judge a recorded host: ok, warn or fail\n", verdicts.len());
-    for (rule, verdicts) in verdicts {
-        text += &format!("{rule}: {}\n", verdicts.into_iter().collect::<Vec<_>>().join(", "));
-    }
-    text
-}
-
-/// The verdicts that say how a host is, and not that a rule does not apply or a value is missing.
-const JUDGMENTS: [&str; 3] = ["ok", "warn", "fail"];
-
-#[test]
-fn verdicts_over_all_recordings_match_their_list() {
-    let path = fixtures_path().join("expected/rule-verdicts.txt");
-    let verdicts = recorded_verdicts();
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        fs::write(path, verdicts).unwrap();
-        return;
-    }
-    assert_eq!(verdicts, fs::read_to_string(path).unwrap(), "if this is right, run with UPDATE_GOLDEN=1");
-}
-
 #[test]
 fn output_over_every_recording_matches_golden_files() {
     let mut differences = Vec::new();
