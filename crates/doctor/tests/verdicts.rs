@@ -4,6 +4,7 @@
 //! and the verdicts that it must give. It is made in a temporary folder and read as any recording. `UPDATE_GOLDEN=1`
 //! rewrites `fixtures/expected/rule-verdicts.txt`.
 
+use pagefold_base::Absent;
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::{ksm_rule_summaries, process_rule_summaries};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
@@ -11,12 +12,15 @@ use pagefold_doctor::guest_facts::gather_guest_facts;
 use pagefold_doctor::monitor_facts::gather_monitor_facts;
 use pagefold_doctor::wire::{DoctorReport, FindingReport, ScopeName, VerdictName};
 use pagefold_host::Host;
+use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_recording::Recording;
+use rayon::prelude::*;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// A recording with changes, and the verdicts that it must give.
 #[derive(Deserialize)]
@@ -381,5 +385,46 @@ fn each_declared_verdict_comes_from_a_recorded_host() {
         fs::write(path, list).unwrap();
         return;
     }
-    assert_eq!(list, fs::read_to_string(path).unwrap(), "if this is right, run with UPDATE_GOLDEN=1");
+    let expected = fs::read_to_string(path).unwrap();
+    let changed: Vec<&str> = list.lines().filter(|line| !expected.lines().any(|other| other == *line)).collect();
+    assert!(list == expected, "rule-verdicts.txt differs: if this is right, run with UPDATE_GOLDEN=1: {changed:#?}");
+}
+
+/// Hosts that together have a warning or failure of most rules.
+const FAULTY_HOSTS: [&str; 3] = ["flags-lost", "guests-answer", "redefined-domain"];
+
+/// What is wrong, or not known, on a host must not become `ok` or `not_applicable` because a file cannot be read.
+#[test]
+fn file_that_cannot_be_read_makes_no_verdict_better() {
+    for name in FAULTY_HOSTS {
+        let folder = tempfile::tempdir().unwrap();
+        make_host(name, folder.path()).unwrap();
+        let recording = open_recording(folder.path());
+        let requested = Mutex::new(BTreeSet::new());
+        let readable = examine(&FaultyHost::new(&recording, |path| {
+            requested.lock().unwrap().insert(path.to_owned());
+            None
+        }));
+        let requested = requested.into_inner().unwrap();
+        assert!(requested.len() > 50, "{requested:?}");
+        let better: Vec<String> = requested
+            .par_iter()
+            .flat_map_iter(|path| {
+                let deny = |asked: &str| (asked == path).then_some(InjectedFault::Absent(Absent::Denied));
+                better_verdicts(&readable, &examine(&FaultyHost::new(&recording, deny)), path)
+            })
+            .collect();
+        assert!(better.is_empty(), "{name}:\n{}", better.join("\n"));
+    }
+}
+
+/// The verdicts that are better without a file. A subject that was not found has none.
+fn better_verdicts(readable: &Verdicts, denied: &Verdicts, path: &str) -> Vec<String> {
+    let is_bad = |verdict: &VerdictName| *verdict >= VerdictName::Unknown;
+    let better = readable.iter().filter_map(|(key, before)| {
+        let after = denied.get(key)?;
+        let is_better = before.iter().any(is_bad) && !after.iter().any(is_bad);
+        is_better.then(|| format!("without {path}: {key:?} was {before:?} and is {after:?}"))
+    });
+    better.collect()
 }

@@ -307,6 +307,47 @@ fn hardware_threads_matter_only_to_several_machines() {
 }
 
 #[test]
+fn machines_that_may_be_hidden_leave_no_rule_about_machines_content() {
+    let settings = [
+        (AUTOGROUP, "1"),
+        (IO_URING, "2"),
+        (ISOLATED, "2"),
+        (PREEMPT, "none voluntary (full)"),
+        (SLICE, "700000"),
+        ("sys/module/kvm_intel/parameters/nested", "Y"),
+        ("sys/module/kvm_intel/parameters/ple_gap", "0"),
+    ];
+    let mut facts = host_with(&settings, vec![]);
+    let verdicts = |facts: &HostFacts| {
+        let rules = [
+            "io-uring",
+            "irq-affinity",
+            "isolated-cpus",
+            "kvm-halt-poll",
+            "kvm-nested",
+            "kvm-ple",
+            "numa-balancing",
+            "preemption-model",
+            "sched-autogroup",
+            "sched-base-slice",
+            "thp-shared-memory",
+        ];
+        rules.map(|rule| finding(facts, rule).verdict)
+    };
+    assert!(verdicts(&facts).iter().all(|verdict| matches!(verdict, Fine | NotApplicable)), "{:?}", verdicts(&facts));
+    facts.processes[0].process.arguments = Err(Absent::Denied);
+    assert_eq!(verdicts(&facts), [Unknown; 11]);
+}
+
+#[test]
+fn idle_states_need_the_names_of_cpus() {
+    let mut facts = host_with(&[(LATENCY, "890")], vec![]);
+    facts.settings.directories.retain(|directory, _| !directory.ends_with("/cpuidle"));
+    facts.settings.directories.insert("sys/devices/system/cpu".to_owned(), Err(Absent::Denied));
+    assert_eq!(finding(&facts, "cpu-idle-states").verdict, Unknown);
+}
+
+#[test]
 fn settings_for_machines_need_their_definitions() {
     let mut vms = machines();
     vms[1].definition = Some(Err(Absent::Denied));
