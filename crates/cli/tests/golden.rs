@@ -6,7 +6,7 @@
 
 use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
