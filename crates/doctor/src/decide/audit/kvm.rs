@@ -318,7 +318,12 @@ fn judge_halt_poll(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let Some(nanoseconds) = settings.find_number("sys/module/kvm/parameters/halt_poll_ns")? else {
         return no_vendor(rule, "the kernel has no parameter halt_poll_ns".to_owned());
     };
-    let overcommitted = is_overcommitted(facts)?;
+    let overcommitted = match is_overcommitted(facts) {
+        // Too long in any case, or short enough in any case.
+        Err(_) if nanoseconds > DEFAULT_HALT_POLL_NS => false,
+        Err(_) if nanoseconds <= OVERCOMMITTED_HALT_POLL_NS => true,
+        answer => answer?,
+    };
     let limit = if overcommitted { OVERCOMMITTED_HALT_POLL_NS } else { DEFAULT_HALT_POLL_NS };
     let value = format!("halt_poll_ns = {nanoseconds}");
     if nanoseconds <= limit {
