@@ -177,6 +177,7 @@ miri: ## Run tests of the user engine that make no system calls in Miri (minutes
 fixtures: ## Record the hosts in fixtures/recordings again (as root; boots a guest), and update the golden outputs
 	fixtures/record.sh
 	UPDATE_GOLDEN=1 $(CARGO) test $(LOCKED) -p pagefold --test golden
+	UPDATE_GOLDEN=1 $(CARGO) test $(LOCKED) -p pagefold-doctor --test verdicts
 
 .PHONY: aarch64
 aarch64: ## Check that Pagefold compiles for 64-bit Arm, and run the tests of the portable crates under emulation

@@ -6,7 +6,7 @@
 
 use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -186,40 +186,6 @@ fn assert_no_difference(differences: &[String]) {
         "the output differs from fixtures/expected; if the new output is correct, run with UPDATE_GOLDEN=1:\n{}",
         differences.join("\n")
     );
-}
-
-/// The verdicts of each rule over all recordings: a line for each rule. Verdicts that a rule never gives here have a
-/// constructed case in `crates/doctor/src/decide/tests/coverage.rs`.
-fn recorded_verdicts() -> String {
-    let mut verdicts: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    let word = |value: &Value| value.as_str().unwrap().to_owned();
-    for recording in recording_names() {
-        let report = json_on_recording(&recording, &["doctor", "--guest-agent", "--json"]);
-        for finding in report["findings"].as_array().unwrap() {
-            verdicts.entry(word(&finding["rule"])).or_default().insert(word(&finding["verdict"]));
-        }
-    }
-    let is_judged = |verdicts: &&BTreeSet<String>| verdicts.iter().any(|verdict| JUDGMENTS.contains(&&**verdict));
-    let judged = verdicts.values().filter(is_judged).count();
-    let mut text = format!("{judged} of {} rules judge a recorded host: ok, warn or fail\n", verdicts.len());
-    for (rule, verdicts) in verdicts {
-        text += &format!("{rule}: {}\n", verdicts.into_iter().collect::<Vec<_>>().join(", "));
-    }
-    text
-}
-
-/// The verdicts that say how a host is, and not that a rule does not apply or a value is missing.
-const JUDGMENTS: [&str; 3] = ["ok", "warn", "fail"];
-
-#[test]
-fn verdicts_over_all_recordings_match_their_list() {
-    let path = fixtures_path().join("expected/rule-verdicts.txt");
-    let verdicts = recorded_verdicts();
-    if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        fs::write(path, verdicts).unwrap();
-        return;
-    }
-    assert_eq!(verdicts, fs::read_to_string(path).unwrap(), "if this is right, run with UPDATE_GOLDEN=1");
 }
 
 #[test]

@@ -117,7 +117,15 @@ const DEFINITION_DIRECTORY: &str = "etc/libvirt/qemu";
 
 /// Reads libvirt's persistent definitions of the machines that run, and of the domains that do not.
 fn read_libvirt_definitions(host: &dyn Host, facts: &mut SettingFacts) {
-    let running = observe::libvirt_domains(host).unwrap_or_default();
+    let running = match observe::libvirt_domains(host) {
+        Ok(running) => running,
+        Err(why) => {
+            // Which definition belongs to a machine is not known, nor which domains do not run.
+            let machines = facts.vms.iter_mut().filter(|vm| vm.definition.is_some());
+            machines.for_each(|vm| vm.next_definition = Some(Err(why.clone())));
+            return;
+        }
+    };
     let read =
         |name: &str| host.read(&domain_definition_path(name)).and_then(|bytes| parse::libvirt_definition(&bytes));
     // libvirt refuses a slash in the name of a domain (`src/conf/domain_conf.c`, `virDomainDefPostParseCommon`).

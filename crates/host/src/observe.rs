@@ -111,9 +111,14 @@ pub fn libvirt_domains(host: &dyn Host) -> Reading<Vec<LibvirtDomain>> {
         Err(Absent::NotOnThisKernel | Absent::Vanished) => return Ok(Vec::new()),
         names => names?,
     };
-    let states = names.iter().filter(|name| name.ends_with(".xml"));
-    let state = |name| parse::libvirt_domain_state(&host.read(&format!("{LIBVIRT_STATE_DIRECTORY}/{name}")).ok()?).ok();
-    Ok(states.filter_map(state).collect())
+    let mut domains = Vec::new();
+    for name in names.iter().filter(|name| name.ends_with(".xml")) {
+        match host.read(&format!("{LIBVIRT_STATE_DIRECTORY}/{name}")) {
+            Err(Absent::Denied) => return Err(Absent::Denied),
+            state => domains.extend(state.and_then(|bytes| parse::libvirt_domain_state(&bytes))),
+        }
+    }
+    Ok(domains)
 }
 
 /// The NUMA nodes with memory, if KSM merges pages across nodes (`merge_across_nodes`); empty if there is only one.
@@ -280,6 +285,24 @@ pub fn cpuset_cpus(host: &dyn Host, pid: Pid, tid: Pid) -> Option<IdSet> {
 mod tests {
     use super::*;
     use crate::fake_host::FakeHost;
+    use crate::faulty_host::{FaultyHost, InjectedFault};
+
+    #[test]
+    fn domains_of_libvirt_are_all_known_or_none() {
+        let host = FakeHost::booted();
+        let domains = |host: &dyn Host| libvirt_domains(host).map(|domains| domains.len());
+        assert_eq!(domains(&host), Ok(0), "no libvirt");
+        let state = "<domstatus pid='7'><domain><name>web</name><uuid>u</uuid></domain></domstatus>\n";
+        host.put_file("run/libvirt/qemu/web.xml", state);
+        host.put_file("run/libvirt/qemu/other.xml", "<network/>\n");
+        assert_eq!(domains(&host), Ok(1));
+        let without = |why: Absent| {
+            let fault = |path: &str| path.ends_with("/web.xml").then(|| InjectedFault::Absent(why.clone()));
+            domains(&FaultyHost::new(&host, fault))
+        };
+        assert_eq!(without(Absent::Denied), Err(Absent::Denied));
+        assert_eq!(without(Absent::Vanished), Ok(0), "it has ended");
+    }
 
     #[test]
     fn cpus_of_a_cgroup_come_from_its_cpuset_or_from_a_group_above() {

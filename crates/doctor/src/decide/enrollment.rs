@@ -200,6 +200,7 @@ fn judge_seccomp(rule: &'static RuleInfo, _: &HostFacts, host_processes: &HostPr
     }
     host_processes.require_readable("seccomp mode", |p| p.process.seccomp.clone())?;
     host_processes.require_readable("enrollment", ProcessFacts::is_enrolled)?;
+    host_processes.require_readable("regions", |p| p.regions.clone().map(drop))?;
     Ok(rule.ok("seccomp keeps little memory from being enrolled", value))
 }
 

@@ -241,6 +241,8 @@ pub struct RuleSummary {
     pub topic: Topic,
     /// The files that it reads.
     pub source: &'static str,
+    /// The verdicts that it can give.
+    pub verdicts: &'static [Verdict],
     /// The recommended value.
     pub expected: &'static str,
     /// Benefit, risk, undo, proof and sources.
@@ -273,8 +275,8 @@ fn require<'a, T>(reading_name: &str, reading: &'a Reading<T>) -> Result<&'a T, 
 
 impl RuleInfo {
     fn summary(&'static self, topic: Topic) -> RuleSummary {
-        let Self { id, source, expected, details, .. } = self;
-        RuleSummary { id, topic, source, expected, details }
+        let Self { id, source, verdicts, expected, details, .. } = self;
+        RuleSummary { id, topic, source, verdicts, expected, details }
     }
 
     fn finding(&'static self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {

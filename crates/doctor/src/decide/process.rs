@@ -149,9 +149,7 @@ fn judge_enrolled(rule: &'static RuleInfo, _: &HostFacts, facts: &ProcessFacts) 
             .remedy(enroll_remedy(facts))
             .verify(enrollment_check_command(facts)));
     }
-    if facts.regions.is_err() {
-        return Ok(rule.ok("enrolled", "ksm_mergeable = yes, regions unreadable"));
-    }
+    require("regions", &facts.regions)?;
     let (mergeable, eligible) = (facts.mergeable(), facts.eligible());
     let value = format!("{mergeable} of {eligible} eligible");
     if eligible > Bytes::ZERO && !is_at_least_percent(mergeable.0, eligible.0, 50) {

@@ -1,7 +1,7 @@
 //! Clock, frequency, idle states and hardware threads of the host's CPUs.
 
 use super::facts::SettingFacts;
-use super::{Judge, SettingRule, has_cpu_flag, is_virtual, require_command_lines, with_boot_parameter, with_write};
+use super::{Judge, SettingRule, has_cpu_flag, if_machines_are_known, is_virtual, with_boot_parameter, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
 use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict};
 use std::collections::{BTreeMap, BTreeSet};
@@ -202,6 +202,8 @@ fn judge_idle_states(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     // By number: the CPUs that may enter the state and leave it late. A number is another state on other cores of a hybrid
     // CPU.
     let mut deep = BTreeMap::<u32, BTreeSet<u32>>::new();
+    // Without the names of CPUs no state was found.
+    settings.find_names("sys/devices/system/cpu")?;
     for cpu in super::online_cpus(settings)?.iter() {
         let folder = format!("sys/devices/system/cpu/cpu{cpu}/cpuidle");
         for state in settings.numbered(&folder, "state")? {
@@ -268,10 +270,15 @@ fn shell_words(numbers: &BTreeSet<u32>) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Whether a file of the vulnerabilities says that hardware threads expose data. `None` if this kernel lacks it.
+/// Whether a file of the vulnerabilities says that hardware threads expose data. `None` if this kernel lacks it. Without
+/// flushes of the L1 cache and with hardware threads, `l1tf` ends with `VMX: vulnerable` and does not name the threads
+/// (arch/x86/kernel/cpu/bugs.c, `l1tf_show_state`).
 fn is_exposed_by_smt(settings: &SettingFacts, name: &str) -> Result<Option<bool>, crate::decide::MissingReading> {
     let text = settings.find_text(&format!("sys/devices/system/cpu/vulnerabilities/{name}"))?;
-    Ok(text.map(|text| text.to_ascii_lowercase().contains("smt vulnerable")))
+    Ok(text.map(|text| {
+        let text = text.to_ascii_lowercase();
+        text.contains("smt vulnerable") || text.ends_with("vmx: vulnerable")
+    }))
 }
 
 /// Which guests trust each other is not known, so more than one guest on an affected CPU is a warning, and only an
@@ -293,8 +300,8 @@ fn judge_smt(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.ok("the CPU does not expose data between hardware threads by l1tf or mds", value));
     }
     if settings.vms.len() < 2 {
-        require_command_lines(facts)?;
-        return Ok(rule.ok("the CPU is affected, and fewer than two virtual machines run", value));
+        let title = "the CPU is affected, and fewer than two virtual machines run";
+        return if_machines_are_known(rule.ok(title, value), facts);
     }
     Ok(rule
         .warn("guests on two hardware threads of a core can read each other's data", value)

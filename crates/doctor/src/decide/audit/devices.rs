@@ -2,7 +2,7 @@
 
 use super::facts::{VmFacts, VmThread};
 use super::memory::{bound_nodes, node_cpus};
-use super::{Judge, SettingRule, with_write};
+use super::{Judge, SettingRule, if_machines_are_known, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::IdSet;
@@ -145,7 +145,7 @@ fn judge_io_uring(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let value = format!("io_uring_disabled = {mode}, virtual machines that use io_uring: {users}");
     match (mode, users) {
         (0, _) => Ok(rule.ok("io_uring is allowed", value)),
-        (_, 0) => Ok(rule.ok("io_uring is disabled, and no virtual machine uses it", value)),
+        (_, 0) => if_machines_are_known(rule.ok("io_uring is disabled, and no virtual machine uses it", value), facts),
         _ => {
             let title = "virtual machines that use io_uring will not start again";
             Ok(with_write(rule.warn(title, value), path, "0"))

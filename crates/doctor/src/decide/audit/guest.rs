@@ -247,7 +247,7 @@ fn judge_haltpoll(rule: &'static RuleInfo, vm: &VmFacts, guest: &GuestFacts, fac
     let settings = &facts.settings;
     let polled = settings.find_number("sys/module/kvm/parameters/halt_poll_ns")?.unwrap_or(0);
     let value = format!("haltpoll in the guest, halt_poll_ns = {polled} on the host");
-    if is_overcommitted(settings)? {
+    if is_overcommitted(facts)? {
         return Ok(rule
             .warn("the guest polls while virtual CPUs outnumber CPUs", value)
             .remedy(["# in the guest: rmmod cpuidle-haltpoll, and keep it from being loaded at boot"])
@@ -328,7 +328,7 @@ fn judge_timer_frequency(rule: &'static RuleInfo, _: &VmFacts, guest: &GuestFact
     if !is_periodic || frequency < MAX_PERIODIC_HZ {
         return Ok(rule.ok("the guest's timer costs little", value));
     }
-    if !is_overcommitted(&facts.settings)? {
+    if !is_overcommitted(facts)? {
         return Ok(rule.ok("virtual CPUs do not outnumber CPUs", value));
     }
     Ok(rule

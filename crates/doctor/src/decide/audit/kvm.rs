@@ -2,7 +2,7 @@
 //! they change only when the module is loaded again. Other backends, and a host without KVM, have none of them.
 
 use super::facts::SettingFacts;
-use super::{Judge, SettingRule, has_cpu_flag, is_overcommitted, with_parameter};
+use super::{Judge, SettingRule, has_cpu_flag, if_machines_are_known, is_overcommitted, with_parameter};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict};
 use pagefold_base::reading::Absent;
@@ -280,7 +280,7 @@ fn judge_pause_loops(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         if !has_cpu_flag(settings, vendor.pause_flag())? {
             return Ok(rule.not_applicable("this CPU does not report pause loops", shown));
         }
-        if !is_overcommitted(settings)? {
+        if !is_overcommitted(facts)? {
             return Ok(rule.ok("pause-loop exiting is off, and no virtual CPU waits for a CPU", shown));
         }
         let finding = rule.warn("pause-loop exiting is off although virtual CPUs outnumber CPUs", shown);
@@ -318,7 +318,12 @@ fn judge_halt_poll(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let Some(nanoseconds) = settings.find_number("sys/module/kvm/parameters/halt_poll_ns")? else {
         return no_vendor(rule, "the kernel has no parameter halt_poll_ns".to_owned());
     };
-    let overcommitted = is_overcommitted(settings)?;
+    let overcommitted = match is_overcommitted(facts) {
+        // Too long in any case, or short enough in any case.
+        Err(_) if nanoseconds > DEFAULT_HALT_POLL_NS => false,
+        Err(_) if nanoseconds <= OVERCOMMITTED_HALT_POLL_NS => true,
+        answer => answer?,
+    };
     let limit = if overcommitted { OVERCOMMITTED_HALT_POLL_NS } else { DEFAULT_HALT_POLL_NS };
     let value = format!("halt_poll_ns = {nanoseconds}");
     if nanoseconds <= limit {
@@ -417,7 +422,7 @@ fn judge_nested(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.ok("guests cannot run virtual machines", "nested = off"));
     }
     if settings.vms.is_empty() {
-        return Ok(rule.not_applicable("no virtual machine runs", "nested = on"));
+        return if_machines_are_known(rule.not_applicable("no virtual machine runs", "nested = on"), facts);
     }
     let path = "sys/kernel/debug/kvm/nested_run";
     let count = settings

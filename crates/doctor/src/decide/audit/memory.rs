@@ -1,7 +1,7 @@
 //! NUMA and huge pages of the host.
 
 use super::facts::{SettingFacts, VmFacts};
-use super::{Judge, SettingRule, with_write};
+use super::{Judge, SettingRule, if_machines_are_known, require_command_lines, with_write};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::identity::virtual_nodes::STRICT_POLICY;
@@ -168,8 +168,11 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         count_text(nodes.len(), "node"),
         count_text(settings.vms.len(), "virtual machine")
     );
-    if nodes.len() < 2 || settings.vms.is_empty() {
-        return Ok(rule.not_applicable("one node only, or no virtual machine", value));
+    if nodes.len() < 2 {
+        return Ok(rule.not_applicable("the host has one node", value));
+    }
+    if settings.vms.is_empty() {
+        return if_machines_are_known(rule.not_applicable("no virtual machine runs", value), facts);
     }
     let mut bound = Vec::new();
     for vm in &settings.vms {
@@ -202,10 +205,13 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     match (mode, misplaced.as_slice()) {
         (_, []) if !unbound_memory.is_empty() => {
             let title = "virtual nodes are not bound: `pagefold numa verify` tells whether NUMA balancing is of use";
-            Ok(rule.ok(title, format!("{value}; {}", shown_names(&unbound_memory))))
+            if_machines_are_known(rule.ok(title, format!("{value}; {}", shown_names(&unbound_memory))), facts)
         }
-        (0, []) => Ok(rule.ok("all machines are placed on nodes, and NUMA balancing is off", value)),
+        (0, []) => {
+            if_machines_are_known(rule.ok("all machines are placed on nodes, and NUMA balancing is off", value), facts)
+        }
         (_, []) => {
+            require_command_lines(facts)?;
             let title = "all machines are placed on nodes, and NUMA balancing costs faults and moves nothing";
             Ok(with_write(rule.warn(title, value), path, "0"))
         }
@@ -308,7 +314,9 @@ fn judge_shared_huge_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleRe
     }
     let value = format!("{choice}, {} with shared memory", count_text(sharing, "virtual machine"));
     match choice {
-        _ if sharing == 0 => Ok(rule.not_applicable("no virtual machine has shared memory", value)),
+        _ if sharing == 0 => {
+            if_machines_are_known(rule.not_applicable("no virtual machine has shared memory", value), facts)
+        }
         "never" | "deny" => {
             Ok(with_write(rule.warn("guests with shared memory get no huge pages", value), &path, "advise"))
         }

@@ -260,12 +260,23 @@ fn require_command_lines(facts: &HostFacts) -> Result<(), MissingReading> {
     }
 }
 
+/// A finding that a further machine may change, if all machines are known.
+fn if_machines_are_known(finding: Finding, facts: &HostFacts) -> RuleResult {
+    require_command_lines(facts)?;
+    Ok(finding)
+}
+
 /// The number of virtual CPUs of all machines.
 fn total_vcpus(settings: &SettingFacts) -> Result<u64, MissingReading> {
     settings.vms.iter().try_fold(0u64, |sum, vm| Ok(sum.saturating_add(vm.vcpu_count()?)))
 }
 
-/// Whether there are more virtual CPUs than CPUs.
-fn is_overcommitted(settings: &SettingFacts) -> Result<bool, MissingReading> {
-    Ok(total_vcpus(settings)? > online_cpus(settings)?.iter().count() as u64)
+/// Whether there are more virtual CPUs than CPUs. A machine that is not known may have some, too.
+fn is_overcommitted(facts: &HostFacts) -> Result<bool, MissingReading> {
+    let settings = &facts.settings;
+    if total_vcpus(settings)? > online_cpus(settings)?.iter().count() as u64 {
+        return Ok(true);
+    }
+    require_command_lines(facts)?;
+    Ok(false)
 }

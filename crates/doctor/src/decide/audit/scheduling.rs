@@ -2,7 +2,9 @@
 
 use super::facts::{SettingFacts, malformed};
 use super::tuned::{self, EffectiveOption};
-use super::{Judge, SettingRule, is_overcommitted, online_cpus, with_write};
+use super::{
+    Judge, SettingRule, if_machines_are_known, is_overcommitted, online_cpus, require_command_lines, with_write,
+};
 use crate::decide::change::{ApplyMethod, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::{IdSet, count_text};
@@ -140,9 +142,15 @@ pub(super) const RULES: &[SettingRule] = &[
     },
 ];
 
+/// The directories of sysctl.d(5) that are read. One that cannot be listed may have files.
+const SYSCTL_DIRECTORIES: [&str; 3] = ["etc/sysctl.d", "run/sysctl.d", "usr/lib/sysctl.d"];
+
 /// The settings of the scheduler that files of sysctl.d set, with their files. `/` and `.` separate names (sysctl.d(5)).
 fn configured_knobs(settings: &SettingFacts) -> Result<BTreeSet<(String, String)>, MissingReading> {
     let mut found = BTreeSet::new();
+    for directory in SYSCTL_DIRECTORIES {
+        settings.find_names(directory)?;
+    }
     let is_configuration = |path: &&String| path.contains("sysctl.d/") || *path == "etc/sysctl.conf";
     for path in settings.files.keys().filter(is_configuration) {
         let text = settings.find_text(path)?.unwrap_or_default();
@@ -214,7 +222,7 @@ fn judge_base_slice(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     if slice >= default {
         return Ok(rule.ok("slices are not shorter than by default", value));
     }
-    if !is_overcommitted(settings)? {
+    if !is_overcommitted(facts)? {
         return Ok(rule.ok("slices are short, and virtual CPUs do not outnumber CPUs", value));
     }
     Ok(with_write(rule.warn("short slices preempt virtual CPUs often", value), path, &default.to_string()))
@@ -233,7 +241,7 @@ fn judge_preemption(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     if present != "full" {
         return Ok(rule.ok("kernel code is not preempted at once", present));
     }
-    if !is_overcommitted(settings)? {
+    if !is_overcommitted(facts)? {
         return Ok(rule.ok("the model is full, and virtual CPUs do not outnumber CPUs", present));
     }
     let Some(other) = models.find(|model| ["voluntary", "lazy"].contains(model)) else {
@@ -257,7 +265,7 @@ fn judge_autogroup(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.ok("CPU time is not shared by session", value));
     }
     if settings.vms.is_empty() {
-        return Ok(rule.not_applicable("no virtual machine runs", value));
+        return if_machines_are_known(rule.not_applicable("no virtual machine runs", value), facts);
     }
     let mut affected = 0;
     for process in facts.processes.iter().map(|facts| &facts.process) {
@@ -267,7 +275,8 @@ fn judge_autogroup(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         }
     }
     if affected == 0 {
-        return Ok(rule.ok("virtual machines have cgroups, so autogroups do not affect them", value));
+        let title = "virtual machines have cgroups, so autogroups do not affect them";
+        return if_machines_are_known(rule.ok(title, value), facts);
     }
     let title = format!("CPU time of {} is shared by session", count_text(affected, "virtual machine"));
     Ok(with_write(rule.warn(title, value), path, "0"))
@@ -302,6 +311,7 @@ fn judge_isolated(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         return Ok(rule.not_applicable("no CPU is isolated", "none"));
     }
     let value = format!("isolated {isolated}, nohz_full {tickless}");
+    require_command_lines(facts)?;
     if settings.vms.is_empty() {
         return Ok(rule.not_applicable("no virtual machine runs", value));
     }
@@ -330,12 +340,12 @@ fn judge_interrupts(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     const MAX_SHOWN: usize = 8;
     let settings = &facts.settings;
     if settings.vms.is_empty() {
-        return Ok(rule.not_applicable("no virtual machine runs", "none"));
+        return if_machines_are_known(rule.not_applicable("no virtual machine runs", "none"), facts);
     }
     let single: IdSet =
         bound_vcpus(settings)?.into_iter().filter(|cpus| cpus.iter().count() == 1).flat_map(IdSet::iter).collect();
     if single.is_empty() {
-        return Ok(rule.not_applicable("no virtual CPU has a CPU for itself", "none"));
+        return if_machines_are_known(rule.not_applicable("no virtual CPU has a CPU for itself", "none"), facts);
     }
     let mut disturbing = Vec::new();
     for irq in settings.numbered("proc/irq", "")? {
@@ -347,7 +357,7 @@ fn judge_interrupts(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     }
     let value = format!("{} on the CPUs {single}", count_text(disturbing.len(), "interrupt"));
     if disturbing.is_empty() {
-        return Ok(rule.ok("interrupts are off the CPUs of bound virtual CPUs", value));
+        return if_machines_are_known(rule.ok("interrupts are off the CPUs of bound virtual CPUs", value), facts);
     }
     let others: IdSet = online_cpus(settings)?.iter().filter(|cpu| !single.contains(*cpu)).collect();
     if others.is_empty() {

@@ -407,6 +407,7 @@ fn enrollment_rules_give_expected_verdicts() {
         f.processes[0].process.seccomp = Ok(2);
     });
     check("ksm-seccomp", Unknown, |f| f.processes[0].process.seccomp = Err(Absent::NotOnThisKernel));
+    check("ksm-seccomp", Unknown, |f| f.processes[0].regions = Err(Absent::Denied));
 
     check("ksm-prctl-exec", Fine, |_| ());
     check("ksm-prctl-exec", Warn, |f| f.processes[0].parent_merge_any = Ok(true));
@@ -585,6 +586,7 @@ fn process_rules_give_expected_verdicts() {
         p.regions.as_mut().unwrap().push(region(9 * GIB, VmFlags::default()))
     });
     check_process("process-enrolled", Unknown, |_, p| deny(p));
+    check_process("process-enrolled", Unknown, |_, p| p.regions = Err(Absent::Denied));
     check_process("process-enrolled", Unknown, |h, p| {
         h.ksm = Err(Absent::Denied);
         deny(p);

@@ -60,6 +60,8 @@ const CPU_CASES: &[Case] = &[
         &[(SMT, "on"), (L1TF, "Mitigation: PTE Inversion; VMX: conditional cache flushes, SMT vulnerable")],
         Warn,
     ),
+    ("smt-control", &[(SMT, "on"), (MDS, ABSENT), (L1TF, "Mitigation: PTE Inversion; VMX: vulnerable")], Warn),
+    ("smt-control", &[(SMT, "on"), (L1TF, "Mitigation: PTE Inversion; VMX: EPT disabled")], Fine),
     ("smt-control", &[(SMT, "on"), (MDS, ABSENT), (L1TF, ABSENT)], NotApplicable),
     ("smt-control", &[(SMT, ABSENT)], NotApplicable),
     ("smt-control", &[(SMT, "on"), (MDS, DENIED)], Unknown),
@@ -302,6 +304,47 @@ fn hardware_threads_matter_only_to_several_machines() {
     assert_eq!(finding(&facts, "smt-control").verdict, Fine);
     facts.processes[0].process.arguments = Err(Absent::Denied);
     assert_eq!(finding(&facts, "smt-control").verdict, Unknown, "it may run another machine");
+}
+
+#[test]
+fn machines_that_may_be_hidden_leave_no_rule_about_machines_content() {
+    let settings = [
+        (AUTOGROUP, "1"),
+        (IO_URING, "2"),
+        (ISOLATED, "2"),
+        (PREEMPT, "none voluntary (full)"),
+        (SLICE, "700000"),
+        ("sys/module/kvm_intel/parameters/nested", "Y"),
+        ("sys/module/kvm_intel/parameters/ple_gap", "0"),
+    ];
+    let mut facts = host_with(&settings, vec![]);
+    let verdicts = |facts: &HostFacts| {
+        let rules = [
+            "io-uring",
+            "irq-affinity",
+            "isolated-cpus",
+            "kvm-halt-poll",
+            "kvm-nested",
+            "kvm-ple",
+            "numa-balancing",
+            "preemption-model",
+            "sched-autogroup",
+            "sched-base-slice",
+            "thp-shared-memory",
+        ];
+        rules.map(|rule| finding(facts, rule).verdict)
+    };
+    assert!(verdicts(&facts).iter().all(|verdict| matches!(verdict, Fine | NotApplicable)), "{:?}", verdicts(&facts));
+    facts.processes[0].process.arguments = Err(Absent::Denied);
+    assert_eq!(verdicts(&facts), [Unknown; 11]);
+}
+
+#[test]
+fn idle_states_need_the_names_of_cpus() {
+    let mut facts = host_with(&[(LATENCY, "890")], vec![]);
+    facts.settings.directories.retain(|directory, _| !directory.ends_with("/cpuidle"));
+    facts.settings.directories.insert("sys/devices/system/cpu".to_owned(), Err(Absent::Denied));
+    assert_eq!(finding(&facts, "cpu-idle-states").verdict, Unknown);
 }
 
 #[test]

@@ -69,6 +69,16 @@ pub(super) fn parameters_of_kvm_have_their_verdicts() {
 }
 
 #[test]
+fn polls_that_are_short_or_long_in_any_case_are_judged_without_machines() {
+    let verdict = |halt_poll_ns| {
+        let mut facts = host_with(&[(HALT_POLL, halt_poll_ns)], vec![machine()]);
+        facts.settings.vms[0].threads = Err(Absent::Denied);
+        finding(&facts, "kvm-halt-poll").verdict
+    };
+    assert_eq!(["50000", "50001", "200000", "200001"].map(verdict), [Fine, Unknown, Unknown, Warn]);
+}
+
+#[test]
 fn nested_virtualization_without_machines_is_not_judged() {
     assert_eq!(finding(&host_with(&[(NESTED, "Y")], vec![]), "kvm-nested").verdict, NotApplicable);
 }
