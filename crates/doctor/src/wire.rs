@@ -145,6 +145,9 @@ pub struct FindingReport {
     /// Changes that resolve the finding. Nothing carries them out here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<ProposedChangeReport>,
+    /// Whether `pagefold tune` makes the changes only if an operator names the rule.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_request: bool,
 }
 
 /// What to know before a change that resolves a finding.
@@ -263,6 +266,7 @@ impl From<Finding> for FindingReport {
             verify: finding.verify,
             details: finding.details.into(),
             changes: finding.changes.into_iter().map(Into::into).collect(),
+            on_request: finding.on_request,
         }
     }
 }

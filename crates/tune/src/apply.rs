@@ -186,6 +186,7 @@ mod tests {
     use crate::kept::{self, KeptState};
     use pagefold_base::{Absent, Pid, ProcessId};
     use pagefold_doctor::decide::change::SettingChange;
+    use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
@@ -214,7 +215,8 @@ mod tests {
             value: "1".to_owned(),
         };
         let changes = vec![npt, write(POLL, "200000"), write(SWAPPINESS, "10")];
-        let state = read_state(host, &changes.iter().collect::<Vec<_>>(), &[]);
+        let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+        let state = read_state(host, &facts, &changes.iter().collect::<Vec<_>>(), &[]);
         let proposal =
             Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
         plan(&[proposal], None::<Profile>, &state)
@@ -260,7 +262,8 @@ mod tests {
             value: "1".to_owned(),
         };
         let changes = vec![change("kvm_amd", "npt"), change("kvm_intel", "ept")];
-        let state = read_state(&fake, &changes.iter().collect::<Vec<_>>(), &[]);
+        let facts = gather_host_facts(&fake, &[], &TrustPolicy::default());
+        let state = read_state(&fake, &facts, &changes.iter().collect::<Vec<_>>(), &[]);
         let proposal =
             Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
         let plan = plan(&[proposal], None::<Profile>, &state);

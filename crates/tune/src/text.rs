@@ -286,6 +286,7 @@ mod tests {
             verify: None,
             details: rule_summaries()[0].details,
             changes: Vec::new(),
+            on_request: false,
         };
         FindingReport { machine: Some("db\u{1b}".to_owned()), ..finding.into() }
     }

@@ -413,10 +413,12 @@ fn finding_of(host: &dyn Host, rule: &str) -> Finding {
     of_rule.max_by_key(|finding| finding.verdict).unwrap_or_else(|| panic!("no finding of {rule}"))
 }
 
+/// The plan for a rule that the operator names.
 fn plan_of(host: &dyn Host, finding: &Finding) -> TunePlan {
-    let proposals = Proposal::from_findings(std::slice::from_ref(finding));
+    let proposals = Proposal::from_findings(std::slice::from_ref(finding), &[finding.rule.to_owned()]);
     let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
-    plan(&proposals, None, &read_state(host, &changes, &[]))
+    let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+    plan(&proposals, None, &read_state(host, &facts, &changes, &[]))
 }
 
 /// The methods that `tune apply` can carry out: machines are defined anew on request.

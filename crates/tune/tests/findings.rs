@@ -48,9 +48,10 @@ fn findings(host: &dyn Host) -> Vec<Finding> {
 }
 
 fn plan_of(host: &dyn Host, findings: &[Finding]) -> TunePlan {
-    let proposals = Proposal::from_findings(findings);
+    let proposals = Proposal::from_findings(findings, &[]);
     let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
-    plan(&proposals, None, &read_state(host, &changes, &[]))
+    let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+    plan(&proposals, None, &read_state(host, &facts, &changes, &[]))
 }
 
 #[test]
