@@ -147,6 +147,7 @@ const DEVICE_CASES: &[Case] = &[
     ("nvme-scheduler", &[(SCHEDULER, DENIED)], Unknown),
     ("nvme-scheduler", &[(SCHEDULER, ABSENT)], NotApplicable),
     ("io-uring", &[], Fine),
+    ("io-uring", &[(IO_URING, "1")], Warn),
     ("io-uring", &[(IO_URING, "2")], Warn),
     ("io-uring", &[(IO_URING, DENIED)], Unknown),
     ("io-uring", &[(IO_URING, ABSENT)], NotApplicable),
@@ -314,6 +315,15 @@ fn settings_for_machines_need_their_definitions() {
     vms[1].definition = None;
     assert_eq!(finding(&host_with(&[(IO_URING, "2")], vms), "io-uring").verdict, Fine, "Firecracker");
     assert_eq!(finding(&host_with(&[], vec![]), "thp-shared-memory").verdict, NotApplicable);
+}
+
+#[test]
+fn io_uring_is_allowed_only_on_request() {
+    for mode in ["1", "2"] {
+        let finding = finding(&host_with(&[(IO_URING, mode)], machines()), "io-uring");
+        assert!(finding.on_request && finding.changes.len() == 1, "{finding:?}");
+        assert!(finding.remedy.iter().any(|line| line.contains("io_uring_group")), "{finding:?}");
+    }
 }
 
 #[test]
