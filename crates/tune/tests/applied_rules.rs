@@ -328,6 +328,24 @@ const CASES: &[Case] = &[
             "<memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>",
         )
     },
+    Case {
+        files: &[("sys/kernel/mm/ksm/run", "1\n")],
+        expected: LeftToOperator,
+        ..machine_case(
+            "vm-mergeable-memory",
+            "-accel kvm -mem-path /dev/hugepages",
+            "<memoryBacking>\n    <hugepages/>\n  </memoryBacking>",
+        )
+    },
+    Case {
+        files: &[("sys/kernel/mm/ksm/run", "1\n")],
+        expected: Refused("its owner forbids merging"),
+        ..machine_case(
+            "vm-mergeable-memory",
+            "-accel kvm -object memory-backend-memfd,id=m,size=1G",
+            "<memoryBacking>\n    <nosharepages/>\n  </memoryBacking>",
+        )
+    },
     machine_case("vm-hyperv", "-accel kvm -cpu host -rtc base=localtime", "<clock offset='localtime'/>"),
     machine_case(
         "vm-pv-features",

@@ -208,7 +208,12 @@ pub fn examine_process(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
 /// Why ksmd must not be started by a program: it would merge pages across trust domains, or it is not known whether it
 /// would. `None` if at most one trust domain is enrolled.
 pub fn find_ksm_start_refusal(facts: &HostFacts) -> Option<String> {
-    settings::find_objection_to_merging(&HostProcesses::new(facts))
+    find_objection_to_enrollment(facts, None)
+}
+
+/// Why only an operator can decide to enroll a process of this domain, or to start ksmd without one.
+fn find_objection_to_enrollment(facts: &HostFacts, domain: Option<&TrustDomain>) -> Option<String> {
+    settings::find_objection_to_merging(&HostProcesses::new(facts), domain)
 }
 
 /// What to know before ksmd is started.

@@ -7,6 +7,7 @@ use super::{
     Finding, HostFacts, HostRule, MissingReading, ProcessFacts, RuleInfo, RuleResult, Verdict, is_set_command,
     pages_to_scan_for, pass_seconds, require, set_command,
 };
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::ksm::Ksm;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, Pages};
@@ -280,7 +281,7 @@ fn judge_run(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostPr
             format!("{value}; {reading_name}: {absent}"),
         ),
     };
-    let objection = find_objection_to_merging(host_processes);
+    let objection = find_objection_to_merging(host_processes, None);
     let finding = with_start(finding, objection.iter().map(|why| format!("# {why}: see the finding ksm-domains")));
     Ok(if objection.is_none() { finding.change(write_change("run", 1)) } else { finding })
 }
@@ -299,10 +300,11 @@ fn with_start(finding: Finding, instructions: impl IntoIterator<Item = String>) 
     finding.remedy(instructions.into_iter().chain(commands)).verify(is_set_command("run", 1))
 }
 
-/// Why only an operator can decide to merge what is enrolled: ksmd would merge pages across trust domains, or it is not
-/// known whether it would.
-pub(super) fn find_objection_to_merging(host_processes: &HostProcesses) -> Option<String> {
-    let domains: BTreeSet<_> = host_processes.enrolled().map(|process| &process.domain).collect();
+/// Why only an operator can decide to merge what is enrolled, and a process of another domain: ksmd would merge pages
+/// across trust domains, or it is not known whether it would.
+pub(super) fn find_objection_to_merging(host_processes: &HostProcesses, other: Option<&TrustDomain>) -> Option<String> {
+    let enrolled = host_processes.enrolled().map(|process| &process.domain);
+    let domains: BTreeSet<_> = enrolled.chain(other).collect();
     if domains.len() > 1 {
         return Some(format!("pages of {} trust domains would be merged with each other", domains.len()));
     }

@@ -5,7 +5,9 @@ use super::facts::{MemoryByNode, VmFacts};
 use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
+use crate::decide::{
+    Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, find_objection_to_enrollment, require,
+};
 use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
@@ -73,7 +75,7 @@ pub(super) const RULES: &[SettingRule] = &[
                   pool and no memory of confidential guests.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
-            expected: "private memory while KSM is on, unless a device needs it shared",
+            expected: "private memory while KSM is on, unless a device needs it shared or its owner forbids merging",
             details: SettingDetails {
                 benefit: "equal pages of the machine and of others are kept once",
                 risk: "vhost-user and virtiofs need shared memory; merged pages show by their timing what a neighbor \
@@ -390,12 +392,11 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
         Err(finding) => return Ok(finding),
     };
     let unmergeable = vm.unmergeable(definition);
-    let value = if definition.guest_memfd {
-        "guest_memfd".to_owned()
-    } else if unmergeable.is_empty() {
-        "private memory".to_owned()
-    } else {
-        unmergeable.join(", ")
+    let value = match &definition.opt_out {
+        _ if definition.guest_memfd => "guest_memfd".to_owned(),
+        Some(setting) => setting.clone(),
+        None if unmergeable.is_empty() => "private memory".to_owned(),
+        None => unmergeable.join(", "),
     };
     match &facts.ksm {
         Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
@@ -406,13 +407,16 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
             }
         }
     }
-    if unmergeable.is_empty() && !definition.guest_memfd {
-        return Ok(rule.ok("KSM can merge the memory of the machine", value));
-    }
     if definition.guest_memfd {
         return Ok(
             rule.not_applicable("its memory is private to the guest (guest_memfd), and KSM cannot map it", value)
         );
+    }
+    if definition.opt_out.is_some() {
+        return Ok(rule.not_applicable("its owner forbids merging", value));
+    }
+    if unmergeable.is_empty() {
+        return Ok(rule.ok("KSM can merge the memory of the machine", value));
     }
     if definition.needs_shared_memory {
         return Ok(rule.not_applicable("a device needs the memory to be shared", value));
@@ -423,12 +427,21 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
         return Ok(rule.warn(why, value).remedy([remedy]).verify("pagefold doctor"));
     }
     let finding = rule.warn("KSM cannot merge the memory of the machine", value);
-    Ok(with_option(
-        finding,
-        vm,
-        VmOption::MergeableMemory,
-        "use private memory: no share=on, no huge pages of the pool",
-    ))
+    let instruction = "use private memory: no share=on, no memfd";
+    if unmergeable.iter().any(|reason| reason.ends_with(" is hugetlb") || reason == "-mem-path") {
+        return Ok(finding.remedy([
+            "# huge pages of the pool and files are never merged, and were chosen by the owner of the machine: change the",
+            "# definition only if more machines matter more than fewer TLB misses, and shrink the pool then",
+        ]));
+    }
+    let domain = facts.processes.iter().find(|process| process.process.id == vm.process).map(|process| &process.domain);
+    Ok(match find_objection_to_enrollment(facts, domain) {
+        None => with_option(finding, vm, VmOption::MergeableMemory, instruction),
+        Some(why) => finding.remedy([
+            format!("# {why}: see the finding ksm-domains"),
+            format!("# if that is intended: {instruction}, then start the machine again"),
+        ]),
+    })
 }
 
 /// The interfaces that QEMU recommends for any Windows (docs/system/i386/hyperv.rst, "Recommendations").

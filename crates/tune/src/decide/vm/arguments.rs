@@ -3,8 +3,13 @@
 //! An argument of an option is a list of `NAME=VALUE` with commas between; a comma inside a value is doubled
 //! (util/keyval.c). `-blockdev`, `-device`, `-object` and `-netdev` may be JSON instead, as libvirt writes them.
 
+use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_doctor::decide::change::VmOption;
 use serde_json::{Map, Value, json};
+
+/// Why memory of a machine stays where it is.
+pub(super) const IN_FILE: &str =
+    "its memory is in a file or in huge pages of the pool, which its owner chose: change the definition by hand";
 
 /// The arguments with an option.
 ///
@@ -273,6 +278,17 @@ impl CommandLine {
         if uses_shared("-device", "vhost-user") || uses_shared("-netdev", "vhost-user") {
             return Err("a vhost-user device needs shared memory, which KSM cannot merge".to_owned());
         }
+        if let Some(setting) = parse_vm_definition(&self.0).ok().and_then(|definition| definition.opt_out) {
+            return Err(format!("its owner forbids merging ({setting})"));
+        }
+        let is_in_file = |&at: &usize| {
+            let object = OptionValue::parse(&self.0[at]);
+            object.kind("qom-type").starts_with("memory-backend-")
+                && (object.value("mem-path").is_some() || object.value("hugetlb").as_deref() == Some("on"))
+        };
+        if !self.positions("-mem-path").is_empty() || self.positions("-object").iter().any(is_in_file) {
+            return Err(IN_FILE.to_owned());
+        }
         for position in self.positions("-object") {
             let mut parsed = OptionValue::parse(&self.0[position]);
             let kind = parsed.kind("qom-type");
@@ -284,37 +300,12 @@ impl CommandLine {
                     OptionValue::List(items) => items[0] = (None, "memory-backend-ram".to_owned()),
                     OptionValue::Json(_) => parsed.set("qom-type", "memory-backend-ram".into()),
                 }
-                let file_only = [
-                    "mem-path",
-                    "hugetlb",
-                    "hugetlbsize",
-                    "seal",
-                    "pmem",
-                    "discard-data",
-                    "align",
-                    "readonly",
-                    "offset",
-                ];
-                file_only.into_iter().for_each(|name| parsed.remove(name));
+                ["hugetlb", "hugetlbsize", "seal"].into_iter().for_each(|name| parsed.remove(name));
             }
             if parsed.value("share").as_deref() == Some("on") {
                 parsed.remove("share");
             }
-            if parsed.value("merge").as_deref() == Some("off") {
-                parsed.remove("merge");
-            }
             self.put((position, parsed));
-        }
-        for position in self.positions("-mem-path").into_iter().rev() {
-            self.0.drain(position - 1..=position);
-        }
-        for option in ["-machine", "-M"] {
-            if let Some((position, mut machine)) = self.last(option)
-                && machine.value("mem-merge").as_deref() == Some("off")
-            {
-                machine.remove("mem-merge");
-                self.put((position, machine));
-            }
         }
         Ok(())
     }

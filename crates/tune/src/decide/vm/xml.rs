@@ -3,6 +3,7 @@
 //! The document is parsed only to find the places of a change. Each change replaces a few bytes, so that comments,
 //! indentation and the elements of other programs stay.
 
+use super::arguments::IN_FILE;
 use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use pagefold_doctor::decide::change::VmOption;
 use roxmltree::{Document, Node};
@@ -241,8 +242,16 @@ fn make_memory_mergeable(xml: &str) -> Result<String, String> {
     if needs_sharing {
         return Err("a vhost-user or virtiofs device needs shared memory, which KSM cannot merge".to_owned());
     }
+    let backing = |name: &str| find_path(&document, &["memoryBacking", name]);
+    if backing("nosharepages").is_some() {
+        return Err("its owner forbids merging (nosharepages)".to_owned());
+    }
+    let is_file = backing("source").and_then(|source| source.attribute("type")) == Some("file");
+    if backing("hugepages").is_some() || is_file {
+        return Err(IN_FILE.to_owned());
+    }
     let mut text = xml.to_owned();
-    for name in ["hugepages", "nosharepages", "source", "access"] {
+    for name in ["source", "access"] {
         let document = parse(&text)?;
         if let Some(node) = find_path(&document, &["memoryBacking", name]) {
             let range = node.range();

@@ -4,6 +4,7 @@ use super::*;
 use crate::decide::audit::facts::CpuThrottling;
 use crate::decide::change::VmOption;
 use crate::test_support::parse_domain;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend, MonitorVcpu, VcpuSlots};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
@@ -20,6 +21,8 @@ const CASES: &[(&str, &str, Verdict)] = &[
     ("vm-mergeable-memory", "-m 1G", Fine),
     ("vm-mergeable-memory", "-object memory-backend-memfd,id=m,size=1G", Warn),
     ("vm-mergeable-memory", "-mem-path /dev/hugepages", Warn),
+    ("vm-mergeable-memory", "-m 1G -machine pc,mem-merge=off", NotApplicable),
+    ("vm-mergeable-memory", "-object memory-backend-memfd,id=m,size=1G,merge=off", NotApplicable),
     (
         "vm-mergeable-memory",
         "-object memory-backend-memfd,id=m,size=1G -device vhost-user-fs-pci,chardev=c",
@@ -143,6 +146,45 @@ fn memory_of_machines_matters_only_while_ksm_is_on() {
     assert_eq!(finding(&facts, "vm-mergeable-memory").verdict, Unknown);
     facts.ksm = Err(Absent::NotOnThisKernel);
     assert_eq!(finding(&facts, "vm-mergeable-memory").verdict, NotApplicable);
+}
+
+#[test]
+fn memory_becomes_mergeable_only_within_a_trust_domain_and_never_from_the_pool() {
+    const RULE: &str = "vm-mergeable-memory";
+    let host = |options: &str| host_with(&[], vec![machine_with(options)]);
+    let shared = "-object memory-backend-memfd,id=m,size=1G";
+    assert_eq!(finding(&host(shared), RULE).changes.len(), 1);
+    let mut mixed = host(shared);
+    mixed.processes[1].domain = TrustDomain::User(1001);
+    let found = finding(&mixed, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("2 trust domains"), "{found:?}");
+    // Its own domain is none of those that are enrolled.
+    let mut foreign = host(shared);
+    let mut machine = foreign.processes[0].clone();
+    machine.process.id = foreign.settings.vms[0].process;
+    machine.domain = TrustDomain::User(1002);
+    machine.process.ksm.merge_any = Ok(false);
+    machine.process.ksm.mergeable = Ok(false);
+    machine.regions = Ok(Vec::new());
+    foreign.processes.push(machine);
+    let found = finding(&foreign, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("2 trust domains"), "{found:?}");
+    let mut unreadable = host(shared);
+    unreadable.processes[1].regions = Err(Absent::Denied);
+    unreadable.processes[1].process.ksm.mergeable = Err(Absent::Denied);
+    unreadable.processes[1].process.ksm.merge_any = Err(Absent::Denied);
+    let found = finding(&unreadable, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("is not known"), "{found:?}");
+    for options in [
+        "-mem-path /dev/hugepages",
+        "-object memory-backend-memfd,id=m,hugetlb=on",
+        "-object memory-backend-file,id=m,mem-path=/dev/hugepages",
+    ] {
+        let found = finding(&host(options), RULE);
+        assert!(found.changes.is_empty() && found.remedy[0].contains("huge pages of the pool"), "{found:?}");
+    }
+    let forbidden = finding(&host("-m 1G -machine pc,mem-merge=off"), RULE);
+    assert_eq!((&*forbidden.title, &*forbidden.value), ("its owner forbids merging", "mem-merge=off"));
 }
 
 #[test]

@@ -138,23 +138,38 @@ fn network_queues_need_a_tap_that_qemu_opens() {
 fn memory_becomes_private_unless_a_device_shares_it() {
     let [memory] = &changed(&libvirt(), &VmOption::MergeableMemory)[..] else { panic!() };
     assert!(memory.contains(r#""qom-type":"memory-backend-ram""#) && !memory.contains("share"), "{memory}");
-    let huge = [
-        "qemu",
-        "-mem-path",
-        "/dev/hugepages",
-        "-machine",
-        "pc,mem-merge=off",
-        "-object",
-        "memory-backend-file,id=m,mem-path=/x,,y,share=on,size=1G",
-    ]
-    .map(str::to_owned);
+    let shared =
+        ["qemu", "-object", "memory-backend-memfd,id=m,seal=on,size=1G", "-object", "memory-backend-ram,id=n,share=on"];
     assert_eq!(
-        set_option(&huge, &VmOption::MergeableMemory).unwrap(),
-        ["qemu", "-machine", "pc", "-object", "memory-backend-ram,id=m,size=1G"]
+        set_option(&shared.map(str::to_owned), &VmOption::MergeableMemory).unwrap(),
+        ["qemu", "-object", "memory-backend-ram,id=m,size=1G", "-object", "memory-backend-ram,id=n"]
     );
     let mut shared = libvirt();
     shared.extend(["-netdev", "vhost-user,id=n,chardev=c"].map(str::to_owned));
     assert!(refusal(&shared, &VmOption::MergeableMemory).contains("vhost-user"));
+}
+
+#[test]
+fn memory_that_the_owner_keeps_from_merging_stays() {
+    let refused = |options: &str| {
+        let line: Vec<String> = format!("qemu {options}").split(' ').map(str::to_owned).collect();
+        refusal(&line, &VmOption::MergeableMemory)
+    };
+    for options in [
+        "-machine pc,mem-merge=off -object memory-backend-memfd,id=m,size=1G",
+        "-object memory-backend-ram,id=m,share=on,merge=off,size=1G",
+        r#"-object {"qom-type":"memory-backend-memfd","id":"m","merge":false,"size":1024}"#,
+    ] {
+        assert!(refused(options).starts_with("its owner forbids merging"), "{options}");
+    }
+    for options in [
+        "-mem-path /dev/hugepages",
+        "-object memory-backend-file,id=m,mem-path=/x,,y,share=on,size=1G",
+        "-object memory-backend-memfd,id=m,hugetlb=on,size=1G",
+        r#"-object {"qom-type":"memory-backend-memfd","id":"m","hugetlb":true,"size":1024}"#,
+    ] {
+        assert!(refused(options).contains("huge pages of the pool"), "{options}");
+    }
 }
 
 #[test]

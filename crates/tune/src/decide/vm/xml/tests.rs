@@ -10,7 +10,6 @@ const DOMAIN: &str = "<domain type='kvm'>
   </metadata>
   <memory unit='GiB'>4</memory>
   <memoryBacking>
-    <hugepages/>
     <source type='memfd'/>
     <access mode='shared'/>
     <locked/>
@@ -91,10 +90,19 @@ fn features_go_where_libvirt_has_them() {
 }
 
 #[test]
-fn memory_backing_keeps_what_merging_does_not_forbid() {
+fn memory_backing_keeps_what_its_owner_chose() {
     let (removed, added) = changes(&VmOption::MergeableMemory);
-    assert_eq!(removed, ["<hugepages/>", "<source type='memfd'/>", "<access mode='shared'/>"]);
+    assert_eq!(removed, ["<source type='memfd'/>", "<access mode='shared'/>"]);
     assert_eq!(added, Vec::<String>::new());
+    for (element, reason) in [
+        ("<nosharepages/>", "its owner forbids merging"),
+        ("<hugepages/>", "huge pages of the pool"),
+        ("<hugepages><page size='1' unit='GiB'/></hugepages>", "huge pages of the pool"),
+    ] {
+        let kept = DOMAIN.replace("<locked/>", element);
+        let why = set_option(&kept, &VmOption::MergeableMemory).unwrap_err();
+        assert!(why.contains(reason), "{element}: {why}");
+    }
     let shared = DOMAIN.replace("type='bridge'", "type='vhostuser'");
     assert!(set_option(&shared, &VmOption::MergeableMemory).is_err());
 }
