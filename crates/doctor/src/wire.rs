@@ -1,7 +1,7 @@
 //! The doctor's findings in JSON.
 
 use crate::decide::audit::{Topic, topic_of_rule};
-use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption, node_list};
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use pagefold_base::units::ProcessId;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -232,7 +232,9 @@ fn describe_option(option: VmOption) -> (String, String) {
         VmOption::CpuFeature { name, enable } => (format!("cpu feature {name}"), on_off(enable)),
         VmOption::HyperVSpinlocks { retries } => ("cpu feature hv-spinlocks".into(), format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => ("cpu-pm".into(), on_off(enable)),
-        VmOption::VirtualNodes { count } => ("virtual nodes".into(), count.to_string()),
+        VmOption::VirtualNodes { host_nodes } => {
+            ("virtual nodes".into(), format!("{} on the host nodes {}", host_nodes.len(), node_list(&host_nodes)))
+        }
         VmOption::MergeableMemory => ("memory".into(), "private".into()),
         VmOption::DiskCacheNone { disk } => (format!("cache of disk {disk}"), "none".into()),
         VmOption::DiskAio { disk, interface } => (format!("aio of disk {disk}"), interface),

@@ -132,15 +132,15 @@ pub(super) fn node_cpus(settings: &SettingFacts) -> Result<BTreeMap<u32, IdSet>,
 }
 
 /// The memory of each node that tells it, in bytes (drivers/base/node.c, `node_read_meminfo`).
-pub(super) fn node_memory(settings: &SettingFacts) -> Result<Vec<u64>, MissingReading> {
-    let mut sizes = Vec::new();
+pub(super) fn node_memory(settings: &SettingFacts) -> Result<BTreeMap<u32, u64>, MissingReading> {
+    let mut sizes = BTreeMap::new();
     for node in settings.numbered(NODES, "node")? {
         let path = format!("{NODES}/node{node}/meminfo");
         let Some(text) = settings.find_text(&path)? else { continue };
         let total = text.lines().find_map(|line| line.split_once("MemTotal:")?.1.trim().strip_suffix("kB"));
         let kibibytes = total.and_then(|total| total.trim().parse::<u64>().ok());
         let bytes = kibibytes.and_then(|kibibytes| kibibytes.checked_mul(1 << 10));
-        sizes.push(bytes.ok_or_else(|| super::facts::malformed(&path, text))?);
+        sizes.insert(node, bytes.ok_or_else(|| super::facts::malformed(&path, text))?);
     }
     Ok(sizes)
 }

@@ -4,7 +4,7 @@
 use super::facts::{MemoryByNode, VmFacts};
 use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
-use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
+use crate::decide::change::{ApplyMethod, HostNode, SettingChange, SettingDetails, VmOption, node_list};
 use crate::decide::{
     Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, find_objection_to_enrollment, require,
 };
@@ -252,7 +252,8 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
     };
     let nodes = node_cpus(&facts.settings)?;
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
-    let largest = node_memory(&facts.settings)?.into_iter().max();
+    let sizes = node_memory(&facts.settings)?;
+    let largest = sizes.values().copied().max();
     let vcpus = vm.vcpu_count()?;
     let memory_bytes = vm.memory_bytes(definition);
     let virtual_nodes = &definition.virtual_nodes;
@@ -278,14 +279,22 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
         return judge_narrow(rule, vm, memory, facts, value);
     }
     if virtual_nodes.len() < 2 {
-        let count = u32::try_from(parts).unwrap_or(u32::MAX);
         let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
-        return Ok(with_option(
-            finding,
-            vm,
-            VmOption::VirtualNodes { count },
-            &format!("give the machine {count} virtual nodes (-numa node,memdev=), each bound to a node of the host"),
-        ));
+        return Ok(match choose_host_nodes(vcpus, memory_bytes, parts, &nodes, &sizes) {
+            Some(host_nodes) => {
+                let instruction = format!(
+                    "give the machine {} virtual nodes (-numa node,memdev=), with memory and virtual CPUs bound to the \
+                     host nodes {}",
+                    host_nodes.len(),
+                    node_list(&host_nodes)
+                );
+                with_option(finding, vm, VmOption::VirtualNodes { host_nodes }, &instruction)
+            }
+            None => finding.remedy([
+                "# no nodes of this host hold equal parts of the machine: make it smaller, or give it virtual nodes of",
+                "# different sizes (-numa node,memdev=), each bound to a node of the host",
+            ]),
+        });
     }
     let faults = virtual_node_faults(virtual_nodes, vm, &nodes, parts)?;
     if faults.is_empty() {
@@ -301,6 +310,26 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
             "# or set policy=bind,host-nodes= of each memory backend (libvirt: <memnode/>), and bind its virtual CPUs there",
         ])
         .verify("pagefold numa map"))
+}
+
+/// The first nodes of the host, as few as can be, that each have the CPUs and the memory for an equal part of a machine
+/// that needs so many nodes at least. `None` if there are none.
+fn choose_host_nodes(
+    vcpus: u64,
+    memory_bytes: Option<u64>,
+    parts: u64,
+    nodes: &BTreeMap<u32, IdSet>,
+    sizes: &BTreeMap<u32, u64>,
+) -> Option<Vec<HostNode>> {
+    (parts..=nodes.len() as u64).filter(|&count| vcpus.is_multiple_of(count)).find_map(|count| {
+        let holds_part = |(id, cpus): &(&u32, &IdSet)| {
+            let size = sizes.get(id).copied().unwrap_or(0);
+            cpus.iter().count() as u64 >= vcpus / count && size > 0 && size >= memory_bytes.unwrap_or(0).div_ceil(count)
+        };
+        let chosen = nodes.iter().filter(holds_part).map(|(id, cpus)| HostNode { id: *id, cpus: cpus.clone() });
+        let chosen: Vec<HostNode> = chosen.take(count as usize).collect();
+        (chosen.len() as u64 == count).then_some(chosen)
+    })
 }
 
 /// A machine that would fit into a node, without virtual nodes.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::decide::audit::facts::CpuThrottling;
-use crate::decide::change::VmOption;
+use crate::decide::change::{HostNode, VmOption, node_list};
 use crate::test_support::parse_domain;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend, MonitorVcpu, VcpuSlots};
@@ -196,8 +196,11 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
     };
     let found = judge("");
     assert_verdict(&host_with(&[], vec![vm(500, &format!("{KVM_GUEST} -smp 6"), &cpus)]), "vm-virtual-nodes", Warn);
-    let VmOption::VirtualNodes { count } = option_of(&found) else { panic!("{found:?}") };
-    assert_eq!(count, 2);
+    let node = |id: u32, cpus: &str| HostNode { id, cpus: cpus.parse().unwrap() };
+    assert_eq!(option_of(&found), VmOption::VirtualNodes { host_nodes: vec![node(0, "0-3"), node(1, "4-7")] });
+    let seven = vm(500, &format!("{KVM_GUEST} -smp 7"), &["0-7"; 7]);
+    let unequal = finding(&host_with(&[], vec![seven]), "vm-virtual-nodes");
+    assert!(unequal.verdict == Warn && unequal.changes.is_empty() && !unequal.remedy.is_empty(), "{unequal:?}");
     let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
     let backend = |id: &str, more: &str| format!(" -object memory-backend-ram,id={id},size=1G{more}");
     assert_eq!(judge(&[nodes, &backend("a", ""), &backend("b", "")].concat()).verdict, Warn, "not bound");
@@ -426,9 +429,15 @@ fn machines_with_more_memory_than_a_node_span_nodes() {
     let host = |options: &str| host_with(&[], vec![machine_with(options)]);
     assert_verdict(&host("-m 64G"), RULE, Fine);
     assert_verdict(&host("-m 65G"), RULE, Warn);
+    let found = super::finding(&host("-m 65G"), RULE);
+    assert!(matches!(option_of(&found), VmOption::VirtualNodes { host_nodes } if node_list(&host_nodes) == "0-1"));
+    // Four nodes of this size would be needed, and the host has two.
     let found = super::finding(&host("-m 200G"), RULE);
-    assert_eq!(option_of(&found), VmOption::VirtualNodes { count: 4 });
+    assert!(found.changes.is_empty() && found.remedy[0].contains("no nodes of this host"), "{found:?}");
     assert!(found.value.contains("200 GiB") && found.value.contains("64.0 GiB"), "{found:?}");
+    let small = [("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       1048576 kB")];
+    let found = super::finding(&host_with(&small, vec![machine_with("-m 65G")]), RULE);
+    assert!(found.changes.is_empty(), "a part does not fit into node 0: {found:?}");
     let bound = |id: &str, node: u32| {
         format!("-object memory-backend-ram,id={id},size=40G,policy=bind,host-nodes={node} -numa node,memdev={id}")
     };

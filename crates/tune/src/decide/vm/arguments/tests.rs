@@ -1,4 +1,5 @@
 use super::*;
+use pagefold_base::IdSet;
 use proptest::prelude::*;
 
 /// The arguments of a machine that a script starts.
@@ -173,23 +174,47 @@ fn memory_that_the_owner_keeps_from_merging_stays() {
 }
 
 #[test]
-fn nodes_have_equal_parts() {
+fn nodes_have_equal_parts_and_are_bound() {
     assert_eq!(
-        changed(&script(), &VmOption::VirtualNodes { count: 2 }),
+        changed(&script(), &virtual_nodes(&[0, 2])),
         [
             "-object",
-            "memory-backend-ram,id=vnode0,size=2048M",
+            "memory-backend-ram,id=vnode0,size=2048M,policy=bind,host-nodes=0",
             "-numa",
             "node,nodeid=0,cpus=0-3,memdev=vnode0",
             "-object",
-            "memory-backend-ram,id=vnode1,size=2048M",
+            "memory-backend-ram,id=vnode1,size=2048M,policy=bind,host-nodes=2",
             "-numa",
             "node,nodeid=1,cpus=4-7,memdev=vnode1"
         ]
     );
-    assert!(refusal(&script(), &VmOption::VirtualNodes { count: 3 }).contains("equal"));
-    let split = set_option(&script(), &VmOption::VirtualNodes { count: 2 }).unwrap();
-    assert!(refusal(&split, &VmOption::VirtualNodes { count: 2 }).contains("already"));
+    assert!(refusal(&script(), &virtual_nodes(&[0, 1, 2])).contains("equal"));
+    let split = set_option(&script(), &virtual_nodes(&[0, 1])).unwrap();
+    assert!(refusal(&split, &virtual_nodes(&[0, 1])).contains("already"));
+}
+
+#[test]
+fn machine_with_special_memory_is_not_split() {
+    for options in [
+        "-mem-path /dev/hugepages",
+        "--mem-prealloc",
+        "-object memory-backend-memfd,id=m,size=1G",
+        "-object memory-backend-ram,id=m,size=1G,share=on",
+        "-object memory-backend-ram,id=m,size=1G,prealloc=on",
+        r#"-object {"qom-type":"memory-backend-ram","id":"m","size":1024,"prealloc":true}"#,
+    ] {
+        let mut line = script();
+        line.extend(options.split(' ').map(str::to_owned));
+        assert!(refusal(&line, &virtual_nodes(&[0, 1])).contains("special"), "{options}");
+    }
+    let mut plain = script();
+    plain.extend(["-object", "memory-backend-ram,id=dimm,size=1G,share=off"].map(str::to_owned));
+    assert!(set_option(&plain, &virtual_nodes(&[0, 1])).is_ok());
+}
+
+/// Virtual nodes on these nodes of the host.
+fn virtual_nodes(ids: &[u32]) -> VmOption {
+    VmOption::VirtualNodes { host_nodes: ids.iter().map(|&id| HostNode { id, cpus: IdSet::default() }).collect() }
 }
 
 fn options() -> impl Strategy<Value = VmOption> {
@@ -198,7 +223,7 @@ fn options() -> impl Strategy<Value = VmOption> {
         Just(VmOption::HostCpuModel),
         Just(VmOption::MergeableMemory),
         (name, any::<bool>()).prop_map(|(name, enable)| VmOption::CpuFeature { name, enable }),
-        (0..4_u32).prop_map(|count| VmOption::VirtualNodes { count }),
+        (0..4_u32).prop_map(|count| virtual_nodes(&(0..count).collect::<Vec<_>>())),
         name.prop_map(|disk| VmOption::DiskCacheNone { disk }),
         (name, name).prop_map(|(disk, interface)| VmOption::DiskAio { disk, interface }),
         (name, 0..4_u32).prop_map(|(disk, count)| VmOption::DiskIoThreads { disk, count }),
