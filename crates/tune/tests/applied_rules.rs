@@ -3,14 +3,13 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_base::Absent;
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::decide::{Finding, Scope, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_host::fake_host::{FakeHost, FakeHostState};
-use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::faulty_host::FaultyHost;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_tune::apply::{ApplyScope, apply};
@@ -369,7 +368,11 @@ const CASES: &[Case] = &[
         "-accel kvm -cpu host,kvmclock=off",
         "<clock offset='utc'>\n    <timer name='kvmclock' present='no'/>\n  </clock>",
     ),
-    machine_case("vm-iothreads", "-accel kvm -drive file=a,if=virtio,id=vda,cache=none,aio=native", DISK),
+    machine_case(
+        "vm-iothreads",
+        "-accel kvm -drive file=a,if=none,id=d,cache=none,aio=native -device virtio-blk-pci,drive=d,id=virtio-disk0",
+        DISK,
+    ),
     machine_case("vm-disk-cache", "-accel kvm -drive file=a,if=virtio,id=vda", DISK),
     machine_case("vm-vhost-net", "-accel kvm -netdev tap,id=n -device virtio-net-pci,netdev=n", NETWORK),
     Case {
@@ -493,23 +496,48 @@ fn ksmd_that_was_stopped_by_unmerging_is_stopped_again_by_undo() {
     assert_eq!(host.setting_value("run"), "0");
 }
 
-/// Once pages are merged again, the kernel takes no other value (EBUSY).
+/// Once pages are merged again, the kernel takes no other value (EBUSY): mm/ksm.c, `merge_across_nodes_store`.
 #[test]
 fn undo_that_the_kernel_refuses_for_now_is_retried() {
     let case = CASES.iter().find(|case| case.rule == "ksm-nodes").unwrap();
     let (host, directory) = (host_of(case), tempfile::tempdir().unwrap());
+    host.put_setting("run", "0");
     let before = host.state();
-    let plan = plan_of(&host, &finding_of(&host, "ksm-nodes"));
-    assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done, [0]);
-    let busy = Absent::Malformed("EBUSY".to_owned());
-    let faulty = FaultyHost::new(&host, |path: &str| {
-        (path == "#write merge_across_nodes").then(|| InjectedFault::Absent(busy.clone()))
-    });
-    let failed = kept::undo(&faulty, directory.path()).unwrap().failed;
-    assert!(failed.len() == 1 && failed[0].will_retry, "{failed:?}");
-    assert_eq!(host.setting_value("merge_across_nodes"), "0");
+    let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+    let pair: Vec<Finding> =
+        findings.into_iter().filter(|finding| ["ksm-run", "ksm-nodes"].contains(&finding.rule)).collect();
+    let proposals = Proposal::from_findings(&pair, &[]);
+    let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
+    let facts = gather_host_facts(&host, &[], &TrustPolicy::default());
+    let plan = plan(&proposals, None, &read_state(&host, &facts, &changes, &[]));
+    assert_eq!(plan.steps.iter().map(Step::rules).collect::<Vec<_>>(), ["ksm-nodes", "ksm-run"]);
+    let applied = apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap();
+    assert_eq!((applied.done, applied.failed), (vec![0, 1], Vec::new()));
+    assert_eq!((host.setting_value("run"), host.setting_value("merge_across_nodes")), ("1".to_owned(), "0".to_owned()));
+
+    // ksmd has merged pages meanwhile. It is stopped, and the other value stays recorded.
+    host.put_setting("pages_shared", "2");
+    for attempt in 0..2 {
+        let failed = match attempt {
+            0 => kept::undo(&host, directory.path()).unwrap().failed,
+            _ => Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().2,
+        };
+        let [failed] = &failed[..] else { panic!("{failed:?}") };
+        assert!(
+            failed.will_retry && failed.why.contains("unmerge --all") && failed.why.contains("recover"),
+            "{failed:?}"
+        );
+        assert_eq!(host.setting_value("run"), "0");
+        assert_eq!(host.setting_value("merge_across_nodes"), "0");
+    }
+    // Writing 2 to `run` unmerges all pages.
+    host.put_setting("pages_shared", "0");
+    host.put_setting("run", "2");
     recover(&host, directory.path());
-    assert!(host.state() == before);
+    host.put_setting("run", "0");
+    assert_eq!(host.setting_value("merge_across_nodes"), "1");
+    assert_eq!(host.setting_values(), FakeHost::from_state(&before).setting_values());
+    assert_eq!(kept::undo(&host, directory.path()).unwrap().failed, []);
 }
 
 #[test]

@@ -125,7 +125,8 @@ fn ksmd_with_nothing_enrolled_is_started_only_on_request() {
     ];
     for plan in requested {
         assert_eq!(planned_run(&plan), Some("1"), "{plan:?}");
-        let details = plan.steps.iter().find_map(|step| step.details).unwrap();
+        let mut reasons = plan.steps.iter().flat_map(|step| &step.reasons);
+        let details = reasons.find_map(|reason| reason.details).unwrap();
         assert_eq!(details, ksm_start_details());
         assert!(details.risk.contains("QEMU enrolls"), "{details:?}");
     }

@@ -159,7 +159,8 @@ pub(super) const RULES: &[HostRule] = &[
                 risk: "reclaim, compaction and migration of a merged frame take longer; the change unmerges \
                        everything, which needs memory",
                 method: ApplyMethod::Live,
-                undo: "write 2 to run, the old value to max_page_sharing, and 1 to run",
+                undo: "only while no page is merged: write 2 to run, which needs memory for copies, then the old value to \
+                       max_page_sharing, and 1 to run",
                 counter: "stable_node_chains and stable_node_dups in /sys/kernel/mm/ksm",
                 versions: "Linux 4.13 and later",
                 citation: "Linux 6.18: mm/ksm.c (max_page_sharing_store), Documentation/admin-guide/mm/ksm.rst \
@@ -181,7 +182,8 @@ pub(super) const RULES: &[HostRule] = &[
                 benefit: "merged pages are local to the processes that read them",
                 risk: "each node keeps a copy, so less is saved; the change unmerges everything, which needs memory",
                 method: ApplyMethod::Live,
-                undo: "write 2 to run, the old value to merge_across_nodes, and 1 to run",
+                undo: "only while no page is merged: write 2 to run, which needs memory for copies, then the old value to \
+                       merge_across_nodes, and 1 to run",
                 counter: "pages_shared in /sys/kernel/mm/ksm: a copy for each node",
                 versions: "Linux 3.9 and later, with CONFIG_NUMA",
                 citation: "Linux 6.18: mm/ksm.c (merge_across_nodes_store), Documentation/admin-guide/mm/ksm.rst \

@@ -166,7 +166,16 @@ pub struct TunePlan {
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The rule that asks for it.
+    /// Why it is made: one reason, or several for the definition of a machine.
+    pub reasons: Vec<StepReason>,
+    /// What is done.
+    pub effect: Effect,
+}
+
+/// A rule that asks for a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepReason {
+    /// The rule of the finding, `profile-NAME` or `import`.
     pub rule: String,
     /// The summary of the rule.
     pub title: String,
@@ -174,8 +183,18 @@ pub struct Step {
     pub why: String,
     /// Benefit, risk and sources, if the rule has them.
     pub details: Option<&'static SettingDetails>,
-    /// What is done.
-    pub effect: Effect,
+}
+
+impl Step {
+    /// The rules that ask for it, with commas between.
+    pub fn rules(&self) -> String {
+        self.reasons.iter().map(|reason| reason.rule.as_str()).collect::<Vec<_>>().join(", ")
+    }
+
+    /// The summaries of its rules, with semicolons between.
+    pub fn title(&self) -> String {
+        self.reasons.iter().map(|reason| reason.title.as_str()).collect::<Vec<_>>().join("; ")
+    }
 }
 
 /// What a step does.

@@ -4,8 +4,10 @@ use super::conflict::{find_conflicts, find_repeating_writer};
 use super::modprobe::{normal_name, set_parameters};
 use super::profile::{Profile, ProfileDecision, judge};
 use super::{
-    Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, TunePlan, TuneState, boot, describe_change, vm,
+    Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, StepReason, TunePlan, TuneState, boot, describe_change,
+    vm,
 };
+use pagefold_base::ksm::Setting;
 use pagefold_base::{IdSet, ProcessId};
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
 use pagefold_doctor::decide::ksm_start_details;
@@ -90,13 +92,7 @@ impl Planner<'_> {
     }
 
     fn push(&mut self, proposal: &Proposal, effect: Effect) {
-        self.plan.steps.push(Step {
-            rule: proposal.rule.clone(),
-            title: proposal.title.clone(),
-            why: proposal.why.clone(),
-            details: proposal.details,
-            effect,
-        });
+        self.plan.steps.push(Step { reasons: vec![reason_of(proposal)], effect });
     }
 
     fn plan_write(&mut self, proposal: &Proposal, change: &SettingChange, path: &str, value: &str) {
@@ -223,9 +219,8 @@ impl Planner<'_> {
                     Some(step) => {
                         let existing = &mut self.plan.steps[step];
                         existing.effect = effect;
-                        if !existing.rule.split(", ").any(|rule| rule == proposal.rule) {
-                            existing.rule = format!("{}, {}", existing.rule, proposal.rule);
-                            existing.title = format!("{}; {}", existing.title, proposal.title);
+                        if existing.reasons.iter().all(|reason| reason.rule != proposal.rule) {
+                            existing.reasons.push(reason_of(proposal));
                         }
                     }
                     None => {
@@ -239,7 +234,13 @@ impl Planner<'_> {
 
     fn finish(mut self) -> TunePlan {
         // Live settings first: they are the ones that cannot lose anything.
-        self.plan.steps.sort_by_key(|step| step.effect.method());
+        self.plan.steps.sort_by_key(|step| {
+            let position = match &step.effect {
+                Effect::Write { path, .. } => ksm_position(path),
+                _ => usize::MAX,
+            };
+            (step.effect.method(), position)
+        });
         let paths = self.plan.steps.iter().filter_map(|step| match &step.effect {
             Effect::Write { path, .. } => Some(path.as_str()),
             _ => None,
@@ -250,10 +251,21 @@ impl Planner<'_> {
     }
 }
 
+fn reason_of(proposal: &Proposal) -> StepReason {
+    let Proposal { rule, title, why, details, .. } = proposal.clone();
+    StepReason { rule, title, why, details }
+}
+
 /// The value of `run`, if the path is that setting. The kernel takes it as a decimal number, with zeros or a plus sign
 /// before it (mm/ksm.c, `run_store`; lib/kstrtox.c).
 fn ksm_run(path: &str, value: &str) -> Option<u32> {
     value.parse().ok().filter(|_| path == KSM_RUN_PATH)
+}
+
+/// The position of a setting of KSM among those in the order in which the kernel accepts them; all others come later.
+fn ksm_position(path: &str) -> usize {
+    let name = path.strip_prefix("sys/kernel/mm/ksm/");
+    Setting::ALL.iter().position(|setting| Some(setting.file_name()) == name).unwrap_or(usize::MAX)
 }
 
 fn starts_ksm(path: &str, value: &str) -> bool {
