@@ -213,8 +213,12 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
             let title = "NUMA balancing is off, and virtual CPUs read memory of other nodes";
             let finding = with_write(rule.warn(title, format!("{value}; {}", shown_names(misplaced))), path, "1");
             let write = finding.remedy.clone();
-            let place = ["pagefold numa plan".to_owned(), "# or let the kernel move the memory:".to_owned()];
-            Ok(finding.remedy(place.into_iter().chain(write)))
+            let place = [
+                "# place the machines, if the plan moves something (pagefold numa apply):",
+                "pagefold numa plan",
+                "# if it moves nothing, or instead of it, let the kernel move the memory:",
+            ];
+            Ok(finding.remedy(place.map(str::to_owned).into_iter().chain(write)))
         }
         (_, misplaced) => {
             let title = "NUMA balancing is of use: memory is not placed yet";
