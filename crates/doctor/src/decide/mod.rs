@@ -359,7 +359,7 @@ impl Finding {
         self
     }
 
-    /// Leaves the changes to the operator, who names the rule if `pagefold tune` is to make them.
+    /// Leaves the changes to the operator: `pagefold tune` makes them only if its `--rule` names the rule.
     fn on_request(mut self) -> Self {
         self.on_request = true;
         self
