@@ -65,7 +65,7 @@ pub enum PagefoldCommand {
     Census(command::census::CensusArguments),
     /// Save what the read-only commands need in a directory, for a bug report or a replay
     Record(command::record::RecordArguments),
-    /// Explain why nothing merges, and find problems in the KSM setup of this host
+    /// Audit the settings of this host, its virtual machines and their guests, and explain why nothing merges
     Doctor(command::doctor::DoctorArguments),
     /// Merge pages with net savings now, within a CPU limit, and verify the result
     Merge(command::merge::MergeArguments),

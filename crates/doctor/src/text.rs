@@ -327,6 +327,7 @@ mod tests {
             verify: None,
             details: details(),
             changes: vec![],
+            on_request: false,
         }
     }
 

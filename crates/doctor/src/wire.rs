@@ -1,7 +1,7 @@
 //! The doctor's findings in JSON.
 
 use crate::decide::audit::{Topic, topic_of_rule};
-use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption, node_list};
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use pagefold_base::units::ProcessId;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -145,6 +145,9 @@ pub struct FindingReport {
     /// Changes that resolve the finding. Nothing carries them out here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<ProposedChangeReport>,
+    /// Whether `pagefold tune` makes the changes only if an operator names the rule.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub on_request: bool,
 }
 
 /// What to know before a change that resolves a finding.
@@ -229,7 +232,9 @@ fn describe_option(option: VmOption) -> (String, String) {
         VmOption::CpuFeature { name, enable } => (format!("cpu feature {name}"), on_off(enable)),
         VmOption::HyperVSpinlocks { retries } => ("cpu feature hv-spinlocks".into(), format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => ("cpu-pm".into(), on_off(enable)),
-        VmOption::VirtualNodes { count } => ("virtual nodes".into(), count.to_string()),
+        VmOption::VirtualNodes { host_nodes } => {
+            ("virtual nodes".into(), format!("{} on the host nodes {}", host_nodes.len(), node_list(&host_nodes)))
+        }
         VmOption::MergeableMemory => ("memory".into(), "private".into()),
         VmOption::DiskCacheNone { disk } => (format!("cache of disk {disk}"), "none".into()),
         VmOption::DiskAio { disk, interface } => (format!("aio of disk {disk}"), interface),
@@ -263,6 +268,7 @@ impl From<Finding> for FindingReport {
             verify: finding.verify,
             details: finding.details.into(),
             changes: finding.changes.into_iter().map(Into::into).collect(),
+            on_request: finding.on_request,
         }
     }
 }

@@ -481,6 +481,11 @@ impl FakeHost {
         self.written_settings.lock().unwrap().clone()
     }
 
+    fn has_merged_pages(&self) -> bool {
+        let files = self.files.lock().unwrap();
+        files.get("sys/kernel/mm/ksm/pages_shared").is_some_and(|count| count.trim() != "0")
+    }
+
     fn apply_setting(&self, setting: Setting, value: &str) -> Result<(), ActionError> {
         let invalid =
             || Err(ActionError::Failed(format!("writing {value} to {}: Invalid argument", setting.file_name())));
@@ -488,8 +493,14 @@ impl FakeHost {
         if !unmerging && pagefold_base::setting::check_setting_value(setting, value).is_err() {
             return invalid();
         }
-        // mm/ksm.c, `pages_to_scan_store`, `advisor_mode_store`.
+        // mm/ksm.c, `pages_to_scan_store`, `advisor_mode_store`, `merge_across_nodes_store`.
         match setting {
+            Setting::MergeAcrossNodes | Setting::MaxPageSharing
+                if self.setting_value(setting.file_name()) != value && self.has_merged_pages() =>
+            {
+                let why = format!("writing {value} to {}: Device or resource busy", setting.file_name());
+                return Err(ActionError::Busy(why));
+            }
             Setting::PagesToScan if self.setting_value("advisor_mode") == "scan-time" => return invalid(),
             Setting::AdvisorMode if self.setting_value("advisor_mode") != value => {
                 let start =

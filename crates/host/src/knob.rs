@@ -35,6 +35,8 @@ struct KnobRow {
     resets: Option<(&'static str, &'static str)>,
     /// The path of another setting, and its value with which the kernel itself changes this one.
     changed_by_kernel_while: Option<(&'static str, &'static str)>,
+    /// When the kernel takes no other value (EBUSY), and what to do about it.
+    busy_remedy: Option<&'static str>,
     /// Whether the present one of several words is in parentheses instead of brackets.
     marks_choice_by_parentheses: bool,
     /// The kernel that has it, for the message that it is missing.
@@ -48,6 +50,12 @@ const CPUFREQ: &str = "a CPU whose frequency the kernel controls is needed";
 const KSM: &str = "a kernel with CONFIG_KSM is needed";
 const KSM_ADVISOR: &str = "Linux 6.8 or later with CONFIG_KSM is needed";
 
+/// `merge_across_nodes_store` and `max_page_sharing_store` refuse while `ksm_pages_shared` is not zero. A stopped ksmd
+/// keeps that counter until 2 is written to `run`.
+const MERGED_PAGES_REMEDY: &str = "the kernel takes another value only while no page is merged: unmerge all pages with \
+                                   `pagefold unmerge --all`, which checks that memory suffices, then `echo 2 > \
+                                   /sys/kernel/mm/ksm/run`, then `pagefold recover`";
+
 /// A setting of KSM without quirks.
 const fn plain(path: &'static str, requirement: &'static str) -> KnobRow {
     let class = ResourceClass::Ksm;
@@ -57,6 +65,7 @@ const fn plain(path: &'static str, requirement: &'static str) -> KnobRow {
         restored_as: None,
         resets: None,
         changed_by_kernel_while: None,
+        busy_remedy: None,
         marks_choice_by_parentheses: false,
         requirement,
     }
@@ -86,8 +95,11 @@ static KNOBS: &[KnobRow] = &[
     plain("sys/kernel/mm/ksm/sleep_millisecs", KSM),
     plain("sys/kernel/mm/ksm/use_zero_pages", KSM),
     plain("sys/kernel/mm/ksm/smart_scan", "Linux 6.7 or later with CONFIG_KSM is needed"),
-    plain("sys/kernel/mm/ksm/max_page_sharing", KSM),
-    plain("sys/kernel/mm/ksm/merge_across_nodes", "a kernel with CONFIG_KSM and CONFIG_NUMA is needed"),
+    KnobRow { busy_remedy: Some(MERGED_PAGES_REMEDY), ..plain("sys/kernel/mm/ksm/max_page_sharing", KSM) },
+    KnobRow {
+        busy_remedy: Some(MERGED_PAGES_REMEDY),
+        ..plain("sys/kernel/mm/ksm/merge_across_nodes", "a kernel with CONFIG_KSM and CONFIG_NUMA is needed")
+    },
     KnobRow {
         // After all pages were unmerged, `run` reads as 2, and ksmd is stopped as with 0. Writing 2 would unmerge all
         // pages again (`run_store`).
@@ -186,6 +198,11 @@ impl Knob {
     /// The kernel that has it, for the message that it is missing.
     pub fn requirement(&self) -> &'static str {
         self.row().requirement
+    }
+
+    /// When the kernel takes no other value (EBUSY), and what to do about it; `None` if it always takes one.
+    pub fn busy_remedy(&self) -> Option<&'static str> {
+        self.row().busy_remedy
     }
 
     /// The value to write to restore `value`, which was read.

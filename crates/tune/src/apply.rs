@@ -56,18 +56,12 @@ impl ApplyScope {
     }
 }
 
-/// Makes the steps of a plan that are in the scope.
+/// Makes the steps of a plan that are in the scope, in the order of the plan.
 ///
 /// # Errors
 /// If a lock or a journal cannot be used. All changes are then undone.
 pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, scope: ApplyScope) -> Result<Applied, Error> {
-    let mut steps: Vec<(usize, &Step)> =
-        plan.steps.iter().enumerate().filter(|(_, step)| scope.contains(step)).collect();
-    // The order in which the kernel accepts settings; modules come last.
-    steps.sort_by_key(|(_, step)| match &step.effect {
-        Effect::Write { path, .. } => (0, Knob::from_path(path)),
-        _ => (1, None),
-    });
+    let steps: Vec<(usize, &Step)> = plan.steps.iter().enumerate().filter(|(_, step)| scope.contains(step)).collect();
     let classes: BTreeSet<ResourceClass> = steps.iter().flat_map(|(_, step)| classes_of(step)).collect();
     let mut applied = Applied::default();
     let mut sessions = BTreeMap::new();
@@ -186,6 +180,7 @@ mod tests {
     use crate::kept::{self, KeptState};
     use pagefold_base::{Absent, Pid, ProcessId};
     use pagefold_doctor::decide::change::SettingChange;
+    use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
@@ -214,7 +209,8 @@ mod tests {
             value: "1".to_owned(),
         };
         let changes = vec![npt, write(POLL, "200000"), write(SWAPPINESS, "10")];
-        let state = read_state(host, &changes.iter().collect::<Vec<_>>(), &[]);
+        let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+        let state = read_state(host, &facts, &changes.iter().collect::<Vec<_>>(), &[]);
         let proposal =
             Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
         plan(&[proposal], None::<Profile>, &state)
@@ -233,7 +229,7 @@ mod tests {
             name: "web".to_owned(),
             patch: Patch::Libvirt { before: before.clone(), after: after.clone() },
         };
-        let step = Step { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, effect };
+        let step = Step { reasons: Vec::new(), effect };
         let plan = TunePlan { steps: vec![step], ..TunePlan::default() };
         let read = || String::from_utf8(host.read(FILE).unwrap()).unwrap();
         assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap().done, Vec::<usize>::new());
@@ -260,7 +256,8 @@ mod tests {
             value: "1".to_owned(),
         };
         let changes = vec![change("kvm_amd", "npt"), change("kvm_intel", "ept")];
-        let state = read_state(&fake, &changes.iter().collect::<Vec<_>>(), &[]);
+        let facts = gather_host_facts(&fake, &[], &TrustPolicy::default());
+        let state = read_state(&fake, &facts, &changes.iter().collect::<Vec<_>>(), &[]);
         let proposal =
             Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
         let plan = plan(&[proposal], None::<Profile>, &state);

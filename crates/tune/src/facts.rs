@@ -12,16 +12,17 @@ use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
 use pagefold_base::ksm::Ksm;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
-use pagefold_doctor::decide::Finding;
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
+use pagefold_doctor::decide::{Finding, HostFacts, find_ksm_start_refusal};
 use pagefold_host::action::domain_definition_path;
 use pagefold_host::kernel_module::normal_parameter_value;
 use pagefold_host::knob::Knob;
 use pagefold_host::{Host, memory_headroom, observe};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Reads the state for these changes, and for the settings that match the patterns of a profile or of a file.
-pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]) -> TuneState {
+/// Reads the state for these changes, and for the settings that match the patterns of a profile or of a file. `facts` are
+/// those of the doctor about the same host.
+pub fn read_state(host: &dyn Host, facts: &HostFacts, changes: &[&SettingChange], patterns: &[&str]) -> TuneState {
     let mut paths: BTreeSet<String> = patterns.iter().flat_map(|pattern| list_matching(host, pattern)).collect();
     let (mut modules, mut machines) = (BTreeSet::new(), BTreeSet::new());
     for change in changes {
@@ -45,6 +46,11 @@ pub fn read_state(host: &dyn Host, changes: &[&SettingChange], patterns: &[&str]
             loader: identify_loader(read_boot_evidence(host)),
             command_line: read_text(host, "proc/cmdline").unwrap_or_default().trim().to_owned(),
         },
+        ksm_start_refusal: find_ksm_start_refusal(facts).map(|why| {
+            format!(
+                "{why}: see the finding ksm-domains of `pagefold doctor`, and unmerge all but one trust domain first"
+            )
+        }),
         ksm_stop_refusal: find_ksm_stop_refusal(host),
         merged_pages_refusal: find_merged_pages_refusal(host),
     }
@@ -90,7 +96,12 @@ const CHANGED_MODULES: [&str; 3] = ["kvm", "kvm_amd", "kvm_intel"];
 
 /// Reads what any plan for this host may need, for a recording: the settings that findings and profiles change, the
 /// modules of KVM, and the definitions of all machines.
-pub fn read_possible_state(host: &dyn Host, findings: &[Finding], machines: &[ProcessId]) -> TuneState {
+pub fn read_possible_state(
+    host: &dyn Host,
+    facts: &HostFacts,
+    findings: &[Finding],
+    machines: &[ProcessId],
+) -> TuneState {
     let module = |module: &str| SettingChange::ModuleParameter {
         module: module.to_owned(),
         parameter: String::new(),
@@ -101,7 +112,7 @@ pub fn read_possible_state(host: &dyn Host, findings: &[Finding], machines: &[Pr
         CHANGED_MODULES.iter().copied().map(module).chain(machines.iter().map(definition)).collect();
     let changes: Vec<&SettingChange> = findings.iter().flat_map(|finding| &finding.changes).chain(&more).collect();
     let patterns: Vec<&str> = Profile::ALL.into_iter().flat_map(setting_patterns).collect();
-    read_state(host, &changes, &patterns)
+    read_state(host, facts, &changes, &patterns)
 }
 
 pub(crate) fn read_text(host: &dyn Host, path: &str) -> Reading<String> {
@@ -301,6 +312,7 @@ pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
 mod tests {
     use super::*;
     use crate::decide::boot::BootLoader;
+    use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
     use pagefold_host::fake_host::FakeHost;
 
     #[test]
@@ -324,7 +336,8 @@ mod tests {
         let changes = [parameter("kvm-amd"), parameter("kvm_intel"), write];
         let changes: Vec<&SettingChange> = changes.iter().collect();
         let governors = "sys/devices/system/cpu/cpu*/cpufreq/scaling_governor";
-        let state = read_state(&host, &changes, &[governors, "sys/block/*/queue/scheduler"]);
+        let facts = gather_host_facts(&host, &[], &TrustPolicy::default());
+        let state = read_state(&host, &facts, &changes, &[governors, "sys/block/*/queue/scheduler"]);
         assert_eq!(state.settings.len(), 4);
         assert_eq!(state.settings.values().filter(|value| *value == &Ok("powersave".to_owned())).count(), 3);
         assert!(
@@ -346,7 +359,10 @@ mod tests {
         host.put_file(GRUB_FILE, "GRUB_TIMEOUT=5\n");
         host.put_file("etc/default/grub.d/a.cfg", "X=1\n");
         host.put_file("etc/default/grub.d/a.cfg.before-nosmt", "X=2\n");
-        let loader = |host: &FakeHost| read_state(host, &[], &[]).boot.loader;
+        let loader = |host: &FakeHost| {
+            let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+            read_state(host, &facts, &[], &[]).boot.loader
+        };
         let BootLoader::Grub { files, refresh } = loader(&host) else { panic!("{:?}", loader(&host)) };
         assert_eq!(files.keys().collect::<Vec<_>>(), [GRUB_FILE, "etc/default/grub.d/a.cfg"]);
         assert_eq!(refresh, "proxmox-boot-tool refresh");

@@ -1,7 +1,8 @@
 //! Plans and their results as text.
 
 use crate::wire::{
-    ChangeReport, KeptStateName, MethodName, StepReport, TuneApplyReport, TunePlanReport, TuneVerifyReport,
+    ChangeReport, KeptStateName, MethodName, StepReasonReport, StepReport, TuneApplyReport, TunePlanReport,
+    TuneVerifyReport,
 };
 use pagefold_base::count_text;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
@@ -83,21 +84,37 @@ fn render_step(number: usize, step: &StepReport, style: TextStyle) -> String {
             }
         }
     }
+    let is_joined = step.reasons.len() > 1;
+    for reason in &step.reasons {
+        text.push_str(&render_reason(reason, is_joined, style));
+    }
+    text.push_str(&render_note("Undo", &step.undo, INDENT, style));
+    text
+}
+
+/// What a rule tells of a step. Where several rules ask for the step, each has a heading.
+fn render_reason(reason: &StepReasonReport, has_heading: bool, style: TextStyle) -> String {
+    let mut text = String::new();
+    let mut depth = INDENT;
+    if has_heading {
+        text.push_str(&render_note(&reason.rule, &reason.title, depth, style));
+        depth += 2;
+    }
     let notes = [
-        ("Why", Some(step.why.as_str()).filter(|why| !why.is_empty())),
-        ("Benefit", step.benefit),
-        ("Risk", step.risk),
-        ("Undo", Some(step.undo.as_str())),
-        ("Proof", step.counter),
+        ("Why", Some(reason.why.as_str()).filter(|why| !why.is_empty())),
+        ("Benefit", reason.benefit),
+        ("Risk", reason.risk),
+        ("Proof", reason.counter),
     ];
     for (label, note) in notes {
-        if let Some(note) = note {
-            let paragraph =
-                style.format_paragraph(&escape_unprintable(&format!("{indent}{label}: {note}")), INDENT + 2);
-            text.push_str(&paragraph);
-        }
+        text.extend(note.map(|note| render_note(label, note, depth, style)));
     }
     text
+}
+
+fn render_note(label: &str, note: &str, depth: usize, style: TextStyle) -> String {
+    let line = format!("{}{label}: {note}", " ".repeat(depth));
+    style.format_paragraph(&escape_unprintable(&line), depth + 2)
 }
 
 /// Refusals, conflicts and ignored lines.
@@ -286,6 +303,7 @@ mod tests {
             verify: None,
             details: rule_summaries()[0].details,
             changes: Vec::new(),
+            on_request: false,
         };
         FindingReport { machine: Some("db\u{1b}".to_owned()), ..finding.into() }
     }

@@ -3,11 +3,12 @@
 use crate::apply::Applied;
 use crate::decide::import::IgnoredLine;
 use crate::decide::profile::Profile;
-use crate::decide::{Effect, OperatorFinding, Step, TunePlan, vm};
+use crate::decide::{Effect, OperatorFinding, Step, StepReason, TunePlan, vm};
 use crate::facts::VcpuCheck;
 use crate::kept::{Counter, KeptChange, KeptState};
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
+use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session::UndoDescription;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -53,30 +54,41 @@ pub struct OperatorFindingReport {
 /// A step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct StepReport {
-    /// The rules that ask for it, or `profile-NAME`, or `import`.
+    /// The rules that ask for it, with commas between.
+    pub rule: String,
+    /// The summaries of the rules, with semicolons between.
+    pub title: String,
+    /// How it takes effect.
+    pub method: MethodName,
+    /// What each rule tells of it.
+    pub reasons: Vec<StepReasonReport>,
+    /// How it is undone.
+    pub undo: String,
+    /// What is changed.
+    pub change: ChangeReport,
+}
+
+/// A rule that asks for a step.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+pub struct StepReasonReport {
+    /// The rule, `profile-NAME` or `import`.
     pub rule: String,
     /// Summary in one phrase.
     pub title: String,
     /// Why it matters.
     pub why: String,
-    /// How it takes effect.
-    pub method: MethodName,
     /// What the change gains.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub benefit: Option<&'static str>,
     /// What the change may break or cost.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub risk: Option<&'static str>,
-    /// How it is undone.
-    pub undo: String,
     /// The counter or file that shows that it works.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub counter: Option<&'static str>,
     /// Where the facts come from.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub citation: Option<&'static str>,
-    /// What is changed.
-    pub change: ChangeReport,
 }
 
 /// How a change takes effect.
@@ -247,18 +259,28 @@ impl OperatorFindingReport {
 
 impl StepReport {
     fn new(step: &Step) -> Self {
-        let details = step.details;
         Self {
-            rule: step.rule.clone(),
-            title: step.title.clone(),
-            why: step.why.clone(),
+            rule: step.rules(),
+            title: step.title(),
             method: step.effect.method().into(),
+            reasons: step.reasons.iter().map(StepReasonReport::new).collect(),
+            undo: describe_undo(&step.effect),
+            change: ChangeReport::new(&step.effect),
+        }
+    }
+}
+
+impl StepReasonReport {
+    fn new(reason: &StepReason) -> Self {
+        let details = reason.details;
+        Self {
+            rule: reason.rule.clone(),
+            title: reason.title.clone(),
+            why: reason.why.clone(),
             benefit: details.map(|details| details.benefit),
             risk: details.map(|details| details.risk),
-            undo: describe_undo(&step.effect),
             counter: details.map(|details| details.counter),
             citation: details.map(|details| details.citation),
-            change: ChangeReport::new(&step.effect),
         }
     }
 }
@@ -266,8 +288,12 @@ impl StepReport {
 /// How a step is undone.
 fn describe_undo(effect: &Effect) -> String {
     match effect {
-        Effect::Write { from, .. } => {
-            format!("`pagefold tune undo` writes {from} again, unless another program wrote it")
+        Effect::Write { path, from, .. } => {
+            let undo = format!("`pagefold tune undo` writes {from} again, unless another program wrote it");
+            match Knob::from_path(path).and_then(|knob| knob.busy_remedy()) {
+                Some(remedy) => format!("{undo}; {remedy}"),
+                None => undo,
+            }
         }
         Effect::Module(change) if change.reload => {
             "`pagefold tune undo` restores the file and loads the module with the previous values".to_owned()

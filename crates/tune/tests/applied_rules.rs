@@ -3,14 +3,13 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_base::Absent;
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::decide::{Finding, Scope, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::Host;
 use pagefold_host::fake_host::{FakeHost, FakeHostState};
-use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::faulty_host::FaultyHost;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_tune::apply::{ApplyScope, apply};
@@ -319,13 +318,34 @@ const CASES: &[Case] = &[
         "-accel kvm -cpu qemu64",
         "<cpu mode='custom' match='exact'>\n    <model>qemu64</model>\n  </cpu>",
     ),
-    Case { machine: Some(Machine { vcpus: &["0-7"; 6], ..IDLE_MACHINE }), ..machine_case("vm-virtual-nodes", "", "") },
+    Case {
+        machine: Some(Machine { options: "-accel kvm -cpu host -m 1G", vcpus: &["0-7"; 6], xml: "" }),
+        ..machine_case("vm-virtual-nodes", "", "")
+    },
     Case {
         files: &[("sys/kernel/mm/ksm/run", "1\n")],
         ..machine_case(
             "vm-mergeable-memory",
             "-accel kvm -object memory-backend-memfd,id=m,size=1G",
             "<memoryBacking>\n    <source type='memfd'/>\n    <access mode='shared'/>\n  </memoryBacking>",
+        )
+    },
+    Case {
+        files: &[("sys/kernel/mm/ksm/run", "1\n")],
+        expected: LeftToOperator,
+        ..machine_case(
+            "vm-mergeable-memory",
+            "-accel kvm -mem-path /dev/hugepages",
+            "<memoryBacking>\n    <hugepages/>\n  </memoryBacking>",
+        )
+    },
+    Case {
+        files: &[("sys/kernel/mm/ksm/run", "1\n")],
+        expected: Refused("its owner forbids merging"),
+        ..machine_case(
+            "vm-mergeable-memory",
+            "-accel kvm -object memory-backend-memfd,id=m,size=1G",
+            "<memoryBacking>\n    <nosharepages/>\n  </memoryBacking>",
         )
     },
     machine_case("vm-hyperv", "-accel kvm -cpu host -rtc base=localtime", "<clock offset='localtime'/>"),
@@ -348,7 +368,11 @@ const CASES: &[Case] = &[
         "-accel kvm -cpu host,kvmclock=off",
         "<clock offset='utc'>\n    <timer name='kvmclock' present='no'/>\n  </clock>",
     ),
-    machine_case("vm-iothreads", "-accel kvm -drive file=a,if=virtio,id=vda,cache=none,aio=native", DISK),
+    machine_case(
+        "vm-iothreads",
+        "-accel kvm -drive file=a,if=none,id=d,cache=none,aio=native -device virtio-blk-pci,drive=d,id=virtio-disk0",
+        DISK,
+    ),
     machine_case("vm-disk-cache", "-accel kvm -drive file=a,if=virtio,id=vda", DISK),
     machine_case("vm-vhost-net", "-accel kvm -netdev tap,id=n -device virtio-net-pci,netdev=n", NETWORK),
     Case {
@@ -413,10 +437,12 @@ fn finding_of(host: &dyn Host, rule: &str) -> Finding {
     of_rule.max_by_key(|finding| finding.verdict).unwrap_or_else(|| panic!("no finding of {rule}"))
 }
 
+/// The plan for a rule that the operator names.
 fn plan_of(host: &dyn Host, finding: &Finding) -> TunePlan {
-    let proposals = Proposal::from_findings(std::slice::from_ref(finding));
+    let proposals = Proposal::from_findings(std::slice::from_ref(finding), &[finding.rule.to_owned()]);
     let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
-    plan(&proposals, None, &read_state(host, &changes, &[]))
+    let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+    plan(&proposals, None, &read_state(host, &facts, &changes, &[]))
 }
 
 /// The methods that `tune apply` can carry out: machines are defined anew on request.
@@ -470,23 +496,48 @@ fn ksmd_that_was_stopped_by_unmerging_is_stopped_again_by_undo() {
     assert_eq!(host.setting_value("run"), "0");
 }
 
-/// Once pages are merged again, the kernel takes no other value (EBUSY).
+/// Once pages are merged again, the kernel takes no other value (EBUSY): mm/ksm.c, `merge_across_nodes_store`.
 #[test]
 fn undo_that_the_kernel_refuses_for_now_is_retried() {
     let case = CASES.iter().find(|case| case.rule == "ksm-nodes").unwrap();
     let (host, directory) = (host_of(case), tempfile::tempdir().unwrap());
+    host.put_setting("run", "0");
     let before = host.state();
-    let plan = plan_of(&host, &finding_of(&host, "ksm-nodes"));
-    assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done, [0]);
-    let busy = Absent::Malformed("EBUSY".to_owned());
-    let faulty = FaultyHost::new(&host, |path: &str| {
-        (path == "#write merge_across_nodes").then(|| InjectedFault::Absent(busy.clone()))
-    });
-    let failed = kept::undo(&faulty, directory.path()).unwrap().failed;
-    assert!(failed.len() == 1 && failed[0].will_retry, "{failed:?}");
-    assert_eq!(host.setting_value("merge_across_nodes"), "0");
+    let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+    let pair: Vec<Finding> =
+        findings.into_iter().filter(|finding| ["ksm-run", "ksm-nodes"].contains(&finding.rule)).collect();
+    let proposals = Proposal::from_findings(&pair, &[]);
+    let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
+    let facts = gather_host_facts(&host, &[], &TrustPolicy::default());
+    let plan = plan(&proposals, None, &read_state(&host, &facts, &changes, &[]));
+    assert_eq!(plan.steps.iter().map(Step::rules).collect::<Vec<_>>(), ["ksm-nodes", "ksm-run"]);
+    let applied = apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap();
+    assert_eq!((applied.done, applied.failed), (vec![0, 1], Vec::new()));
+    assert_eq!((host.setting_value("run"), host.setting_value("merge_across_nodes")), ("1".to_owned(), "0".to_owned()));
+
+    // ksmd has merged pages meanwhile. It is stopped, and the other value stays recorded.
+    host.put_setting("pages_shared", "2");
+    for attempt in 0..2 {
+        let failed = match attempt {
+            0 => kept::undo(&host, directory.path()).unwrap().failed,
+            _ => Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().2,
+        };
+        let [failed] = &failed[..] else { panic!("{failed:?}") };
+        assert!(
+            failed.will_retry && failed.why.contains("unmerge --all") && failed.why.contains("recover"),
+            "{failed:?}"
+        );
+        assert_eq!(host.setting_value("run"), "0");
+        assert_eq!(host.setting_value("merge_across_nodes"), "0");
+    }
+    // Writing 2 to `run` unmerges all pages.
+    host.put_setting("pages_shared", "0");
+    host.put_setting("run", "2");
     recover(&host, directory.path());
-    assert!(host.state() == before);
+    host.put_setting("run", "0");
+    assert_eq!(host.setting_value("merge_across_nodes"), "1");
+    assert_eq!(host.setting_values(), FakeHost::from_state(&before).setting_values());
+    assert_eq!(kept::undo(&host, directory.path()).unwrap().failed, []);
 }
 
 #[test]
@@ -566,21 +617,37 @@ fn findings_after_restart(case: &Case, patch: &Patch) -> Vec<Finding> {
 }
 
 #[test]
-fn tuned_definitions_of_windows_machines_resolve_the_finding() {
-    let case = CASES.iter().find(|case| case.rule == "vm-hyperv").unwrap();
-    for is_of_libvirt in [true, false] {
-        let host = host_of(case);
-        if !is_of_libvirt {
-            host.put_file("run/libvirt/qemu/web.xml", "");
+fn tuned_definitions_resolve_the_finding() {
+    let of_definition = |case: &&Case| {
+        let mut summaries = rule_summaries().into_iter();
+        let method = summaries.find(|rule| rule.id == case.rule).map(|rule| rule.details.method);
+        case.expected == Made && method == Some(ApplyMethod::VmRestart)
+    };
+    let mut rules = BTreeSet::new();
+    for case in CASES.iter().filter(of_definition) {
+        rules.insert(case.rule);
+        for is_of_libvirt in [true, false] {
+            let host = host_of(case);
+            if !is_of_libvirt {
+                host.put_file("run/libvirt/qemu/web.xml", "");
+            }
+            let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
+            let of_running = |finding: &&Finding| finding.rule == case.rule && !finding.changes.is_empty();
+            let plan = plan_of(&host, findings.iter().find(of_running).unwrap());
+            let [Step { effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else {
+                panic!("{}: {plan:?}", case.rule)
+            };
+            assert_eq!(matches!(patch, Patch::Libvirt { .. }), is_of_libvirt);
+            let findings = findings_after_restart(case, patch);
+            // A rule about the use of an option does not apply once it is off.
+            let is_resolved = |finding: &Finding| matches!(finding.verdict, Verdict::Ok | Verdict::NotApplicable);
+            // The rule about dedicated CPUs needs threads, which a domain that does not run lacks.
+            let has_finding = !is_of_libvirt || case.rule != "vm-dedicated-hint";
+            assert_eq!(!findings.is_empty(), has_finding, "{}", case.rule);
+            assert!(findings.iter().all(is_resolved), "{}: {findings:?}", case.rule);
         }
-        let findings = examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default()));
-        let of_running = |finding: &&Finding| finding.rule == case.rule && !finding.changes.is_empty();
-        let plan = plan_of(&host, findings.iter().find(of_running).unwrap());
-        let [Step { effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
-        assert_eq!(matches!(patch, Patch::Libvirt { .. }), is_of_libvirt);
-        let findings = findings_after_restart(case, patch);
-        assert!(!findings.is_empty() && findings.iter().all(|finding| finding.verdict == Verdict::Ok), "{findings:?}");
     }
+    assert!(rules.len() >= 10 && rules.contains("vm-virtual-nodes"), "{rules:?}");
 }
 
 /// The host and the files of the journals at one moment.

@@ -48,9 +48,10 @@ fn findings(host: &dyn Host) -> Vec<Finding> {
 }
 
 fn plan_of(host: &dyn Host, findings: &[Finding]) -> TunePlan {
-    let proposals = Proposal::from_findings(findings);
+    let proposals = Proposal::from_findings(findings, &[]);
     let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
-    plan(&proposals, None, &read_state(host, &changes, &[]))
+    let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+    plan(&proposals, None, &read_state(host, &facts, &changes, &[]))
 }
 
 #[test]
@@ -69,7 +70,8 @@ fn findings_with_changes_become_steps_that_resolve_them() {
 
     let plan = plan_of(&host, &before);
     assert_eq!(plan.refusals, [], "each change can be made here");
-    let mut planned: Vec<&str> = plan.steps.iter().map(|step| step.rule.as_str()).collect();
+    let mut planned: Vec<&str> =
+        plan.steps.iter().flat_map(|step| &step.reasons).map(|reason| reason.rule.as_str()).collect();
     planned.dedup();
     for rule in &rules {
         assert!(planned.contains(rule), "{rule} has no step: {planned:?}");
@@ -85,7 +87,8 @@ fn findings_with_changes_become_steps_that_resolve_them() {
     assert!(remaining.is_empty(), "{remaining:#?}");
     let again = plan_of(&host, &after);
     let is_done_now = |step: &&pagefold_tune::decide::Step| {
-        step.details.is_some_and(|details| matches!(details.method, ApplyMethod::Live | ApplyMethod::ModuleReload))
+        let mut details = step.reasons.iter().filter_map(|reason| reason.details);
+        details.any(|details| matches!(details.method, ApplyMethod::Live | ApplyMethod::ModuleReload))
     };
     assert_eq!(again.steps.iter().filter(is_done_now).count(), 0, "{again:#?}");
 }

@@ -4,6 +4,7 @@
 
 use pagefold_base::{Pid, ProcessId};
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
+use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::fake_host::FakeHost;
 use pagefold_tune::apply::{ApplyScope, apply};
 use pagefold_tune::decide::conflict::known_names;
@@ -146,7 +147,8 @@ fn host() -> FakeHost {
 }
 
 fn plan_of(host: &FakeHost, changes: Vec<SettingChange>) -> TunePlan {
-    let state = read_state(host, &changes.iter().collect::<Vec<_>>(), &[]);
+    let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+    let state = read_state(host, &facts, &changes.iter().collect::<Vec<_>>(), &[]);
     let proposal =
         Proposal { rule: "rule".to_owned(), title: String::new(), why: String::new(), details: None, changes };
     plan(&[proposal], None, &state)

@@ -60,7 +60,7 @@ pub(super) fn confidential_technique(arguments: &[String]) -> Option<String> {
     }
 }
 
-fn parse_qemu(arguments: &[String]) -> Vm {
+pub(super) fn parse_qemu(arguments: &[String]) -> Vm {
     let mut name = None;
     let mut uuid = None;
     let mut memory = None;

@@ -8,7 +8,7 @@
 //! `-readconfig` has no definition here, for most of it is in the file.
 
 use super::virtual_nodes::{VirtualNode, virtual_nodes};
-use super::vm::{Parameters, options, parse_parameters, parse_size};
+use super::vm::{Parameters, options, parse_parameters, parse_qemu, parse_size};
 use crate::reading::{Absent, Reading};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -37,6 +37,8 @@ pub struct VmDefinition {
     pub windows: bool,
     /// Why KSM cannot merge its memory: `share=on`, `hugetlb`; empty if it can.
     pub unmergeable: Vec<String>,
+    /// The setting by which its owner forbids merging: `mem-merge=off`, `merge=off` of a backend, `nosharepages`.
+    pub opt_out: Option<String>,
     /// Whether its memory is private to the guest, in guest_memfd (SEV-SNP, TDX): the host cannot map it.
     pub guest_memfd: bool,
     /// Whether a device needs shared memory: vhost-user, as virtiofs uses it.
@@ -112,6 +114,7 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
         cpu_pm: all("overcommit").any(|value| is_on(value, "cpu-pm")),
         windows: has_hyper_v || all("rtc").any(|value| value.get("base").is_some_and(|base| base == "localtime")),
         unmergeable: find_unmergeable(all("object"), all("mem-path").count() > 0),
+        opt_out: parse_qemu(rest).opt_out(),
         needs_shared_memory: ["device", "netdev"].into_iter().flat_map(all).any(|value| {
             let kinds = [value.get("driver"), value.get("type")];
             kinds.into_iter().flatten().any(|kind| kind.starts_with("vhost-user"))
@@ -389,6 +392,16 @@ mod tests {
             vm.networks.iter().map(|n| (&*n.id, &*n.kind, n.vhost)).collect::<Vec<_>>(),
             [("n0", "user", false)]
         );
+    }
+
+    #[test]
+    fn setting_by_which_the_owner_forbids_merging_is_read() {
+        let opt_out = |options: &str| definition(&format!("qemu-system-x86_64 {options}")).opt_out;
+        assert_eq!(opt_out("-machine pc,mem-merge=off -m 1G").as_deref(), Some("mem-merge=off"));
+        assert_eq!(opt_out("-object memory-backend-ram,id=m,size=1G,merge=off").as_deref(), Some("merge=off of m"));
+        let json = r#"-object {"qom-type":"memory-backend-ram","id":"m","size":1024,"merge":false}"#;
+        assert_eq!(opt_out(json).as_deref(), Some("merge=off of m"));
+        assert_eq!(opt_out("-machine pc,mem-merge=on -object memory-backend-ram,id=m,size=1G"), None);
     }
 
     #[test]

@@ -435,12 +435,12 @@ fn resolve_arm(host: &dyn Host, arm: &mut ArmDefinition, global: &GlobalOptions)
             bail!("rule {} changes nothing on this host", arm.rules.join(", "));
         }
         for step in plan.steps {
+            let rules = step.rules();
             match step.effect {
                 Effect::Write { path, to, .. } => _ = arm.settings.insert(path, to),
                 Effect::Module(change) => arm.modules.entry(change.module).or_default().extend(change.to),
                 Effect::Boot { .. } | Effect::Machine { .. } => bail!(
-                    "rule {} needs a reboot or the restart of a machine: give commands with --before-b and --after-b",
-                    step.rule
+                    "rule {rules} needs a reboot or the restart of a machine: give commands with --before-b and --after-b"
                 ),
             }
         }

@@ -281,7 +281,7 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     let _ = observe::huge_page_bytes(recorder);
     // For `tune`.
     let machines: Vec<ProcessId> = facts.settings.vms.iter().map(|vm| vm.process).collect();
-    let _ = tune_facts::read_possible_state(recorder, &examine_host(&facts), &machines);
+    let _ = tune_facts::read_possible_state(recorder, &facts, &examine_host(&facts), &machines);
     let _ = tune_facts::check_vcpus(recorder);
     // For `numa`.
     let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));

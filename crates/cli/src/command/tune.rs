@@ -9,7 +9,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use pagefold_base::ProcessId;
 use pagefold_doctor::decide::audit::Topic;
 use pagefold_doctor::decide::change::SettingChange;
-use pagefold_doctor::decide::{Finding, examine_host};
+use pagefold_doctor::decide::{Finding, HostFacts, examine_host};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_doctor::guest_facts::gather_guest_facts;
 use pagefold_doctor::monitor_facts::gather_monitor_facts;
@@ -291,7 +291,7 @@ pub fn run(options: &TuneArguments, global: &GlobalOptions) -> anyhow::Result<Co
         }
         TuneCommand::Import(options) => {
             let host = host_selection::open_host(global)?;
-            let prepared = plan_file(&*host, &options.file, options.format.map(Into::into))?;
+            let prepared = plan_file(&*host, &options.file, options.format.map(Into::into), global)?;
             print_plan(&*host, &prepared, options.json, global)
         }
         TuneCommand::Apply(options) => run_apply(options, global),
@@ -317,14 +317,15 @@ impl PreparedPlan {
 
 /// Plan the changes that findings and a profile ask for.
 fn plan_findings(host: &dyn Host, source: &SourceOptions, global: &GlobalOptions) -> anyhow::Result<PreparedPlan> {
-    let findings = examine(host, global)?;
+    let facts = gather_facts(host, global)?;
+    let findings = examine_host(&facts);
     check_rules(&source.rule, &findings)?;
     let profile = source.profile.map(Profile::from);
-    let mut proposals = Proposal::from_findings(&findings);
+    let mut proposals = Proposal::from_findings(&findings, &source.rule);
     let patterns: Vec<&str> = profile.into_iter().flat_map(profile::setting_patterns).collect();
-    let state = facts::read_state(host, &changes_of(&proposals), &patterns);
+    let state = facts::read_state(host, &facts, &changes_of(&proposals), &patterns);
     proposals.extend(profile.into_iter().flat_map(|profile| profile::proposals(profile, &state.settings)));
-    let mut left_to_operator = operator_findings(&findings);
+    let mut left_to_operator = operator_findings(&findings, &source.rule);
     if !source.rule.is_empty() {
         proposals.retain(|proposal| source.rule.contains(&proposal.rule));
         left_to_operator.retain(|finding| source.rule.iter().any(|rule| rule == finding.rule));
@@ -342,12 +343,12 @@ fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
     proposals.iter().flat_map(|proposal| &proposal.changes).collect()
 }
 
-/// All findings on the host and its machines.
-fn examine(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<Vec<Finding>> {
+/// What the rules read of the host and its machines.
+fn gather_facts(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<HostFacts> {
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
     gather_monitor_facts(host, facts.settings.vms.iter_mut());
-    Ok(examine_host(&facts))
+    Ok(facts)
 }
 
 /// Check that each rule exists.
@@ -360,10 +361,16 @@ fn check_rules(rules: &[String], findings: &[Finding]) -> anyhow::Result<()> {
 }
 
 /// Plan what a file sets.
-fn plan_file(host: &dyn Host, path: &Path, format: Option<ImportFormat>) -> anyhow::Result<PreparedPlan> {
+fn plan_file(
+    host: &dyn Host,
+    path: &Path,
+    format: Option<ImportFormat>,
+    global: &GlobalOptions,
+) -> anyhow::Result<PreparedPlan> {
     let (imported, format) = read_file(path, format)?;
     let patterns: Vec<&str> = imported.patterns.iter().map(|(pattern, _)| pattern.as_str()).collect();
-    let state = facts::read_state(host, &imported.changes.iter().collect::<Vec<_>>(), &patterns);
+    let facts = gather_facts(host, global)?;
+    let state = facts::read_state(host, &facts, &imported.changes.iter().collect::<Vec<_>>(), &patterns);
     let proposal = imported.proposal(&format!("{format}, {}", path.display()), &state);
     Ok(PreparedPlan {
         profile: None,
@@ -404,7 +411,7 @@ fn print_plan(
 fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
     let mut prepared = match &options.import {
-        Some(path) => plan_file(&*host, path, None)?,
+        Some(path) => plan_file(&*host, path, None, global)?,
         None => plan_findings(&*host, &options.source, global)?,
     };
     let scope = match (options.only, options.define) {

@@ -1,5 +1,6 @@
 //! The changes that findings ask for, as data. `pagefold tune` plans them and carries them out.
 
+use pagefold_base::IdSet;
 use pagefold_base::units::ProcessId;
 
 /// A change of a setting that resolves a finding.
@@ -59,10 +60,10 @@ pub enum VmOption {
         /// Whether to allow it.
         enable: bool,
     },
-    /// Split the machine into virtual nodes of equal size (`-numa node`).
+    /// Split the machine into virtual nodes of equal size, each bound to a node of the host (`-numa node`).
     VirtualNodes {
-        /// How many.
-        count: u32,
+        /// The nodes of the host, one for each virtual node, in order.
+        host_nodes: Vec<HostNode>,
     },
     /// Use private anonymous memory for the guest, which KSM can merge (no `share=on`, no hugetlb).
     MergeableMemory,
@@ -97,6 +98,20 @@ pub enum VmOption {
         /// How many.
         count: u32,
     },
+}
+
+/// A node of the host.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HostNode {
+    /// Its number.
+    pub id: u32,
+    /// Its CPUs.
+    pub cpus: IdSet,
+}
+
+/// The numbers of nodes as a list such as `0,2-3`.
+pub fn node_list(nodes: &[HostNode]) -> String {
+    nodes.iter().map(|node| node.id).collect::<IdSet>().to_string()
 }
 
 /// How a change takes effect.

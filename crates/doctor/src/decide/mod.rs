@@ -181,6 +181,8 @@ pub struct Finding {
     pub details: &'static SettingDetails,
     /// Changes that resolve the finding, for `pagefold tune`; empty if nothing is to be changed or only an operator can.
     pub changes: Vec<SettingChange>,
+    /// Whether `pagefold tune` makes the changes only if an operator names the rule.
+    pub on_request: bool,
 }
 
 /// The worst verdict of a list; [`Verdict::NotApplicable`] for an empty one.
@@ -201,6 +203,22 @@ pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
 /// Judge one process of the host: why its memory is not merging. Worst findings first.
 pub fn examine_process(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
     worst_first(process::examine(host, facts))
+}
+
+/// Why ksmd must not be started by a program: it would merge pages across trust domains, or it is not known whether it
+/// would. `None` if at most one trust domain is enrolled.
+pub fn find_ksm_start_refusal(facts: &HostFacts) -> Option<String> {
+    find_objection_to_enrollment(facts, None)
+}
+
+/// Why only an operator can decide to enroll a process of this domain, or to start ksmd without one.
+fn find_objection_to_enrollment(facts: &HostFacts, domain: Option<&TrustDomain>) -> Option<String> {
+    settings::find_objection_to_merging(&HostProcesses::new(facts), domain)
+}
+
+/// What to know before ksmd is started.
+pub fn ksm_start_details() -> &'static SettingDetails {
+    &settings::RUN.details
 }
 
 fn worst_first(mut findings: Vec<Finding>) -> Vec<Finding> {
@@ -298,6 +316,7 @@ impl RuleInfo {
             verify: None,
             details: &self.details,
             changes: Vec::new(),
+            on_request: false,
         }
     }
 
@@ -339,6 +358,12 @@ impl Finding {
 
     fn change(mut self, change: SettingChange) -> Self {
         self.changes.push(change);
+        self
+    }
+
+    /// Leaves the changes to the operator: `pagefold tune` makes them only if its `--rule` names the rule.
+    fn on_request(mut self) -> Self {
+        self.on_request = true;
         self
     }
 }

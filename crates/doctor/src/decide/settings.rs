@@ -7,10 +7,31 @@ use super::{
     Finding, HostFacts, HostRule, MissingReading, ProcessFacts, RuleInfo, RuleResult, Verdict, is_set_command,
     pages_to_scan_for, pass_seconds, require, set_command,
 };
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::ksm::Ksm;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, Pages};
 use std::collections::BTreeSet;
+
+pub(super) const RUN: RuleInfo = RuleInfo {
+    id: "ksm-run",
+    source: "/sys/kernel/mm/ksm/run",
+    why: "ksmd merges only while run is 1, and the kernel's default is 0. 0 keeps what is merged; 2 stops and \
+          unmerges everything.",
+    needs_ksm: true,
+    verdicts: Verdict::ALL,
+    expected: "1 while memory is to be merged",
+    details: SettingDetails {
+        benefit: "enrolled memory merges",
+        risk: "ksmd takes CPU time; equal pages of all enrolled processes merge, also across trust domains, and QEMU enrolls \
+               the memory of each machine that starts later (mem-merge=on is its default)",
+        method: ApplyMethod::Live,
+        undo: "write 0, which keeps what is merged; 2 unmerges everything, and needs the memory for it",
+        counter: "full_scans and pages_sharing in /sys/kernel/mm/ksm",
+        versions: "Linux 2.6.32 and later",
+        citation: "Linux 6.18: mm/ksm.c (run_store), Documentation/admin-guide/mm/ksm.rst (run)",
+    },
+};
 
 pub(super) const RULES: &[HostRule] = &[
     HostRule {
@@ -34,27 +55,7 @@ pub(super) const RULES: &[HostRule] = &[
         },
         judge: judge_kernel,
     },
-    HostRule {
-        rule: RuleInfo {
-            id: "ksm-run",
-            source: "/sys/kernel/mm/ksm/run",
-            why: "ksmd merges only while run is 1, and the kernel's default is 0. 0 keeps what is merged; 2 stops and \
-                  unmerges everything.",
-            needs_ksm: true,
-            verdicts: Verdict::ALL,
-            expected: "1 while memory is to be merged",
-            details: SettingDetails {
-                benefit: "enrolled memory merges",
-                risk: "ksmd takes CPU time; equal pages of all enrolled processes merge, also across trust domains",
-                method: ApplyMethod::Live,
-                undo: "write 0, which keeps what is merged; 2 unmerges everything, and needs the memory for it",
-                counter: "full_scans and pages_sharing in /sys/kernel/mm/ksm",
-                versions: "Linux 2.6.32 and later",
-                citation: "Linux 6.18: mm/ksm.c (run_store), Documentation/admin-guide/mm/ksm.rst (run)",
-            },
-        },
-        judge: judge_run,
-    },
+    HostRule { rule: RUN, judge: judge_run },
     HostRule {
         rule: RuleInfo {
             id: "ksm-pace",
@@ -158,7 +159,8 @@ pub(super) const RULES: &[HostRule] = &[
                 risk: "reclaim, compaction and migration of a merged frame take longer; the change unmerges \
                        everything, which needs memory",
                 method: ApplyMethod::Live,
-                undo: "write 2 to run, the old value to max_page_sharing, and 1 to run",
+                undo: "only while no page is merged: write 2 to run, which needs memory for copies, then the old value to \
+                       max_page_sharing, and 1 to run",
                 counter: "stable_node_chains and stable_node_dups in /sys/kernel/mm/ksm",
                 versions: "Linux 4.13 and later",
                 citation: "Linux 6.18: mm/ksm.c (max_page_sharing_store), Documentation/admin-guide/mm/ksm.rst \
@@ -180,7 +182,8 @@ pub(super) const RULES: &[HostRule] = &[
                 benefit: "merged pages are local to the processes that read them",
                 risk: "each node keeps a copy, so less is saved; the change unmerges everything, which needs memory",
                 method: ApplyMethod::Live,
-                undo: "write 2 to run, the old value to merge_across_nodes, and 1 to run",
+                undo: "only while no page is merged: write 2 to run, which needs memory for copies, then the old value to \
+                       merge_across_nodes, and 1 to run",
                 counter: "pages_shared in /sys/kernel/mm/ksm: a copy for each node",
                 versions: "Linux 3.9 and later, with CONFIG_NUMA",
                 citation: "Linux 6.18: mm/ksm.c (merge_across_nodes_store), Documentation/admin-guide/mm/ksm.rst \
@@ -271,27 +274,39 @@ fn judge_run(rule: &'static RuleInfo, facts: &HostFacts, host_processes: &HostPr
             let bytes = host_processes.sum(|p| p.mergeable());
             rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
         }
-        Ok(false) => rule.warn(format!("ksmd is {state}, and nothing is enrolled"), value),
+        Ok(false) => {
+            let finding = rule.warn(format!("ksmd is {state}, and nothing is enrolled"), value).on_request();
+            return Ok(with_start(finding, [ENROLLED_LATER.to_owned()]).change(write_change("run", 1)));
+        }
         Err(MissingReading { reading_name, absent }) => rule.warn(
             format!("ksmd is {state}; whether anything is enrolled is not known"),
             format!("{value}; {reading_name}: {absent}"),
         ),
     };
-    let objection = find_objection_to_merging(host_processes);
-    let mut remedy: Vec<String> = objection.iter().map(|why| format!("# {why}: see the finding ksm-domains")).collect();
-    remedy.extend([
-        set_command("run", 1),
-        "# to keep it over a reboot:".to_owned(),
-        "echo 'w /sys/kernel/mm/ksm/run - - - - 1' > /etc/tmpfiles.d/ksm.conf".to_owned(),
-    ]);
-    let finding = finding.remedy(remedy).verify(is_set_command("run", 1));
+    let objection = find_objection_to_merging(host_processes, None);
+    let finding = with_start(finding, objection.iter().map(|why| format!("# {why}: see the finding ksm-domains")));
     Ok(if objection.is_none() { finding.change(write_change("run", 1)) } else { finding })
 }
 
-/// Why only an operator can decide to merge what is enrolled: ksmd would merge pages across trust domains, or it is not
-/// known whether it would.
-fn find_objection_to_merging(host_processes: &HostProcesses) -> Option<String> {
-    let domains: BTreeSet<_> = host_processes.enrolled().map(|process| &process.domain).collect();
+/// What happens after ksmd was started on a host on which nothing is enrolled (QEMU: hw/core/machine.c, `mem_merge`).
+const ENROLLED_LATER: &str = "# start it if machines of all owners may be merged: QEMU enrolls each machine that starts \
+                              later, unless it has mem-merge=off";
+
+/// The commands that start ksmd, after instructions.
+fn with_start(finding: Finding, instructions: impl IntoIterator<Item = String>) -> Finding {
+    let commands = [
+        set_command("run", 1),
+        "# to keep it over a reboot:".to_owned(),
+        "echo 'w /sys/kernel/mm/ksm/run - - - - 1' > /etc/tmpfiles.d/ksm.conf".to_owned(),
+    ];
+    finding.remedy(instructions.into_iter().chain(commands)).verify(is_set_command("run", 1))
+}
+
+/// Why only an operator can decide to merge what is enrolled, and a process of another domain: ksmd would merge pages
+/// across trust domains, or it is not known whether it would.
+pub(super) fn find_objection_to_merging(host_processes: &HostProcesses, other: Option<&TrustDomain>) -> Option<String> {
+    let enrolled = host_processes.enrolled().map(|process| &process.domain);
+    let domains: BTreeSet<_> = enrolled.chain(other).collect();
     if domains.len() > 1 {
         return Some(format!("pages of {} trust domains would be merged with each other", domains.len()));
     }

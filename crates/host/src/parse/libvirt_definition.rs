@@ -53,6 +53,7 @@ pub fn libvirt_definition(bytes: &[u8]) -> Reading<LibvirtDefinition> {
             .filter(|node| node.tag_name().name() == "arg")
             .any(|argument| argument.attribute("value").is_some_and(|value| value.contains("cpu-pm=on"))),
         unmergeable: find_unmergeable(domain),
+        opt_out: find(domain, &["memoryBacking", "nosharepages"]).map(|_| "nosharepages".to_owned()),
         guest_memfd: find(domain, &["launchSecurity"])
             .is_some_and(|security| matches!(security.attribute("type"), Some("sev-snp" | "tdx"))),
         needs_shared_memory: devices().any(|node| {

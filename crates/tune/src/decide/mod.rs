@@ -36,11 +36,9 @@ pub struct Proposal {
 }
 
 impl Proposal {
-    /// The proposals of findings that ask for a change.
-    pub fn from_findings(findings: &[Finding]) -> Vec<Self> {
-        let wrong = findings.iter().filter(|finding| matches!(finding.verdict, Verdict::Warn | Verdict::Fail));
-        let wrong = wrong.filter(|finding| !finding.changes.is_empty());
-        wrong.map(Self::from_finding).collect()
+    /// The proposals of findings that ask for a change. Some ask for it only if the operator names their rule.
+    pub fn from_findings(findings: &[Finding], named_rules: &[String]) -> Vec<Self> {
+        wrong(findings).filter(|finding| is_proposed(finding, named_rules)).map(Self::from_finding).collect()
     }
 
     fn from_finding(finding: &Finding) -> Self {
@@ -59,6 +57,16 @@ impl Proposal {
     }
 }
 
+/// The warnings and failures.
+fn wrong(findings: &[Finding]) -> impl Iterator<Item = &Finding> {
+    findings.iter().filter(|finding| matches!(finding.verdict, Verdict::Warn | Verdict::Fail))
+}
+
+/// Whether the changes of a finding are planned; otherwise it is left to the operator.
+fn is_proposed(finding: &Finding, named_rules: &[String]) -> bool {
+    !finding.changes.is_empty() && (!finding.on_request || named_rules.iter().any(|rule| rule == finding.rule))
+}
+
 /// A finding that no step of a plan resolves: only an operator can.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OperatorFinding {
@@ -74,11 +82,12 @@ pub struct OperatorFinding {
     pub remedy: Vec<String>,
 }
 
-/// The warnings and failures that ask for no change, those of one rule and title together. The worst come first.
-pub fn operator_findings(findings: &[Finding]) -> Vec<OperatorFinding> {
+/// The warnings and failures that [`Proposal::from_findings`] does not propose, those of one rule and title together. The
+/// worst come first.
+pub fn operator_findings(findings: &[Finding], named_rules: &[String]) -> Vec<OperatorFinding> {
     let mut found: Vec<OperatorFinding> = Vec::new();
-    let wrong = findings.iter().filter(|finding| matches!(finding.verdict, Verdict::Warn | Verdict::Fail));
-    for finding in wrong.filter(|finding| finding.changes.is_empty()) {
+    for finding in wrong(findings).filter(|finding| !is_proposed(finding, named_rules)) {
+        let request = (!finding.changes.is_empty()).then(|| format!("pagefold tune apply --rule {}", finding.rule));
         match found.iter_mut().find(|known| known.rule == finding.rule && known.title == finding.title) {
             Some(known) => known.count += 1,
             None => found.push(OperatorFinding {
@@ -86,7 +95,7 @@ pub fn operator_findings(findings: &[Finding]) -> Vec<OperatorFinding> {
                 fails: finding.verdict == Verdict::Fail,
                 title: finding.title.clone(),
                 count: 1,
-                remedy: finding.remedy.clone(),
+                remedy: finding.remedy.iter().cloned().chain(request).collect(),
             }),
         }
     }
@@ -111,6 +120,8 @@ pub struct TuneState {
     pub machines: BTreeMap<ProcessId, MachineState>,
     /// How the kernel's command line is changed.
     pub boot: boot::BootState,
+    /// Why ksmd must not be started: it would merge pages across trust domains, or it is not known whether it would.
+    pub ksm_start_refusal: Option<String>,
     /// Why KSM must not be stopped, if memory does not suffice for copies of the merged pages.
     pub ksm_stop_refusal: Option<String>,
     /// Why the kernel refuses settings that it takes only while no page is merged, if pages are merged.
@@ -155,7 +166,16 @@ pub struct TunePlan {
 /// One change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Step {
-    /// The rule that asks for it.
+    /// Why it is made: one reason, or several for the definition of a machine.
+    pub reasons: Vec<StepReason>,
+    /// What is done.
+    pub effect: Effect,
+}
+
+/// A rule that asks for a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepReason {
+    /// The rule of the finding, `profile-NAME` or `import`.
     pub rule: String,
     /// The summary of the rule.
     pub title: String,
@@ -163,8 +183,18 @@ pub struct Step {
     pub why: String,
     /// Benefit, risk and sources, if the rule has them.
     pub details: Option<&'static SettingDetails>,
-    /// What is done.
-    pub effect: Effect,
+}
+
+impl Step {
+    /// The rules that ask for it, with commas between.
+    pub fn rules(&self) -> String {
+        self.reasons.iter().map(|reason| reason.rule.as_str()).collect::<Vec<_>>().join(", ")
+    }
+
+    /// The summaries of its rules, with semicolons between.
+    pub fn title(&self) -> String {
+        self.reasons.iter().map(|reason| reason.title.as_str()).collect::<Vec<_>>().join("; ")
+    }
 }
 
 /// What a step does.

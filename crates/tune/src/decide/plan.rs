@@ -4,10 +4,13 @@ use super::conflict::{find_conflicts, find_repeating_writer};
 use super::modprobe::{normal_name, set_parameters};
 use super::profile::{Profile, ProfileDecision, judge};
 use super::{
-    Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, TunePlan, TuneState, boot, describe_change, vm,
+    Effect, ModuleChange, ModuleState, Proposal, Refusal, Step, StepReason, TunePlan, TuneState, boot, describe_change,
+    vm,
 };
+use pagefold_base::ksm::Setting;
 use pagefold_base::{IdSet, ProcessId};
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
+use pagefold_doctor::decide::ksm_start_details;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Modules that Pagefold loads again: no other module depends on them.
@@ -22,6 +25,10 @@ pub const KSM_RUN_PATH: &str = "sys/kernel/mm/ksm/run";
 /// Settings that the kernel takes only while no page is merged (mm/ksm.c, `merge_across_nodes_store` and
 /// `max_page_sharing_store`).
 const UNMERGED_ONLY: [&str; 2] = ["sys/kernel/mm/ksm/merge_across_nodes", "sys/kernel/mm/ksm/max_page_sharing"];
+
+/// Why `run` is not set to 2.
+const UNMERGE_REFUSAL: &str =
+    "it unmerges all pages at once and may trigger the OOM killer: use `pagefold unmerge --all`";
 
 /// Plans the proposals for a host, in their order; the first proposal for a setting wins. A profile changes or drops
 /// some of them.
@@ -85,13 +92,7 @@ impl Planner<'_> {
     }
 
     fn push(&mut self, proposal: &Proposal, effect: Effect) {
-        self.plan.steps.push(Step {
-            rule: proposal.rule.clone(),
-            title: proposal.title.clone(),
-            why: proposal.why.clone(),
-            details: proposal.details,
-            effect,
-        });
+        self.plan.steps.push(Step { reasons: vec![reason_of(proposal)], effect });
     }
 
     fn plan_write(&mut self, proposal: &Proposal, change: &SettingChange, path: &str, value: &str) {
@@ -115,22 +116,24 @@ impl Planner<'_> {
             let why = format!("{} writes {}; {}", writer.program, writer.writes, writer.remedy);
             return self.refuse(proposal, change, why);
         }
-        if path == KSM_RUN_PATH && to == "2" {
-            let why = "it unmerges all pages at once and may trigger the OOM killer: use `pagefold unmerge --all`";
-            return self.refuse(proposal, change, why.to_owned());
+        if let Some(why) = self.find_ksm_refusal(path, &to) {
+            return self.refuse(proposal, change, why);
         }
-        if path == KSM_RUN_PATH
-            && to == "0"
-            && let Some(why) = &self.state.ksm_stop_refusal
-        {
-            return self.refuse(proposal, change, why.clone());
+        let details = proposal.details.or_else(|| starts_ksm(path, &to).then(ksm_start_details));
+        let proposal = Proposal { details, ..proposal.clone() };
+        self.push(&proposal, Effect::Write { path: path.to_owned(), from: from.clone(), to });
+    }
+
+    /// Why a setting of KSM must not have this value, whatever asks for it.
+    fn find_ksm_refusal(&self, path: &str, value: &str) -> Option<String> {
+        if UNMERGED_ONLY.contains(&path) {
+            return self.state.merged_pages_refusal.clone();
         }
-        if UNMERGED_ONLY.contains(&path)
-            && let Some(why) = &self.state.merged_pages_refusal
-        {
-            return self.refuse(proposal, change, why.clone());
+        match ksm_run(path, value)? {
+            0 => self.state.ksm_stop_refusal.clone(),
+            1 => self.state.ksm_start_refusal.clone(),
+            _ => Some(UNMERGE_REFUSAL.to_owned()),
         }
-        self.push(proposal, Effect::Write { path: path.to_owned(), from: from.clone(), to });
     }
 
     fn plan_module(&mut self, proposal: &Proposal, module: &str, mut parameters: BTreeMap<String, String>) {
@@ -216,9 +219,8 @@ impl Planner<'_> {
                     Some(step) => {
                         let existing = &mut self.plan.steps[step];
                         existing.effect = effect;
-                        if !existing.rule.split(", ").any(|rule| rule == proposal.rule) {
-                            existing.rule = format!("{}, {}", existing.rule, proposal.rule);
-                            existing.title = format!("{}; {}", existing.title, proposal.title);
+                        if existing.reasons.iter().all(|reason| reason.rule != proposal.rule) {
+                            existing.reasons.push(reason_of(proposal));
                         }
                     }
                     None => {
@@ -232,7 +234,13 @@ impl Planner<'_> {
 
     fn finish(mut self) -> TunePlan {
         // Live settings first: they are the ones that cannot lose anything.
-        self.plan.steps.sort_by_key(|step| step.effect.method());
+        self.plan.steps.sort_by_key(|step| {
+            let position = match &step.effect {
+                Effect::Write { path, .. } => ksm_position(path),
+                _ => usize::MAX,
+            };
+            (step.effect.method(), position)
+        });
         let paths = self.plan.steps.iter().filter_map(|step| match &step.effect {
             Effect::Write { path, .. } => Some(path.as_str()),
             _ => None,
@@ -241,6 +249,27 @@ impl Planner<'_> {
         self.plan.conflicts = find_conflicts(&self.state.tuners, paths, machines);
         self.plan
     }
+}
+
+fn reason_of(proposal: &Proposal) -> StepReason {
+    let Proposal { rule, title, why, details, .. } = proposal.clone();
+    StepReason { rule, title, why, details }
+}
+
+/// The value of `run`, if the path is that setting. The kernel takes it as a decimal number, with zeros or a plus sign
+/// before it (mm/ksm.c, `run_store`; lib/kstrtox.c).
+fn ksm_run(path: &str, value: &str) -> Option<u32> {
+    value.parse().ok().filter(|_| path == KSM_RUN_PATH)
+}
+
+/// The position of a setting of KSM among those in the order in which the kernel accepts them; all others come later.
+fn ksm_position(path: &str) -> usize {
+    let name = path.strip_prefix("sys/kernel/mm/ksm/");
+    Setting::ALL.iter().position(|setting| Some(setting.file_name()) == name).unwrap_or(usize::MAX)
+}
+
+fn starts_ksm(path: &str, value: &str) -> bool {
+    ksm_run(path, value) == Some(1)
 }
 
 /// How parameters of a module can take effect later.

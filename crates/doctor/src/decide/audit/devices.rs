@@ -37,7 +37,7 @@ pub(super) const RULES: &[SettingRule] = &[
             why: "A machine with aio=io_uring runs on, but does not start again once io_uring is disabled.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
-            expected: "0 while a machine uses io_uring",
+            expected: "0 while a machine uses io_uring, or 1 with the group of QEMU in io_uring_group",
             details: SettingDetails {
                 benefit: "machines with io_uring start",
                 risk: "io_uring is a large interface of the kernel; some hosts disable it on purpose",
@@ -147,8 +147,18 @@ fn judge_io_uring(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
         (0, _) => Ok(rule.ok("io_uring is allowed", value)),
         (_, 0) => if_machines_are_known(rule.ok("io_uring is disabled, and no virtual machine uses it", value), facts),
         _ => {
-            let title = "virtual machines that use io_uring will not start again";
-            Ok(with_write(rule.warn(title, value), path, "0"))
+            let title = match mode {
+                1 => "virtual machines that use io_uring start again only if QEMU is root or in io_uring_group",
+                _ => "virtual machines that use io_uring will not start again",
+            };
+            let finding = with_write(rule.warn(title, value), path, "0").on_request();
+            let commands = finding.remedy.clone();
+            let alternatives = [
+                "# io_uring may be disabled on purpose: then use aio=native or aio=threads for these machines, or allow",
+                "# it for one group: 1 in io_uring_disabled, and the group of QEMU's user in /proc/sys/kernel/io_uring_group",
+                "# to allow it for all processes:",
+            ];
+            Ok(finding.remedy(alternatives.map(str::to_owned).into_iter().chain(commands)))
         }
     }
 }

@@ -132,15 +132,15 @@ pub(super) fn node_cpus(settings: &SettingFacts) -> Result<BTreeMap<u32, IdSet>,
 }
 
 /// The memory of each node that tells it, in bytes (drivers/base/node.c, `node_read_meminfo`).
-pub(super) fn node_memory(settings: &SettingFacts) -> Result<Vec<u64>, MissingReading> {
-    let mut sizes = Vec::new();
+pub(super) fn node_memory(settings: &SettingFacts) -> Result<BTreeMap<u32, u64>, MissingReading> {
+    let mut sizes = BTreeMap::new();
     for node in settings.numbered(NODES, "node")? {
         let path = format!("{NODES}/node{node}/meminfo");
         let Some(text) = settings.find_text(&path)? else { continue };
         let total = text.lines().find_map(|line| line.split_once("MemTotal:")?.1.trim().strip_suffix("kB"));
         let kibibytes = total.and_then(|total| total.trim().parse::<u64>().ok());
         let bytes = kibibytes.and_then(|kibibytes| kibibytes.checked_mul(1 << 10));
-        sizes.push(bytes.ok_or_else(|| super::facts::malformed(&path, text))?);
+        sizes.insert(node, bytes.ok_or_else(|| super::facts::malformed(&path, text))?);
     }
     Ok(sizes)
 }
@@ -219,8 +219,12 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
             let title = "NUMA balancing is off, and virtual CPUs read memory of other nodes";
             let finding = with_write(rule.warn(title, format!("{value}; {}", shown_names(misplaced))), path, "1");
             let write = finding.remedy.clone();
-            let place = ["pagefold numa plan".to_owned(), "# or let the kernel move the memory:".to_owned()];
-            Ok(finding.remedy(place.into_iter().chain(write)))
+            let place = [
+                "# place the machines, if the plan moves something (pagefold numa apply):",
+                "pagefold numa plan",
+                "# if it moves nothing, or instead of it, let the kernel move the memory:",
+            ];
+            Ok(finding.remedy(place.map(str::to_owned).into_iter().chain(write)))
         }
         (_, misplaced) => {
             let title = "NUMA balancing is of use: memory is not placed yet";

@@ -207,7 +207,7 @@ fn with_parameter(finding: Finding, settings: &SettingFacts, module: &str, param
     }
     finding
         .remedy([
-            format!("echo 'options {module} {parameter}={value}' >> /etc/modprobe.d/pagefold-{module}.conf"),
+            format!("echo 'options {module} {parameter}={value}' >> /etc/modprobe.d/zz-pagefold.conf"),
             "# stop all virtual machines first: a module in use cannot be unloaded".to_owned(),
             format!("modprobe -r {module} && modprobe {module}"),
         ])

@@ -4,8 +4,10 @@
 use super::facts::{MemoryByNode, VmFacts};
 use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
-use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption};
-use crate::decide::{Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
+use crate::decide::change::{ApplyMethod, HostNode, SettingChange, SettingDetails, VmOption, node_list};
+use crate::decide::{
+    Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, find_objection_to_enrollment, require,
+};
 use pagefold_base::identity::virtual_nodes::{STRICT_POLICY, VirtualNode};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::reading::Absent;
@@ -73,7 +75,7 @@ pub(super) const RULES: &[SettingRule] = &[
                   pool and no memory of confidential guests.",
             needs_ksm: true,
             verdicts: Verdict::ALL_BUT_FAIL,
-            expected: "private memory while KSM is on, unless a device needs it shared",
+            expected: "private memory while KSM is on, unless a device needs it shared or its owner forbids merging",
             details: SettingDetails {
                 benefit: "equal pages of the machine and of others are kept once",
                 risk: "vhost-user and virtiofs need shared memory; merged pages show by their timing what a neighbor \
@@ -250,7 +252,8 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
     };
     let nodes = node_cpus(&facts.settings)?;
     let widest = nodes.values().map(|cpus| cpus.iter().count() as u64).max().unwrap_or(0);
-    let largest = node_memory(&facts.settings)?.into_iter().max();
+    let sizes = node_memory(&facts.settings)?;
+    let largest = sizes.values().copied().max();
     let vcpus = vm.vcpu_count()?;
     let memory_bytes = vm.memory_bytes(definition);
     let virtual_nodes = &definition.virtual_nodes;
@@ -276,14 +279,22 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
         return judge_narrow(rule, vm, memory, facts, value);
     }
     if virtual_nodes.len() < 2 {
-        let count = u32::try_from(parts).unwrap_or(u32::MAX);
         let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
-        return Ok(with_option(
-            finding,
-            vm,
-            VmOption::VirtualNodes { count },
-            &format!("give the machine {count} virtual nodes (-numa node,memdev=), each bound to a node of the host"),
-        ));
+        return Ok(match choose_host_nodes(vcpus, memory_bytes, parts, &nodes, &sizes) {
+            Some(host_nodes) => {
+                let instruction = format!(
+                    "give the machine {} virtual nodes (-numa node,memdev=), with memory and virtual CPUs bound to the \
+                     host nodes {}",
+                    host_nodes.len(),
+                    node_list(&host_nodes)
+                );
+                with_option(finding, vm, VmOption::VirtualNodes { host_nodes }, &instruction)
+            }
+            None => finding.remedy([
+                "# no nodes of this host hold equal parts of the machine: make it smaller, or give it virtual nodes of",
+                "# different sizes (-numa node,memdev=), each bound to a node of the host",
+            ]),
+        });
     }
     let faults = virtual_node_faults(virtual_nodes, vm, &nodes, parts)?;
     if faults.is_empty() {
@@ -299,6 +310,26 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
             "# or set policy=bind,host-nodes= of each memory backend (libvirt: <memnode/>), and bind its virtual CPUs there",
         ])
         .verify("pagefold numa map"))
+}
+
+/// The first nodes of the host, as few as can be, that each have the CPUs and the memory for an equal part of a machine
+/// that needs so many nodes at least. `None` if there are none.
+fn choose_host_nodes(
+    vcpus: u64,
+    memory_bytes: Option<u64>,
+    parts: u64,
+    nodes: &BTreeMap<u32, IdSet>,
+    sizes: &BTreeMap<u32, u64>,
+) -> Option<Vec<HostNode>> {
+    (parts..=nodes.len() as u64).filter(|&count| vcpus.is_multiple_of(count)).find_map(|count| {
+        let holds_part = |(id, cpus): &(&u32, &IdSet)| {
+            let size = sizes.get(id).copied().unwrap_or(0);
+            cpus.iter().count() as u64 >= vcpus / count && size > 0 && size >= memory_bytes.unwrap_or(0).div_ceil(count)
+        };
+        let chosen = nodes.iter().filter(holds_part).map(|(id, cpus)| HostNode { id: *id, cpus: cpus.clone() });
+        let chosen: Vec<HostNode> = chosen.take(count as usize).collect();
+        (chosen.len() as u64 == count).then_some(chosen)
+    })
 }
 
 /// A machine that would fit into a node, without virtual nodes.
@@ -390,12 +421,11 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
         Err(finding) => return Ok(finding),
     };
     let unmergeable = vm.unmergeable(definition);
-    let value = if definition.guest_memfd {
-        "guest_memfd".to_owned()
-    } else if unmergeable.is_empty() {
-        "private memory".to_owned()
-    } else {
-        unmergeable.join(", ")
+    let value = match &definition.opt_out {
+        _ if definition.guest_memfd => "guest_memfd".to_owned(),
+        Some(setting) => setting.clone(),
+        None if unmergeable.is_empty() => "private memory".to_owned(),
+        None => unmergeable.join(", "),
     };
     match &facts.ksm {
         Err(Absent::NotOnThisKernel) => return Ok(rule.not_applicable("this kernel has no KSM", value)),
@@ -406,13 +436,16 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
             }
         }
     }
-    if unmergeable.is_empty() && !definition.guest_memfd {
-        return Ok(rule.ok("KSM can merge the memory of the machine", value));
-    }
     if definition.guest_memfd {
         return Ok(
             rule.not_applicable("its memory is private to the guest (guest_memfd), and KSM cannot map it", value)
         );
+    }
+    if definition.opt_out.is_some() {
+        return Ok(rule.not_applicable("its owner forbids merging", value));
+    }
+    if unmergeable.is_empty() {
+        return Ok(rule.ok("KSM can merge the memory of the machine", value));
     }
     if definition.needs_shared_memory {
         return Ok(rule.not_applicable("a device needs the memory to be shared", value));
@@ -423,12 +456,21 @@ fn judge_mergeable(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> 
         return Ok(rule.warn(why, value).remedy([remedy]).verify("pagefold doctor"));
     }
     let finding = rule.warn("KSM cannot merge the memory of the machine", value);
-    Ok(with_option(
-        finding,
-        vm,
-        VmOption::MergeableMemory,
-        "use private memory: no share=on, no huge pages of the pool",
-    ))
+    let instruction = "use private memory: no share=on, no memfd";
+    if unmergeable.iter().any(|reason| reason.ends_with(" is hugetlb") || reason == "-mem-path") {
+        return Ok(finding.remedy([
+            "# huge pages of the pool and files are never merged, and were chosen by the owner of the machine: change the",
+            "# definition only if more machines matter more than fewer TLB misses, and shrink the pool then",
+        ]));
+    }
+    let domain = facts.processes.iter().find(|process| process.process.id == vm.process).map(|process| &process.domain);
+    Ok(match find_objection_to_enrollment(facts, domain) {
+        None => with_option(finding, vm, VmOption::MergeableMemory, instruction),
+        Some(why) => finding.remedy([
+            format!("# {why}: see the finding ksm-domains"),
+            format!("# if that is intended: {instruction}, then start the machine again"),
+        ]),
+    })
 }
 
 /// The interfaces that QEMU recommends for any Windows (docs/system/i386/hyperv.rst, "Recommendations").

@@ -157,7 +157,7 @@ impl Session<'_> {
             Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
             Err(why) => UndoResult {
                 is_busy: matches!(why, ActionError::Busy(_)),
-                ..UndoResult::failure(entry, &why, fate_after(&why))
+                ..UndoResult::failure(entry, &explain_failure(&entry.undo, &why), fate_after(&why))
             },
         }
     }
@@ -300,6 +300,15 @@ impl Session<'_> {
         }
         result
     }
+}
+
+/// Why an undo failed, with what to do if the kernel takes the value later only.
+fn explain_failure(undo: &Action, why: &ActionError) -> String {
+    let remedy = match (undo, why) {
+        (Action::Write { knob, .. }, ActionError::Busy(_)) => knob.busy_remedy(),
+        _ => None,
+    };
+    remedy.map_or_else(|| why.to_string(), |remedy| format!("{why}; {remedy}"))
 }
 
 /// What becomes of a change whose undo failed for this reason.

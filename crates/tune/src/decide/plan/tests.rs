@@ -165,8 +165,8 @@ fn first_proposal_for_a_setting_wins_and_a_profile_replaces_its_value() {
     let proposals = [proposal("a", vec![write(POLL, "50000")]), proposal("b", vec![write(POLL, "60000")])];
     let value = |profile| {
         let plan = plan(&proposals, profile, &state());
-        let [Step { effect: Effect::Write { to, .. }, rule, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
-        assert_eq!(rule, "a");
+        let [step @ Step { effect: Effect::Write { to, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+        assert_eq!(step.rules(), "a");
         to.clone()
     };
     assert_eq!(value(None), "50000");
@@ -186,14 +186,44 @@ fn ksm_is_stopped_only_if_memory_suffices_and_no_other_program_runs_it() {
 #[test]
 fn options_of_one_machine_become_one_patch() {
     let option = |option| SettingChange::VmDefinition { vm: VM, option };
+    let with_details = |number: usize, proposal: Proposal| {
+        let details = pagefold_doctor::decide::audit::rule_summaries()[number].details;
+        Proposal { details: Some(details), ..proposal }
+    };
     let proposals = [
-        proposal("cpu", vec![option(VmOption::HostCpuModel)]),
-        proposal("eoi", vec![option(VmOption::CpuFeature { name: "kvm-pv-eoi".to_owned(), enable: true })]),
+        with_details(0, proposal("cpu", vec![option(VmOption::HostCpuModel)])),
+        with_details(
+            1,
+            proposal("eoi", vec![option(VmOption::CpuFeature { name: "kvm-pv-eoi".to_owned(), enable: true })]),
+        ),
         proposal("disk", vec![option(VmOption::DiskCacheNone { disk: "d".to_owned() })]),
     ];
     let plan = plan(&proposals, None, &state());
-    let [Step { rule, effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
-    assert_eq!(rule, "cpu, eoi");
+    let [step @ Step { effect: Effect::Machine { patch, .. }, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+    assert_eq!((&*step.rules(), &*step.title()), ("cpu, eoi", "cpu; eoi"));
+    let details: Vec<_> = step.reasons.iter().map(|reason| reason.details.unwrap().risk).collect();
+    assert_eq!(details, proposals.iter().take(2).map(|proposal| proposal.details.unwrap().risk).collect::<Vec<_>>());
+    assert_ne!(details[0], details[1], "each rule keeps its own");
     assert!(patch.diff("web").contains("+host,kvm-pv-eoi=on"), "{}", patch.diff("web"));
     assert_eq!(plan.refusals.len(), 1);
+}
+
+/// The kernel takes `merge_across_nodes` only while no page is merged, so it comes before `run`.
+#[test]
+fn settings_are_shown_in_the_order_in_which_they_are_written() {
+    let across_nodes = "sys/kernel/mm/ksm/merge_across_nodes";
+    let mut state = state();
+    state.settings.insert(KSM_RUN_PATH.to_owned(), Ok("0".to_owned()));
+    state.settings.insert(across_nodes.to_owned(), Ok("1".to_owned()));
+    let changes = vec![write(POLL, "200000"), write(KSM_RUN_PATH, "1"), write(across_nodes, "0")];
+    let plan = plan_of(changes, &state);
+    let paths: Vec<&str> = plan
+        .steps
+        .iter()
+        .map(|step| match &step.effect {
+            Effect::Write { path, .. } => path.as_str(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(paths, [across_nodes, KSM_RUN_PATH, POLL]);
 }

@@ -3,8 +3,13 @@
 //! An argument of an option is a list of `NAME=VALUE` with commas between; a comma inside a value is doubled
 //! (util/keyval.c). `-blockdev`, `-device`, `-object` and `-netdev` may be JSON instead, as libvirt writes them.
 
-use pagefold_doctor::decide::change::VmOption;
+use pagefold_base::identity::vm_definition::parse_vm_definition;
+use pagefold_doctor::decide::change::{HostNode, VmOption};
 use serde_json::{Map, Value, json};
+
+/// Why memory of a machine stays where it is.
+pub(super) const IN_FILE: &str =
+    "its memory is in a file or in huge pages of the pool, which its owner chose: change the definition by hand";
 
 /// The arguments with an option.
 ///
@@ -17,7 +22,7 @@ pub fn set_option(arguments: &[String], option: &VmOption) -> Result<Vec<String>
         VmOption::CpuFeature { name, enable } => line.set_cpu_feature(name, on_off(*enable)),
         VmOption::HyperVSpinlocks { retries } => line.set_cpu_feature("hv-spinlocks", &format!("{retries:#x}")),
         VmOption::CpuPowerManagement { enable } => line.set_in_option("-overcommit", "cpu-pm", on_off(*enable)),
-        VmOption::VirtualNodes { count } => line.split_into_nodes(*count)?,
+        VmOption::VirtualNodes { host_nodes } => line.split_into_nodes(host_nodes)?,
         VmOption::MergeableMemory => line.make_memory_mergeable()?,
         VmOption::DiskCacheNone { disk } => line.set_disk_cache_none(disk)?,
         VmOption::DiskAio { disk, interface } => line.set_disk_aio(disk, interface)?,
@@ -232,13 +237,18 @@ impl CommandLine {
         self.put((position, parsed));
     }
 
-    fn split_into_nodes(&mut self, count: u32) -> Result<(), String> {
+    /// Each virtual node has memory of one host node. QEMU cannot bind virtual CPUs itself.
+    fn split_into_nodes(&mut self, host_nodes: &[HostNode]) -> Result<(), String> {
+        let count = host_nodes.len() as u32;
         if !self.positions("-numa").is_empty() {
             return Err("the machine has virtual nodes already: change its -numa options by hand".to_owned());
         }
         let machine = [self.last("-machine"), self.last("-M")].into_iter().flatten();
         if machine.into_iter().any(|(_, machine)| machine.value("memory-backend").is_some()) {
             return Err("its memory is one backend (memory-backend=): give each node a backend by hand".to_owned());
+        }
+        if let Some(option) = self.find_special_memory() {
+            return Err(format!("its memory is special ({option}): give each node such a backend by hand"));
         }
         let cpus = self
             .last("-smp")
@@ -254,13 +264,31 @@ impl CommandLine {
             return Err(format!("{cpus} vCPUs and {mebibytes} MiB cannot be split into {count} equal nodes"));
         }
         let (node_cpus, node_mebibytes) = (cpus / count, mebibytes / u64::from(count));
-        for node in 0..count {
-            self.push("-object", format!("memory-backend-ram,id=vnode{node},size={node_mebibytes}M"));
+        for (node, HostNode { id, .. }) in (0..).zip(host_nodes) {
+            let backend = format!("id=vnode{node},size={node_mebibytes}M,policy=bind,host-nodes={id}");
+            self.push("-object", format!("memory-backend-ram,{backend}"));
             let first = node * node_cpus;
             let cpus = if node_cpus == 1 { first.to_string() } else { format!("{first}-{}", first + node_cpus - 1) };
             self.push("-numa", format!("node,nodeid={node},cpus={cpus},memdev=vnode{node}"));
         }
         Ok(())
+    }
+
+    /// An option by which memory is not plain: in a file or the pool, shared, or allocated at the start.
+    fn find_special_memory(&self) -> Option<String> {
+        let flags = ["-mem-path", "-mem-prealloc"];
+        let is_flag = |argument: &&String| flags.contains(&argument.as_str()) || flags.contains(&&argument[1..]);
+        if let Some(flag) = self.0.iter().filter(|argument| argument.starts_with('-')).find(is_flag) {
+            return Some(flag.clone());
+        }
+        self.positions("-object").into_iter().find_map(|at| {
+            let object = OptionValue::parse(&self.0[at]);
+            let kind = object.kind("qom-type");
+            let is_on = |name: &&&str| object.value(name).is_some_and(|value| value != "off");
+            let option = ["share", "prealloc", "hugetlb", "mem-path"].iter().find(is_on);
+            let is_special = kind.starts_with("memory-backend-") && (kind != "memory-backend-ram" || option.is_some());
+            is_special.then(|| option.map_or(kind, |option| (*option).to_owned()))
+        })
     }
 
     fn make_memory_mergeable(&mut self) -> Result<(), String> {
@@ -273,6 +301,17 @@ impl CommandLine {
         if uses_shared("-device", "vhost-user") || uses_shared("-netdev", "vhost-user") {
             return Err("a vhost-user device needs shared memory, which KSM cannot merge".to_owned());
         }
+        if let Some(setting) = parse_vm_definition(&self.0).ok().and_then(|definition| definition.opt_out) {
+            return Err(format!("its owner forbids merging ({setting})"));
+        }
+        let is_in_file = |&at: &usize| {
+            let object = OptionValue::parse(&self.0[at]);
+            object.kind("qom-type").starts_with("memory-backend-")
+                && (object.value("mem-path").is_some() || object.value("hugetlb").as_deref() == Some("on"))
+        };
+        if !self.positions("-mem-path").is_empty() || self.positions("-object").iter().any(is_in_file) {
+            return Err(IN_FILE.to_owned());
+        }
         for position in self.positions("-object") {
             let mut parsed = OptionValue::parse(&self.0[position]);
             let kind = parsed.kind("qom-type");
@@ -284,37 +323,12 @@ impl CommandLine {
                     OptionValue::List(items) => items[0] = (None, "memory-backend-ram".to_owned()),
                     OptionValue::Json(_) => parsed.set("qom-type", "memory-backend-ram".into()),
                 }
-                let file_only = [
-                    "mem-path",
-                    "hugetlb",
-                    "hugetlbsize",
-                    "seal",
-                    "pmem",
-                    "discard-data",
-                    "align",
-                    "readonly",
-                    "offset",
-                ];
-                file_only.into_iter().for_each(|name| parsed.remove(name));
+                ["hugetlb", "hugetlbsize", "seal"].into_iter().for_each(|name| parsed.remove(name));
             }
             if parsed.value("share").as_deref() == Some("on") {
                 parsed.remove("share");
             }
-            if parsed.value("merge").as_deref() == Some("off") {
-                parsed.remove("merge");
-            }
             self.put((position, parsed));
-        }
-        for position in self.positions("-mem-path").into_iter().rev() {
-            self.0.drain(position - 1..=position);
-        }
-        for option in ["-machine", "-M"] {
-            if let Some((position, mut machine)) = self.last(option)
-                && machine.value("mem-merge").as_deref() == Some("off")
-            {
-                machine.remove("mem-merge");
-                self.put((position, machine));
-            }
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ pub mod arguments;
 pub mod xml;
 
 use super::MachineState;
-use pagefold_doctor::decide::change::VmOption;
+use pagefold_doctor::decide::change::{VmOption, node_list};
 use similar::TextDiff;
 
 /// Lines around a change in a diff.
@@ -100,7 +100,9 @@ pub fn describe_option(option: &VmOption) -> String {
         VmOption::CpuPowerManagement { enable } => {
             format!("power states under control of the guest {}", state(*enable))
         }
-        VmOption::VirtualNodes { count } => format!("{count} virtual nodes"),
+        VmOption::VirtualNodes { host_nodes } => {
+            format!("{} virtual nodes on the host nodes {}", host_nodes.len(), node_list(host_nodes))
+        }
         VmOption::MergeableMemory => "memory that KSM can merge".to_owned(),
         VmOption::DiskCacheNone { disk } => format!("no host cache for disk {disk}"),
         VmOption::DiskAio { disk, interface } => format!("aio={interface} for disk {disk}"),

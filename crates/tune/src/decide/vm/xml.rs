@@ -3,8 +3,10 @@
 //! The document is parsed only to find the places of a change. Each change replaces a few bytes, so that comments,
 //! indentation and the elements of other programs stay.
 
+use super::arguments::IN_FILE;
+use pagefold_base::IdSet;
 use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
-use pagefold_doctor::decide::change::VmOption;
+use pagefold_doctor::decide::change::{HostNode, VmOption};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
@@ -23,7 +25,7 @@ pub fn set_option(xml: &str, option: &VmOption) -> Result<String, String> {
         VmOption::CpuPowerManagement { .. } => {
             Err("libvirt has no element for -overcommit cpu-pm: add it as <qemu:commandline> by hand".to_owned())
         }
-        VmOption::VirtualNodes { count } => split_into_nodes(xml, *count),
+        VmOption::VirtualNodes { host_nodes } => split_into_nodes(xml, host_nodes),
         VmOption::MergeableMemory => make_memory_mergeable(xml),
         VmOption::DiskCacheNone { disk } => set_disk_driver(xml, disk, &[("cache", "none")]),
         VmOption::DiskAio { disk, interface } => set_disk_aio(xml, disk, interface),
@@ -200,13 +202,18 @@ fn set_cpu_feature(xml: &str, name: &str, enable: bool) -> Result<String, String
     })
 }
 
-fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
+/// Each virtual node has memory and virtual CPUs of one host node.
+fn split_into_nodes(xml: &str, host_nodes: &[HostNode]) -> Result<String, String> {
+    let count = host_nodes.len() as u32;
     let document = parse(xml)?;
     if let Some(numa) = find_path(&document, &["cpu", "numa"]) {
         if numa.children().filter(|node| node.has_tag_name("cell")).count() == count as usize {
             return Ok(xml.to_owned());
         }
         return Err("the machine has virtual nodes already: change its <numa> by hand".to_owned());
+    }
+    if let Some(why) = find_split_refusal(&document) {
+        return Err(why.to_owned());
     }
     let cpus = find_path(&document, &["vcpu"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
     let memory = find_path(&document, &["memory"]).and_then(|node| {
@@ -220,16 +227,62 @@ fn split_into_nodes(xml: &str, count: u32) -> Result<String, String> {
         return Err(format!("{cpus} vCPUs and {kibibytes} KiB cannot be split into {count} equal nodes of whole MiB"));
     }
     let (node_cpus, node_kibibytes) = (cpus / count, kibibytes / u64::from(count));
-    let mut text = ensure_path(xml, &["cpu", "numa"])?;
-    for node in 0..count {
-        let first = node * node_cpus;
-        let ids = if node_cpus == 1 { first.to_string() } else { format!("{first}-{}", first + node_cpus - 1) };
-        let document = parse(&text)?;
-        let numa = find_path(&document, &["cpu", "numa"]).ok_or("the definition changed while it was edited")?;
+    let mut text = xml.to_owned();
+    for (node, host_node) in (0..).zip(host_nodes) {
+        let vcpus = node * node_cpus..(node + 1) * node_cpus;
+        let ids: IdSet = vcpus.clone().collect();
         let cell = format!("<cell id='{node}' cpus='{ids}' memory='{node_kibibytes}' unit='KiB'/>");
-        text = append_child(&text, numa, &cell);
+        text = append_at(&text, &["cpu", "numa"], &cell)?;
+        let memory = format!("<memnode cellid='{node}' mode='strict' nodeset='{}'/>", host_node.id);
+        text = append_at(&text, &["numatune"], &memory)?;
+        for vcpu in vcpus {
+            text = pin_vcpu(&text, vcpu, &host_node.cpus)?;
+        }
     }
     Ok(text)
+}
+
+/// Why a machine is not split: it has memory that virtual nodes would not have, or its owner has placed it.
+fn find_split_refusal(document: &Document<'_>) -> Option<&'static str> {
+    let backing = |path: &[&str]| find_path(document, &[&["memoryBacking"], path].concat());
+    let attribute = |path: &[&str], name| backing(path).and_then(|node| node.attribute(name));
+    let vcpu = find_path(document, &["vcpu"]);
+    let is_placed =
+        vcpu.is_some_and(|vcpu| vcpu.has_attribute("cpuset") || vcpu.attribute("placement") == Some("auto"));
+    if backing(&["hugepages"]).is_some()
+        || backing(&["source"]).is_some()
+        || attribute(&["access"], "mode") == Some("shared")
+        || attribute(&["allocation"], "mode") == Some("immediate")
+    {
+        Some("its memory is special (<memoryBacking>): give it virtual nodes by hand")
+    } else if is_placed || find_path(document, &["numatune"]).is_some() {
+        Some("its owner has placed it (<numatune>, <vcpu cpuset=>): give it virtual nodes by hand")
+    } else {
+        None
+    }
+}
+
+/// The text with a new last child of the element at a path, which is created where it is missing.
+fn append_at(xml: &str, path: &[&str], child: &str) -> Result<String, String> {
+    let text = ensure_path(xml, path)?;
+    let document = parse(&text)?;
+    let parent = find_path(&document, path).ok_or("the definition changed while it was edited")?;
+    Ok(append_child(&text, parent, child))
+}
+
+/// Binds a virtual CPU to CPUs, unless it is bound to some of them already.
+fn pin_vcpu(xml: &str, vcpu: u32, cpus: &IdSet) -> Result<String, String> {
+    let document = parse(xml)?;
+    let pins = find_path(&document, &["cputune"]).into_iter().flat_map(|tune| tune.children());
+    let mut pins = pins.filter(|node| node.has_tag_name("vcpupin"));
+    let pin = pins.find(|node| node.attribute("vcpu").and_then(|number| number.parse().ok()) == Some(vcpu));
+    match pin.map(|pin| pin.attribute("cpuset").unwrap_or_default()) {
+        None => append_at(xml, &["cputune"], &format!("<vcpupin vcpu='{vcpu}' cpuset='{cpus}'/>")),
+        Some(present) if present.parse::<IdSet>().is_ok_and(|present| present.is_subset(cpus)) => Ok(xml.to_owned()),
+        Some(present) => Err(format!(
+            "virtual CPU {vcpu} is bound to {present}, and its virtual node to {cpus}: change <vcpupin> by hand"
+        )),
+    }
 }
 
 fn make_memory_mergeable(xml: &str) -> Result<String, String> {
@@ -241,8 +294,16 @@ fn make_memory_mergeable(xml: &str) -> Result<String, String> {
     if needs_sharing {
         return Err("a vhost-user or virtiofs device needs shared memory, which KSM cannot merge".to_owned());
     }
+    let backing = |name: &str| find_path(&document, &["memoryBacking", name]);
+    if backing("nosharepages").is_some() {
+        return Err("its owner forbids merging (nosharepages)".to_owned());
+    }
+    let is_file = backing("source").and_then(|source| source.attribute("type")) == Some("file");
+    if backing("hugepages").is_some() || is_file {
+        return Err(IN_FILE.to_owned());
+    }
     let mut text = xml.to_owned();
-    for name in ["hugepages", "nosharepages", "source", "access"] {
+    for name in ["source", "access"] {
         let document = parse(&text)?;
         if let Some(node) = find_path(&document, &["memoryBacking", name]) {
             let range = node.range();

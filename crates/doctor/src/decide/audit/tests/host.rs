@@ -149,6 +149,7 @@ const DEVICE_CASES: &[Case] = &[
     ("nvme-scheduler", &[(SCHEDULER, DENIED)], Unknown),
     ("nvme-scheduler", &[(SCHEDULER, ABSENT)], NotApplicable),
     ("io-uring", &[], Fine),
+    ("io-uring", &[(IO_URING, "1")], Warn),
     ("io-uring", &[(IO_URING, "2")], Warn),
     ("io-uring", &[(IO_URING, DENIED)], Unknown),
     ("io-uring", &[(IO_URING, ABSENT)], NotApplicable),
@@ -222,7 +223,7 @@ fn balancing_depends_on_whether_machines_are_placed() {
     // Bound, and its memory is elsewhere: balancing is of use.
     assert_eq!(verdicts(bound(&[(0, 979), (1, 21)])), [Fine, Warn]);
     let off = judge("0", bound(&[(0, 500), (1, 500)]));
-    assert_eq!((off.changes.as_slice(), off.remedy[0].as_str()), ([write("1")].as_slice(), "pagefold numa plan"));
+    assert_eq!((off.changes.as_slice(), off.remedy[1].as_str()), ([write("1")].as_slice(), "pagefold numa plan"));
     assert!(off.value.contains("vm500 on 0 with memory on node 0: 500 MiB, node 1: 500 MiB"), "{off:?}");
     let on = judge("1", bound(&[(1, 1000)]));
     assert!(on.title.contains("not placed yet") && on.changes.is_empty(), "{on:?}");
@@ -357,6 +358,15 @@ fn settings_for_machines_need_their_definitions() {
     vms[1].definition = None;
     assert_eq!(finding(&host_with(&[(IO_URING, "2")], vms), "io-uring").verdict, Fine, "Firecracker");
     assert_eq!(finding(&host_with(&[], vec![]), "thp-shared-memory").verdict, NotApplicable);
+}
+
+#[test]
+fn io_uring_is_allowed_only_on_request() {
+    for mode in ["1", "2"] {
+        let finding = finding(&host_with(&[(IO_URING, mode)], machines()), "io-uring");
+        assert!(finding.on_request && finding.changes.len() == 1, "{finding:?}");
+        assert!(finding.remedy.iter().any(|line| line.contains("io_uring_group")), "{finding:?}");
+    }
 }
 
 #[test]

@@ -2,8 +2,9 @@
 
 use super::*;
 use crate::decide::audit::facts::CpuThrottling;
-use crate::decide::change::VmOption;
+use crate::decide::change::{HostNode, VmOption, node_list};
 use crate::test_support::parse_domain;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend, MonitorVcpu, VcpuSlots};
 use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
@@ -20,6 +21,8 @@ const CASES: &[(&str, &str, Verdict)] = &[
     ("vm-mergeable-memory", "-m 1G", Fine),
     ("vm-mergeable-memory", "-object memory-backend-memfd,id=m,size=1G", Warn),
     ("vm-mergeable-memory", "-mem-path /dev/hugepages", Warn),
+    ("vm-mergeable-memory", "-m 1G -machine pc,mem-merge=off", NotApplicable),
+    ("vm-mergeable-memory", "-object memory-backend-memfd,id=m,size=1G,merge=off", NotApplicable),
     (
         "vm-mergeable-memory",
         "-object memory-backend-memfd,id=m,size=1G -device vhost-user-fs-pci,chardev=c",
@@ -146,6 +149,45 @@ fn memory_of_machines_matters_only_while_ksm_is_on() {
 }
 
 #[test]
+fn memory_becomes_mergeable_only_within_a_trust_domain_and_never_from_the_pool() {
+    const RULE: &str = "vm-mergeable-memory";
+    let host = |options: &str| host_with(&[], vec![machine_with(options)]);
+    let shared = "-object memory-backend-memfd,id=m,size=1G";
+    assert_eq!(finding(&host(shared), RULE).changes.len(), 1);
+    let mut mixed = host(shared);
+    mixed.processes[1].domain = TrustDomain::User(1001);
+    let found = finding(&mixed, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("2 trust domains"), "{found:?}");
+    // Its own domain is none of those that are enrolled.
+    let mut foreign = host(shared);
+    let mut machine = foreign.processes[0].clone();
+    machine.process.id = foreign.settings.vms[0].process;
+    machine.domain = TrustDomain::User(1002);
+    machine.process.ksm.merge_any = Ok(false);
+    machine.process.ksm.mergeable = Ok(false);
+    machine.regions = Ok(Vec::new());
+    foreign.processes.push(machine);
+    let found = finding(&foreign, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("2 trust domains"), "{found:?}");
+    let mut unreadable = host(shared);
+    unreadable.processes[1].regions = Err(Absent::Denied);
+    unreadable.processes[1].process.ksm.mergeable = Err(Absent::Denied);
+    unreadable.processes[1].process.ksm.merge_any = Err(Absent::Denied);
+    let found = finding(&unreadable, RULE);
+    assert!(found.changes.is_empty() && found.remedy[0].contains("is not known"), "{found:?}");
+    for options in [
+        "-mem-path /dev/hugepages",
+        "-object memory-backend-memfd,id=m,hugetlb=on",
+        "-object memory-backend-file,id=m,mem-path=/dev/hugepages",
+    ] {
+        let found = finding(&host(options), RULE);
+        assert!(found.changes.is_empty() && found.remedy[0].contains("huge pages of the pool"), "{found:?}");
+    }
+    let forbidden = finding(&host("-m 1G -machine pc,mem-merge=off"), RULE);
+    assert_eq!((&*forbidden.title, &*forbidden.value), ("its owner forbids merging", "mem-merge=off"));
+}
+
+#[test]
 fn wide_machines_need_virtual_nodes_that_are_bound() {
     let cpus = ["0-7"; 6];
     let judge = |options: &str| {
@@ -154,8 +196,11 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
     };
     let found = judge("");
     assert_verdict(&host_with(&[], vec![vm(500, &format!("{KVM_GUEST} -smp 6"), &cpus)]), "vm-virtual-nodes", Warn);
-    let VmOption::VirtualNodes { count } = option_of(&found) else { panic!("{found:?}") };
-    assert_eq!(count, 2);
+    let node = |id: u32, cpus: &str| HostNode { id, cpus: cpus.parse().unwrap() };
+    assert_eq!(option_of(&found), VmOption::VirtualNodes { host_nodes: vec![node(0, "0-3"), node(1, "4-7")] });
+    let seven = vm(500, &format!("{KVM_GUEST} -smp 7"), &["0-7"; 7]);
+    let unequal = finding(&host_with(&[], vec![seven]), "vm-virtual-nodes");
+    assert!(unequal.verdict == Warn && unequal.changes.is_empty() && !unequal.remedy.is_empty(), "{unequal:?}");
     let nodes = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
     let backend = |id: &str, more: &str| format!(" -object memory-backend-ram,id={id},size=1G{more}");
     assert_eq!(judge(&[nodes, &backend("a", ""), &backend("b", "")].concat()).verdict, Warn, "not bound");
@@ -384,9 +429,15 @@ fn machines_with_more_memory_than_a_node_span_nodes() {
     let host = |options: &str| host_with(&[], vec![machine_with(options)]);
     assert_verdict(&host("-m 64G"), RULE, Fine);
     assert_verdict(&host("-m 65G"), RULE, Warn);
+    let found = super::finding(&host("-m 65G"), RULE);
+    assert!(matches!(option_of(&found), VmOption::VirtualNodes { host_nodes } if node_list(&host_nodes) == "0-1"));
+    // Four nodes of this size would be needed, and the host has two.
     let found = super::finding(&host("-m 200G"), RULE);
-    assert_eq!(option_of(&found), VmOption::VirtualNodes { count: 4 });
+    assert!(found.changes.is_empty() && found.remedy[0].contains("no nodes of this host"), "{found:?}");
     assert!(found.value.contains("200 GiB") && found.value.contains("64.0 GiB"), "{found:?}");
+    let small = [("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal:       1048576 kB")];
+    let found = super::finding(&host_with(&small, vec![machine_with("-m 65G")]), RULE);
+    assert!(found.changes.is_empty(), "a part does not fit into node 0: {found:?}");
     let bound = |id: &str, node: u32| {
         format!("-object memory-backend-ram,id={id},size=40G,policy=bind,host-nodes={node} -numa node,memdev={id}")
     };

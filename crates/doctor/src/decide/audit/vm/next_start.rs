@@ -91,6 +91,7 @@ fn find_differences(running: &VmDefinition, next: &LibvirtDefinition) -> Vec<Str
     }
     compare("virtual nodes", nodes(&running.virtual_nodes), nodes(&next.virtual_nodes));
     compare("memory", memory_kind(running), memory_kind(next));
+    compare("merging", on_off(running.opt_out.is_none()), on_off(next.opt_out.is_none()));
     compare("cpu-pm", on_off(running.cpu_pm), on_off(next.cpu_pm));
     for disk in &next.disks {
         let Some(now) = running.disks.iter().find(|now| now.id == disk.id).filter(|now| now.local && disk.local) else {

@@ -1,4 +1,5 @@
 use super::*;
+use pagefold_base::IdSet;
 use proptest::prelude::*;
 
 /// The arguments of a machine that a script starts.
@@ -138,19 +139,11 @@ fn network_queues_need_a_tap_that_qemu_opens() {
 fn memory_becomes_private_unless_a_device_shares_it() {
     let [memory] = &changed(&libvirt(), &VmOption::MergeableMemory)[..] else { panic!() };
     assert!(memory.contains(r#""qom-type":"memory-backend-ram""#) && !memory.contains("share"), "{memory}");
-    let huge = [
-        "qemu",
-        "-mem-path",
-        "/dev/hugepages",
-        "-machine",
-        "pc,mem-merge=off",
-        "-object",
-        "memory-backend-file,id=m,mem-path=/x,,y,share=on,size=1G",
-    ]
-    .map(str::to_owned);
+    let shared =
+        ["qemu", "-object", "memory-backend-memfd,id=m,seal=on,size=1G", "-object", "memory-backend-ram,id=n,share=on"];
     assert_eq!(
-        set_option(&huge, &VmOption::MergeableMemory).unwrap(),
-        ["qemu", "-machine", "pc", "-object", "memory-backend-ram,id=m,size=1G"]
+        set_option(&shared.map(str::to_owned), &VmOption::MergeableMemory).unwrap(),
+        ["qemu", "-object", "memory-backend-ram,id=m,size=1G", "-object", "memory-backend-ram,id=n"]
     );
     let mut shared = libvirt();
     shared.extend(["-netdev", "vhost-user,id=n,chardev=c"].map(str::to_owned));
@@ -158,23 +151,70 @@ fn memory_becomes_private_unless_a_device_shares_it() {
 }
 
 #[test]
-fn nodes_have_equal_parts() {
+fn memory_that_the_owner_keeps_from_merging_stays() {
+    let refused = |options: &str| {
+        let line: Vec<String> = format!("qemu {options}").split(' ').map(str::to_owned).collect();
+        refusal(&line, &VmOption::MergeableMemory)
+    };
+    for options in [
+        "-machine pc,mem-merge=off -object memory-backend-memfd,id=m,size=1G",
+        "-object memory-backend-ram,id=m,share=on,merge=off,size=1G",
+        r#"-object {"qom-type":"memory-backend-memfd","id":"m","merge":false,"size":1024}"#,
+    ] {
+        assert!(refused(options).starts_with("its owner forbids merging"), "{options}");
+    }
+    for options in [
+        "-mem-path /dev/hugepages",
+        "-object memory-backend-file,id=m,mem-path=/x,,y,share=on,size=1G",
+        "-object memory-backend-memfd,id=m,hugetlb=on,size=1G",
+        r#"-object {"qom-type":"memory-backend-memfd","id":"m","hugetlb":true,"size":1024}"#,
+    ] {
+        assert!(refused(options).contains("huge pages of the pool"), "{options}");
+    }
+}
+
+#[test]
+fn nodes_have_equal_parts_and_are_bound() {
     assert_eq!(
-        changed(&script(), &VmOption::VirtualNodes { count: 2 }),
+        changed(&script(), &virtual_nodes(&[0, 2])),
         [
             "-object",
-            "memory-backend-ram,id=vnode0,size=2048M",
+            "memory-backend-ram,id=vnode0,size=2048M,policy=bind,host-nodes=0",
             "-numa",
             "node,nodeid=0,cpus=0-3,memdev=vnode0",
             "-object",
-            "memory-backend-ram,id=vnode1,size=2048M",
+            "memory-backend-ram,id=vnode1,size=2048M,policy=bind,host-nodes=2",
             "-numa",
             "node,nodeid=1,cpus=4-7,memdev=vnode1"
         ]
     );
-    assert!(refusal(&script(), &VmOption::VirtualNodes { count: 3 }).contains("equal"));
-    let split = set_option(&script(), &VmOption::VirtualNodes { count: 2 }).unwrap();
-    assert!(refusal(&split, &VmOption::VirtualNodes { count: 2 }).contains("already"));
+    assert!(refusal(&script(), &virtual_nodes(&[0, 1, 2])).contains("equal"));
+    let split = set_option(&script(), &virtual_nodes(&[0, 1])).unwrap();
+    assert!(refusal(&split, &virtual_nodes(&[0, 1])).contains("already"));
+}
+
+#[test]
+fn machine_with_special_memory_is_not_split() {
+    for options in [
+        "-mem-path /dev/hugepages",
+        "--mem-prealloc",
+        "-object memory-backend-memfd,id=m,size=1G",
+        "-object memory-backend-ram,id=m,size=1G,share=on",
+        "-object memory-backend-ram,id=m,size=1G,prealloc=on",
+        r#"-object {"qom-type":"memory-backend-ram","id":"m","size":1024,"prealloc":true}"#,
+    ] {
+        let mut line = script();
+        line.extend(options.split(' ').map(str::to_owned));
+        assert!(refusal(&line, &virtual_nodes(&[0, 1])).contains("special"), "{options}");
+    }
+    let mut plain = script();
+    plain.extend(["-object", "memory-backend-ram,id=dimm,size=1G,share=off"].map(str::to_owned));
+    assert!(set_option(&plain, &virtual_nodes(&[0, 1])).is_ok());
+}
+
+/// Virtual nodes on these nodes of the host.
+fn virtual_nodes(ids: &[u32]) -> VmOption {
+    VmOption::VirtualNodes { host_nodes: ids.iter().map(|&id| HostNode { id, cpus: IdSet::default() }).collect() }
 }
 
 fn options() -> impl Strategy<Value = VmOption> {
@@ -183,7 +223,7 @@ fn options() -> impl Strategy<Value = VmOption> {
         Just(VmOption::HostCpuModel),
         Just(VmOption::MergeableMemory),
         (name, any::<bool>()).prop_map(|(name, enable)| VmOption::CpuFeature { name, enable }),
-        (0..4_u32).prop_map(|count| VmOption::VirtualNodes { count }),
+        (0..4_u32).prop_map(|count| virtual_nodes(&(0..count).collect::<Vec<_>>())),
         name.prop_map(|disk| VmOption::DiskCacheNone { disk }),
         (name, name).prop_map(|(disk, interface)| VmOption::DiskAio { disk, interface }),
         (name, 0..4_u32).prop_map(|(disk, count)| VmOption::DiskIoThreads { disk, count }),

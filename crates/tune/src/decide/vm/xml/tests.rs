@@ -10,7 +10,6 @@ const DOMAIN: &str = "<domain type='kvm'>
   </metadata>
   <memory unit='GiB'>4</memory>
   <memoryBacking>
-    <hugepages/>
     <source type='memfd'/>
     <access mode='shared'/>
     <locked/>
@@ -91,10 +90,19 @@ fn features_go_where_libvirt_has_them() {
 }
 
 #[test]
-fn memory_backing_keeps_what_merging_does_not_forbid() {
+fn memory_backing_keeps_what_its_owner_chose() {
     let (removed, added) = changes(&VmOption::MergeableMemory);
-    assert_eq!(removed, ["<hugepages/>", "<source type='memfd'/>", "<access mode='shared'/>"]);
+    assert_eq!(removed, ["<source type='memfd'/>", "<access mode='shared'/>"]);
     assert_eq!(added, Vec::<String>::new());
+    for (element, reason) in [
+        ("<nosharepages/>", "its owner forbids merging"),
+        ("<hugepages/>", "huge pages of the pool"),
+        ("<hugepages><page size='1' unit='GiB'/></hugepages>", "huge pages of the pool"),
+    ] {
+        let kept = DOMAIN.replace("<locked/>", element);
+        let why = set_option(&kept, &VmOption::MergeableMemory).unwrap_err();
+        assert!(why.contains(reason), "{element}: {why}");
+    }
     let shared = DOMAIN.replace("type='bridge'", "type='vhostuser'");
     assert!(set_option(&shared, &VmOption::MergeableMemory).is_err());
 }
@@ -131,19 +139,58 @@ fn interface_gets_a_driver() {
 }
 
 #[test]
-fn nodes_have_equal_parts() {
-    let (_, added) = changes(&VmOption::VirtualNodes { count: 2 });
-    let expected = [
-        "<numa>",
-        "<cell id='0' cpus='0-3' memory='2097152' unit='KiB'/>",
-        "<cell id='1' cpus='4-7' memory='2097152' unit='KiB'/>",
-        "</numa>",
-    ];
-    assert_eq!(added, expected);
-    assert!(set_option(DOMAIN, &VmOption::VirtualNodes { count: 3 }).is_err());
-    let split = set(&VmOption::VirtualNodes { count: 2 });
-    assert_eq!(set_option(&split, &VmOption::VirtualNodes { count: 2 }), Ok(split.clone()));
-    assert!(set_option(&split, &VmOption::VirtualNodes { count: 4 }).is_err());
+fn nodes_have_equal_parts_and_are_bound() {
+    let plain = plain_memory();
+    let pinned = plain.replace("<features>", "<cputune><vcpupin vcpu='7' cpuset='9'/></cputune>\n  <features>");
+    for (before, own_pins) in [(&plain, 8), (&pinned, 7)] {
+        let after = set_option(before, &virtual_nodes(&["0-7", "8-15"])).unwrap();
+        for line in [
+            "<cell id='0' cpus='0-3' memory='2097152' unit='KiB'/>",
+            "<cell id='1' cpus='4-7' memory='2097152' unit='KiB'/>",
+            "<memnode cellid='0' mode='strict' nodeset='0'/>",
+            "<memnode cellid='1' mode='strict' nodeset='1'/>",
+        ] {
+            assert!(after.contains(line), "{line}: {after}");
+        }
+        assert_eq!(after.matches("<vcpupin ").count(), 8);
+        assert_eq!(after.matches("cpuset='0-7'").count() + after.matches("cpuset='8-15'").count(), own_pins);
+        assert!(
+            after.contains("<vcpupin vcpu='3' cpuset='0-7'/>") && after.contains("<vcpupin vcpu='4' cpuset='8-15'/>")
+        );
+        assert_eq!(set_option(&after, &virtual_nodes(&["0-7", "8-15"])), Ok(after.clone()));
+        assert!(set_option(&after, &virtual_nodes(&["0-7"; 4])).is_err());
+    }
+    assert!(set_option(&plain, &virtual_nodes(&["0-7"; 3])).unwrap_err().contains("equal"));
+    let elsewhere = pinned.replace("cpuset='9'", "cpuset='0'");
+    assert!(set_option(&elsewhere, &virtual_nodes(&["0-7", "8-15"])).unwrap_err().contains("<vcpupin>"));
+}
+
+#[test]
+fn machine_that_is_placed_or_has_special_memory_is_not_split() {
+    assert!(set_option(DOMAIN, &virtual_nodes(&["0", "1"])).unwrap_err().contains("<memoryBacking>"));
+    for (from, to, reason) in [
+        ("<locked/>", "<hugepages/>", "<memoryBacking>"),
+        ("<locked/>", "<access mode='shared'/>", "<memoryBacking>"),
+        ("<locked/>", "<allocation mode='immediate'/>", "<memoryBacking>"),
+        ("<features>", "<numatune><memory mode='strict' nodeset='0'/></numatune><features>", "<numatune>"),
+        ("placement='static'", "placement='auto'", "placed"),
+        ("placement='static'", "placement='static' cpuset='0-3'", "placed"),
+    ] {
+        let xml = plain_memory().replace(from, to);
+        let why = set_option(&xml, &virtual_nodes(&["0", "1"])).unwrap_err();
+        assert!(why.contains(reason), "{to}: {why}");
+    }
+}
+
+/// The domain with private memory that is not in a file.
+fn plain_memory() -> String {
+    DOMAIN.replace("    <source type='memfd'/>\n    <access mode='shared'/>\n", "")
+}
+
+/// Virtual nodes on the host nodes 0, 1 and so on, which have these CPUs.
+fn virtual_nodes(cpus: &[&str]) -> VmOption {
+    let nodes = (0..).zip(cpus).map(|(id, cpus)| HostNode { id, cpus: cpus.parse().unwrap() });
+    VmOption::VirtualNodes { host_nodes: nodes.collect() }
 }
 
 #[test]
@@ -178,7 +225,7 @@ fn comments_metadata_and_other_devices_stay() {
 proptest! {
     #[test]
     fn no_text_panics(text in "(<(domain|cpu|disk|devices|memory|vcpu)( [a-z]=')?|[a-z<>/'= ]|</domain>){0,20}") {
-        for option in [VmOption::HostCpuModel, VmOption::MergeableMemory, VmOption::VirtualNodes { count: 2 },
+        for option in [VmOption::HostCpuModel, VmOption::MergeableMemory, virtual_nodes(&["0", "1"]),
             VmOption::DiskCacheNone { disk: "vda".to_owned() }] {
             let _ = set_option(&text, &option);
             let _ = set_option(&format!("<domain>{text}</domain>"), &option);
