@@ -15,12 +15,19 @@ struct PlayedRegion {
     pages: u64,
 }
 
-/// Play a layout, and call `observe` after each batch and each write of `run`.
+/// Play a layout on an empty host, and call `observe` after each batch and each write of `run`.
 ///
 /// # Panics
 /// If the layout asks for something impossible, such as an advice about a process that ended.
-pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)) {
-    let mut model = KsmModel::new(rules, KsmSettings::default());
+pub fn play(layout: &Layout, rules: KsmRules, observe: impl FnMut(&KsmModel)) {
+    play_on(KsmModel::new(rules, KsmSettings::default()), layout, observe);
+}
+
+/// Play a layout on a model without processes, as [`play`] does.
+///
+/// # Panics
+/// As [`play`].
+pub fn play_on(mut model: KsmModel, layout: &Layout, mut observe: impl FnMut(&KsmModel)) {
     let mut processes: Vec<SimulatedProcessId> = Vec::new();
     let mut regions: Vec<PlayedRegion> = Vec::new();
     let mut next_end = TOP_PAGE;
