@@ -242,6 +242,11 @@ pub struct Memory {
 }
 
 impl Memory {
+    /// All processes, also those that ended.
+    pub fn process_ids(&self) -> impl Iterator<Item = SimulatedProcessId> + '_ {
+        (0..self.processes.len() as u32).map(SimulatedProcessId)
+    }
+
     /// A process.
     #[must_use]
     pub fn process(&self, process: SimulatedProcessId) -> &SimulatedProcess {

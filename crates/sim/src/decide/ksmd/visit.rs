@@ -175,7 +175,12 @@ impl KsmModel {
     /// that meets a page that is gone, or this very page, gives up.
     fn search_or_insert_unstable(&mut self, visit: &Visit) -> Option<PageKey> {
         let tree = self.tree_number(visit.node);
-        self.unstable_tree(tree);
+        let is_mapped = self.is_mapped(visit);
+        let unstable = self.unstable_tree(tree);
+        if !is_mapped {
+            // A split took the page away after its checksum was computed, and it is inserted nevertheless.
+            unstable.take_shape();
+        }
         let unstable = &self.unstable[usize::from(tree)];
         let (search, compared) = unstable.search(visit.content, visit.pages, |key| self.mergeable_content(key));
         self.work.unstable_comparisons += compared;
