@@ -1,6 +1,6 @@
-//! How many pages a second the model visits, and how much memory it takes, on hosts of real size. Run it with
-//! `--release`. Arguments: `machines=N` (400), `run=N` for the longest run of neighboring pages with one origin (512),
-//! and parts of names of scenarios, else all run.
+//! How many pages the model visits in a second of CPU time, and how much memory it takes, on hosts of real size. Run it
+//! with `--release` and the name of a scenario. Further arguments: `machines=N` (400), and `run=N` for the longest run
+//! of neighboring pages with one origin (512).
 //!
 //! A host of 400 machines has 1.5 TiB: 1,006,633 pages each. The machines come from eight templates. Two fifths of a
 //! machine's memory are the files of its template, each machine with its own order of files; two fifths are contents
@@ -9,7 +9,6 @@
 #![forbid(unsafe_code)]
 
 use std::fs;
-use std::time::Instant;
 
 use pagefold_sim::decide::ksmd::{Advice, KsmModel, KsmSettings, RunState};
 use pagefold_sim::decide::memory::{Content, PAGES_IN_HUGE_PAGE, SimulatedProcessId};
@@ -83,14 +82,16 @@ fn main() {
         text.map_or(otherwise, |text| text.parse().expect("a number"))
     };
     let (machines, longest_run) = (number("machines", 400), number("run", 512));
-    let parts: Vec<&String> = arguments.iter().filter(|argument| !argument.contains('=')).collect();
-    let is_chosen = |name: &str| parts.is_empty() || parts.iter().any(|part| name == part.as_str());
-    for scenario in SCENARIOS.iter().filter(|scenario| is_chosen(scenario.name)) {
-        measure_host(scenario, machines, longest_run);
-    }
-    for (name, single) in [("fragmented", false), ("fragmented-single", true)] {
-        if is_chosen(name) {
-            measure_fragmented(name, single);
+    let name = arguments.first().map_or("", String::as_str);
+    match SCENARIOS.iter().find(|scenario| scenario.name == name) {
+        Some(scenario) => measure_host(scenario, machines, longest_run),
+        None if name == "fragmented" => measure_fragmented(KsmModel::new),
+        None if name == "page-by-page" => {
+            measure_fragmented(|rules, settings| KsmModel::new(rules, settings).page_by_page());
+        }
+        None => {
+            let names: Vec<_> = SCENARIOS.iter().map(|scenario| scenario.name).collect();
+            println!("name a scenario: {} fragmented page-by-page", names.join(" "));
         }
     }
 }
@@ -157,11 +158,9 @@ fn measure_host(scenario: &Scenario, machines: u64, longest_run: u64) {
         processes.push(add_machine(&mut model, &mut source, files, scenario.huge));
     }
     let pages = machines * MACHINE_PAGES;
-    report(scenario.name, "before scans", pages, resident_before);
     model.write_run(RunState::Merging);
     for scan in 1..=SCANS {
-        measure_scan(scenario.name, scan, &mut model);
-        report(scenario.name, &format!("scan {scan}"), pages, resident_before);
+        measure_scan(scan, &mut model, pages, resident_before);
         if let Some(one_of) = scenario.written {
             let mut content = (0, 0);
             for _ in 0..pages / one_of {
@@ -219,11 +218,10 @@ fn add_machine(model: &mut KsmModel, source: &mut Source, files: &[File], huge: 
 }
 
 /// Contents in no order, so that each page has a history of its own.
-fn measure_fragmented(name: &str, single: bool) {
+fn measure_fragmented(new_model: impl Fn(KsmRules, KsmSettings) -> KsmModel) {
     let pages: u64 = 1 << 22;
     let resident_before = resident_bytes();
-    let model = KsmModel::new(rules(), KsmSettings { pages_to_scan: WHOLE_SCAN, ..KsmSettings::default() });
-    let mut model = if single { model.page_by_page() } else { model };
+    let mut model = new_model(rules(), KsmSettings { pages_to_scan: WHOLE_SCAN, ..KsmSettings::default() });
     let process = model.spawn();
     model.map(process, 0, pages, 0);
     model.advise(process, 0, pages, Advice::Mergeable);
@@ -232,36 +230,36 @@ fn measure_fragmented(name: &str, single: bool) {
         let content = 1 + page * 0x9e37_79b1 % pages;
         model.write(process, page, Content::try_from(content).expect("a 32-bit content"));
     }
-    report(name, "before scans", pages, resident_before);
     model.write_run(RunState::Merging);
     for scan in 1..=SCANS {
-        measure_scan(name, scan, &mut model);
-        report(name, &format!("scan {scan}"), pages, resident_before);
+        measure_scan(scan, &mut model, pages, resident_before);
     }
 }
 
-fn measure_scan(name: &str, scan: u32, model: &mut KsmModel) {
+fn measure_scan(scan: u32, model: &mut KsmModel, pages: u64, resident_before: u64) {
     let before = model.counters();
-    let started = Instant::now();
+    let started = cpu_seconds();
     while model.counters().full_scans == before.full_scans {
         model.run_batch();
     }
-    let seconds = started.elapsed().as_secs_f64();
+    let seconds = cpu_seconds() - started;
     let now = model.counters();
     let passed = now.pages_scanned + now.pages_skipped - before.pages_scanned - before.pages_skipped;
     let million_a_second = passed as f64 / seconds / 1e6;
-    println!("{name}, scan {scan}: {million_a_second:.0} million pages a second, {seconds:.2} s");
+    let bytes = resident_bytes().saturating_sub(resident_before) as f64 / pages as f64;
+    println!("scan {scan}: {million_a_second:.0} million pages a second, {seconds:.2} s, {bytes:.2} bytes a page");
 }
 
-fn report(name: &str, moment: &str, pages: u64, resident_before: u64) {
-    let bytes = resident_bytes().saturating_sub(resident_before) as f64 / pages as f64;
-    println!("{name}, {moment}: {bytes:.2} bytes a page");
+/// CPU time of this program.
+fn cpu_seconds() -> f64 {
+    let schedstat = fs::read_to_string("/proc/self/schedstat").expect("the kernel has schedstat");
+    let nanoseconds: u64 = schedstat.split(' ').next().and_then(|field| field.parse().ok()).expect("a number");
+    nanoseconds as f64 / 1e9
 }
 
 /// Resident memory of this program.
 fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").expect("/proc is mounted");
-    let pages: u64 =
-        statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("the second field is a number");
+    let pages: u64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
     pages * 4096
 }

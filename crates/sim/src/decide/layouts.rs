@@ -740,9 +740,7 @@ fn huge_runs(builder: &mut Builder) {
         let process = builder.spawn();
         let region = builder.map_on(process, PAGES_IN_HUGE_PAGE, huge, 0);
         builder.advise(region, 0, PAGES_IN_HUGE_PAGE, Advice::Mergeable);
-        let part = builder.below(PAGES_IN_HUGE_PAGE);
-        builder.write_run(process, region, part, 150);
-        builder.write_run(process, region, 0, PAGES_IN_HUGE_PAGE);
+        builder.fill_with_runs(region);
     }
     builder.scans(4);
     disturb_runs(builder, 5);
