@@ -7,6 +7,7 @@
 //! Limits: frames never migrate between NUMA nodes, so the list of migrated nodes is always empty.
 
 use std::cmp::Ordering;
+use std::collections::BTreeMap;
 
 use super::counters::{Tally, WorkCounts};
 use super::entry_runs::EntryRun;
@@ -51,6 +52,7 @@ struct Chain {
     pruned_at_ms: u64,
     tree_node: NodeId,
     node: u8,
+    content: Content,
 }
 
 /// Settings that the tree depends on.
@@ -82,9 +84,48 @@ enum WalkEnd {
 #[derive(Clone, Debug, Default)]
 pub struct StableTree {
     trees: Vec<RedBlackTree<Entry>>,
+    /// The contents in each tree.
+    contents: Vec<ContentSet>,
     nodes: Vec<Option<StableNode>>,
     chains: Vec<Option<Chain>>,
     unused_chains: Vec<ChainId>,
+}
+
+/// A set of contents, as ranges: the end of each by its start.
+#[derive(Clone, Debug, Default)]
+struct ContentSet(BTreeMap<Content, Content>);
+
+impl ContentSet {
+    fn insert(&mut self, content: Content) {
+        let end = self.0.remove(&(content + 1)).unwrap_or(content + 1);
+        match self.0.range_mut(..content).next_back() {
+            Some((_, before)) if *before == content => *before = end,
+            _ => {
+                self.0.insert(content, end);
+            }
+        }
+    }
+
+    fn remove(&mut self, content: Content) {
+        let (&start, &end) = self.0.range(..=content).next_back().expect("the content is in the set");
+        if start == content {
+            self.0.remove(&start);
+        } else {
+            self.0.insert(start, content);
+        }
+        if content + 1 < end {
+            self.0.insert(content + 1, end);
+        }
+    }
+
+    /// How many contents from this one on are missing.
+    fn missing_from(&self, content: Content) -> u64 {
+        let mut neighbors = self.0.range(..=content).next_back().into_iter();
+        if neighbors.any(|(_, &end)| content < end) {
+            return 0;
+        }
+        self.0.range(content..).next().map_or(u64::MAX, |(&next, _)| u64::from(next - content))
+    }
 }
 
 impl StableTree {
@@ -108,6 +149,7 @@ impl StableTree {
         let index = usize::from(node);
         if self.trees.len() <= index {
             self.trees.resize_with(index + 1, RedBlackTree::default);
+            self.contents.resize_with(index + 1, ContentSet::default);
         }
         &mut self.trees[index]
     }
@@ -178,7 +220,10 @@ impl StableTree {
             tally.pages_sharing -= u64::from(stable.linked) - 1;
         }
         match stable.place {
-            Place::Tree(node) => self.tree_mut(stable.node).remove(node),
+            Place::Tree(node) => {
+                self.tree_mut(stable.node).remove(node);
+                self.contents[usize::from(stable.node)].remove(memory.frame(id).content);
+            }
             Place::Chain(chain) => {
                 let chain = self.chain_mut(chain);
                 chain.duplicates.retain(|&duplicate| duplicate != id);
@@ -193,6 +238,7 @@ impl StableTree {
         let chain = self.chains[id as usize].take().expect("the chain exists");
         self.unused_chains.push(id);
         self.tree_mut(chain.node).remove(chain.tree_node);
+        self.contents[usize::from(chain.node)].remove(chain.content);
         tally.chains -= 1;
     }
 
@@ -242,11 +288,15 @@ impl StableTree {
             self.nodes.resize_with(id as usize + 1, || None);
         }
         let place = match end {
-            WalkEnd::Leaf(parent) => Place::Tree(self.tree_mut(node).insert(parent, Entry::Single(id))),
+            WalkEnd::Leaf(parent) => {
+                let place = Place::Tree(self.tree_mut(node).insert(parent, Entry::Single(id)));
+                self.contents[usize::from(node)].insert(content);
+                place
+            }
             WalkEnd::Equal { node: tree_node, .. } => {
                 let chain = match self.tree_mut(node).value(tree_node) {
                     Entry::Chain(chain) => chain,
-                    Entry::Single(first) => self.start_chain(first, tree_node, node, walk),
+                    Entry::Single(first) => self.start_chain(first, content, tree_node, node, walk),
                 };
                 self.chain_mut(chain).duplicates.push(id);
                 walk.tally.dups += 1;
@@ -259,9 +309,17 @@ impl StableTree {
     }
 
     /// Put a chain in the position of a node, with the node as its first duplicate (`alloc_stable_node_chain`).
-    fn start_chain(&mut self, first: StableId, tree_node: NodeId, node: u8, walk: &mut Walk<'_>) -> ChainId {
+    fn start_chain(
+        &mut self,
+        first: StableId,
+        content: Content,
+        tree_node: NodeId,
+        node: u8,
+        walk: &mut Walk<'_>,
+    ) -> ChainId {
         let open = u32::from(self.room(first, walk.settings.max_page_sharing) > 0);
-        let chain = Chain { duplicates: vec![first], open, pruned_at_ms: walk.settings.now_ms, tree_node, node };
+        let chain =
+            Chain { duplicates: vec![first], open, pruned_at_ms: walk.settings.now_ms, tree_node, node, content };
         let id = self.unused_chains.pop().unwrap_or_else(|| {
             self.chains.push(None);
             ChainId::try_from(self.chains.len() - 1).expect("fewer than 2^32 chains")
@@ -467,6 +525,10 @@ impl StableTree {
         settings: &TreeSettings,
     ) -> Option<(u64, bool)> {
         let Some(tree) = self.trees.get(usize::from(node)) else { return Some((contents.pages, false)) };
+        let missing = self.quietly_missing(memory, content, node, settings);
+        if missing > 0 {
+            return Some((if contents.ascends { contents.pages.min(missing) } else { contents.pages }, false));
+        }
         let mut next = tree.root();
         let mut above = u64::MAX;
         while let Some(tree_node) = next {
@@ -492,6 +554,29 @@ impl StableTree {
         }
         let pages = if contents.ascends { contents.pages.min(above - u64::from(content)) } else { contents.pages };
         Some((pages, false))
+    }
+
+    /// How many contents from this one on are in no node, as far as walks for them change nothing. 0 if the first is in
+    /// one, or if it would take long to tell.
+    fn quietly_missing(&self, memory: &Memory, content: Content, node: u8, settings: &TreeSettings) -> u64 {
+        let Some(contents) = self.contents.get(usize::from(node)) else { return u64::MAX };
+        match self.pages_before_loud_chains(memory, node, content, settings) {
+            0 | 1 => 0,
+            quiet => contents.missing_from(content).min(quiet),
+        }
+    }
+
+    /// The number of comparisons of a walk that finds nothing and changes nothing, if the walk for this content is
+    /// known to be one. It is an estimate, the depth of a full tree.
+    pub(crate) fn quiet_miss(
+        &self,
+        memory: &Memory,
+        content: Content,
+        node: u8,
+        settings: &TreeSettings,
+    ) -> Option<u64> {
+        let nodes = self.trees.get(usize::from(node)).map_or(0, RedBlackTree::len);
+        (self.quietly_missing(memory, content, node, settings) > 0).then(|| (nodes + 1).ilog2().into())
     }
 
     /// The node that a walk finds at an entry, unless it changes something there.
@@ -572,4 +657,31 @@ pub(crate) struct Walk<'a> {
     pub(crate) work: &'a mut WorkCounts,
     /// Nodes that the walk removed.
     pub(crate) removed: &'a mut Vec<StableId>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    proptest! {
+        #[test]
+        fn a_set_of_contents_knows_what_is_missing(steps in prop::collection::vec(0_u32..30, 1..80)) {
+            let (mut set, mut expected) = (ContentSet::default(), BTreeSet::new());
+            for content in steps {
+                if expected.remove(&content) {
+                    set.remove(content);
+                } else {
+                    expected.insert(content);
+                    set.insert(content);
+                }
+                for content in 0..32 {
+                    let next = expected.range(content..).next();
+                    let missing = next.map_or(u64::MAX, |next| u64::from(next - content));
+                    prop_assert_eq!(set.missing_from(content), missing);
+                }
+            }
+        }
+    }
 }

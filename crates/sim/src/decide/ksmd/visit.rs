@@ -126,10 +126,21 @@ impl KsmModel {
     /// Search the content of the first page. The walks of the others change nothing, and are counted as long as the
     /// first.
     fn search_stable(&mut self, visit: &Visit) -> Option<StableId> {
+        if let Some(compared) = self.quiet_miss(visit.content, visit.node) {
+            self.work.stable_comparisons += compared * visit.pages;
+            return None;
+        }
         let before = self.work.stable_comparisons;
         let found = self.search_stable_for(visit.content, visit.node);
         self.work.stable_comparisons += (self.work.stable_comparisons - before) * (visit.pages - 1);
         found
+    }
+
+    /// The comparisons of a walk that is known to find nothing and to change nothing.
+    fn quiet_miss(&self, content: Content, node: u8) -> Option<u64> {
+        let tree = self.tree_number(node);
+        let settings = self.tree_settings();
+        self.stable.quiet_miss(&self.memory, content, tree, &settings).filter(|_| self.visits_runs)
     }
 
     fn search_stable_for(&mut self, content: Content, node: u8) -> Option<StableId> {
@@ -239,8 +250,13 @@ impl KsmModel {
         let tree = self.tree_number(visit.node);
         for page in 0..visit.pages {
             // The first page was searched before.
-            if page > 0 {
-                self.search_stable_for(visit.content + page as Content, visit.node);
+            let content = visit.content + page as Content;
+            match self.quiet_miss(content, visit.node).filter(|_| page > 0) {
+                Some(compared) => self.work.stable_comparisons += compared,
+                None if page > 0 => {
+                    self.search_stable_for(content, visit.node);
+                }
+                None => {}
             }
             let frame = visit.frame(first, page);
             self.walk_stable(|stable, memory, walk| stable.insert(memory, frame, tree, walk));
