@@ -34,8 +34,8 @@ pub struct PageKey(u64);
 
 impl PageKey {
     const PAGE_BITS: u32 = 40;
-    pub(crate) const FIRST: Self = Self(0);
-    pub(crate) const LAST: Self = Self(u64::MAX);
+    pub(crate) const FIRST_KEY: Self = Self(0);
+    pub(crate) const LAST_KEY: Self = Self(u64::MAX);
 
     /// The number of a page.
     #[must_use]

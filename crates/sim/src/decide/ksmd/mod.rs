@@ -263,7 +263,7 @@ impl KsmModel {
     /// Stable nodes were removed: unlink their pages. Since their frames are freed, all are in `unmapped`.
     fn unlink_pages_of(&mut self, removed: &[StableId]) {
         for &node in removed {
-            let pages = (node, PageKey::FIRST)..=(node, PageKey::LAST);
+            let pages = (node, PageKey::FIRST_KEY)..=(node, PageKey::LAST_KEY);
             let keys: Vec<PageKey> = self.unmapped.range(pages).map(|&(_, key)| key).collect();
             for key in keys {
                 self.unmapped.remove(&(node, key));
