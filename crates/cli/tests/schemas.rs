@@ -36,6 +36,7 @@ fn published_schemas_are_current() {
         "vcpu-sim",
         "vcpu-capacity",
         "vcpu-residuals",
+        "sim-calibration",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

@@ -4,9 +4,10 @@
 
 use std::collections::BTreeSet;
 
-use pagefold_sim::decide::counters::KsmdCounters;
-use pagefold_sim::decide::layout_player::play;
-use pagefold_sim::decide::layouts::{Layout, all_layouts, further_layout};
+use pagefold_sim::decide::counters::{KsmdCounters, ProcessCounters, WorkCounts};
+use pagefold_sim::decide::ksmd::{KsmModel, KsmSettings};
+use pagefold_sim::decide::layout_player::{play, play_on};
+use pagefold_sim::decide::layouts::{Layout, LayoutStep, all_layouts, further_layout};
 use pagefold_sim::decide::rules::{KernelVersion, KsmRules};
 use proptest::prelude::*;
 
@@ -57,8 +58,58 @@ fn each_rule_changes_the_counters_of_some_layout() {
     }
 }
 
+/// All counters after each batch, and the work without the numbers of comparisons, which are partly estimates.
+type Observed = Vec<(KsmdCounters, Vec<ProcessCounters>, WorkCounts)>;
+
+fn observed(model: KsmModel, layout: &Layout) -> Observed {
+    let mut observed = Vec::new();
+    play_on(model, layout, |model| {
+        let processes = model.memory().process_ids().map(|process| model.process_counters(process)).collect();
+        let work = WorkCounts { stable_comparisons: 0, unstable_comparisons: 0, ..*model.work() };
+        observed.push((model.counters(), processes, work));
+    });
+    observed
+}
+
+/// The first batch after which visits of runs and visits of single pages differ.
+fn first_difference(layout: &Layout, rules: KsmRules) -> Option<String> {
+    let model = KsmModel::new(rules, KsmSettings::default());
+    let single = observed(model.clone().page_by_page(), layout);
+    let runs = observed(model, layout);
+    assert_eq!(single.len(), runs.len());
+    let differing = single.iter().zip(&runs).position(|(single, runs)| single != runs)?;
+    Some(format!("{}: observation {differing}: {:?}, {:?}", layout.name, single[differing], runs[differing]))
+}
+
+#[test]
+fn runs_have_the_counters_of_single_pages_on_all_layouts() {
+    for release in ["6.1.0", "6.8.0", "6.18.0"] {
+        for layout in all_layouts() {
+            assert_eq!(first_difference(&layout, rules_of(release)), None, "{release}");
+        }
+    }
+}
+
+/// The layout with chains that a search prunes only after some batches.
+fn pruned_late(mut layout: Layout) -> Layout {
+    for step in &mut layout.steps {
+        if let LayoutStep::Set(settings) = step {
+            settings.stable_node_chains_prune_millisecs = 50;
+        }
+    }
+    layout
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn runs_have_the_counters_of_single_pages(number in 0_u64..100_000, release in prop::sample::select(vec![
+        "6.1.0", "6.8.0", "6.18.0",
+    ])) {
+        prop_assert_eq!(first_difference(&further_layout(number), rules_of(release)), None);
+        prop_assert_eq!(first_difference(&pruned_late(further_layout(number)), rules_of(release)), None);
+    }
 
     #[test]
     fn invariants_hold_on_any_layout(number in 0_u64..100_000, release in prop::sample::select(vec![

@@ -89,7 +89,8 @@ impl Tally {
 pub struct WorkCounts {
     /// Checksums computed.
     pub checksums: u64,
-    /// Pages compared on walks through the stable tree.
+    /// Pages compared on walks through the stable tree; estimated where a walk is known to find and change nothing, and
+    /// where runs merge with ascending frames.
     pub stable_comparisons: u64,
     /// Pages compared on walks through the unstable tree; estimated in scans during which no page changes.
     pub unstable_comparisons: u64,

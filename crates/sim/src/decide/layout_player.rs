@@ -9,21 +9,37 @@ use super::rules::KsmRules;
 /// The page above the first region of each process.
 const TOP_PAGE: u64 = 0x7_ffff_0000;
 
+/// Virtual time of a batch.
+const BATCH_MS: u64 = 20;
+
 struct PlayedRegion {
     process: SimulatedProcessId,
     start: u64,
     pages: u64,
 }
 
-/// Play a layout, and call `observe` after each batch and each write of `run`.
+/// Play a layout on an empty host, and call `observe` after each batch and each write of `run`.
 ///
 /// # Panics
 /// If the layout asks for something impossible, such as an advice about a process that ended.
-pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)) {
-    let mut model = KsmModel::new(rules, KsmSettings::default());
+pub fn play(layout: &Layout, rules: KsmRules, observe: impl FnMut(&KsmModel)) {
+    play_on(KsmModel::new(rules, KsmSettings::default()), layout, observe);
+}
+
+/// Play a layout on a model without processes, as [`play`] does. Each batch takes 20 ms of virtual time.
+///
+/// # Panics
+/// As [`play`].
+pub fn play_on(mut model: KsmModel, layout: &Layout, mut observe: impl FnMut(&KsmModel)) {
     let mut processes: Vec<SimulatedProcessId> = Vec::new();
     let mut regions: Vec<PlayedRegion> = Vec::new();
     let mut next_end = TOP_PAGE;
+    let mut now_ms = 0;
+    let mut observe = |model: &mut KsmModel| {
+        now_ms += BATCH_MS;
+        model.set_time(now_ms, 0);
+        observe(model);
+    };
     for step in &layout.steps {
         match step {
             LayoutStep::Spawn => processes.push(model.spawn()),
@@ -56,7 +72,7 @@ pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)
             LayoutStep::Set(settings) => assert!(model.write_settings(*settings), "the model refuses {settings:?}"),
             &LayoutStep::Run(run) => {
                 model.write_run(run);
-                observe(&model);
+                observe(&mut model);
             }
             &LayoutStep::Batches(batches) => (0..batches).for_each(|_| run_batch(&mut model, &mut observe)),
             &LayoutStep::Scans(scans) => (0..scans).for_each(|_| run_scan(&mut model, &mut observe)),
@@ -64,7 +80,7 @@ pub fn play(layout: &Layout, rules: KsmRules, mut observe: impl FnMut(&KsmModel)
     }
 }
 
-fn run_batch(model: &mut KsmModel, observe: &mut impl FnMut(&KsmModel)) {
+fn run_batch(model: &mut KsmModel, observe: &mut impl FnMut(&mut KsmModel)) {
     model.write_run(RunState::Merging);
     model.run_batch();
     model.write_run(RunState::Stopped);
@@ -72,7 +88,7 @@ fn run_batch(model: &mut KsmModel, observe: &mut impl FnMut(&KsmModel)) {
 }
 
 /// Batches until a scan ends. Without processes on ksmd's list there is nothing to end.
-fn run_scan(model: &mut KsmModel, observe: &mut impl FnMut(&KsmModel)) {
+fn run_scan(model: &mut KsmModel, observe: &mut impl FnMut(&mut KsmModel)) {
     let first = model.counters().full_scans;
     loop {
         let scanned = model.counters().pages_scanned;

@@ -117,6 +117,9 @@ const FAMILIES: &[Family] = &[
     Family { name: "small-batches", seeds: 4, nodes: 1, generate: small_batches },
     Family { name: "run-states", seeds: 2, nodes: 1, generate: run_states },
     Family { name: "mixed", seeds: 8, nodes: 1, generate: mixed },
+    Family { name: "runs", seeds: 6, nodes: 1, generate: runs },
+    Family { name: "runs-in-batches", seeds: 6, nodes: 1, generate: runs_in_batches },
+    Family { name: "huge-runs", seeds: 3, nodes: 1, generate: huge_runs },
     Family { name: "two-nodes", seeds: 2, nodes: 2, generate: two_nodes },
 ];
 
@@ -170,6 +173,13 @@ struct Builder {
 
 /// Contents below are shared by choice; those from here on are unique.
 const FIRST_UNIQUE_CONTENT: Content = 1 << 20;
+
+/// The first content of the first common image. Images are apart by [`IMAGE_DISTANCE`].
+const FIRST_IMAGE_CONTENT: Content = 1 << 27;
+const IMAGE_DISTANCE: Content = 1 << 12;
+
+/// Contents of unique runs lie between those of images, and behind them.
+const UNIQUE_RUN_OFFSET: Content = 1 << 11;
 
 impl Builder {
     fn new(family: &str, seed: u64) -> Self {
@@ -267,6 +277,55 @@ impl Builder {
         let process = self.owner(region);
         let pages = (0..self.region_pages[region]).map(|page| (page, self.content(mix.0, mix.1, mix.2))).collect();
         self.push(LayoutStep::Write { process, region, pages });
+    }
+
+    /// Write neighboring pages of a region, up to its end at most: parts of a common image, unique contents, one
+    /// content, or zeros.
+    fn write_run(&mut self, process: ProcessNumber, region: RegionNumber, first: u64, pages: u64) {
+        let end = self.region_pages[region].min(first + pages);
+        let image = self.below(2) as Content;
+        let kind = self.below(10);
+        let start = match kind {
+            0..=3 => FIRST_IMAGE_CONTENT + image * IMAGE_DISTANCE + first as Content,
+            4..=6 => {
+                let place = self.below(6) as Content;
+                self.fresh_content += (end - first) as Content;
+                let fresh = self.fresh_content - FIRST_UNIQUE_CONTENT;
+                FIRST_IMAGE_CONTENT + place * (1 << 22) + UNIQUE_RUN_OFFSET + fresh
+            }
+            7 => 1 + image,
+            _ => ZERO_CONTENT,
+        };
+        let content = |page: u64| if kind < 7 { start + (page - first) as Content } else { start };
+        let pages = (first..end).map(|page| (page, content(page))).collect();
+        self.push(LayoutStep::Write { process, region, pages });
+    }
+
+    fn fill_with_runs(&mut self, region: RegionNumber) {
+        let process = self.owner(region);
+        let mut page = 0;
+        while page < self.region_pages[region] {
+            let pages = 1 + self.below(90);
+            self.write_run(process, region, page, pages);
+            page += pages;
+        }
+    }
+
+    /// A process with one mergeable region of runs.
+    fn populated_with_runs(&mut self, pages: u64) -> ProcessNumber {
+        let process = self.spawn();
+        let region = self.map(process, pages);
+        self.fill_with_runs(region);
+        process
+    }
+
+    /// Write a run into a random region of a process.
+    fn overwrite_run(&mut self, process: ProcessNumber) {
+        let regions = self.processes[process].regions.clone();
+        let Some(region) = self.choose(&regions) else { return };
+        let first = self.below(self.region_pages[region]);
+        let pages = 1 + self.below(60);
+        self.write_run(process, region, first, pages);
     }
 
     fn owner(&self, region: RegionNumber) -> ProcessNumber {
@@ -603,6 +662,88 @@ fn mixed(builder: &mut Builder) {
         builder.scans(u32::try_from(scans).expect("small"));
         disturb(builder, 6);
     }
+    builder.scans(3);
+}
+
+/// Settings under which runs meet each way of merging.
+fn settings_for_runs(builder: &mut Builder) -> KsmSettings {
+    let prune_ms = builder.choose(&[0, NEVER_PRUNE_MS]).expect("a choice");
+    KsmSettings {
+        max_page_sharing: builder.choose(&[2, 3, 5, 20, 256]).expect("a choice"),
+        use_zero_pages: builder.below(3) == 0,
+        smart_scan: builder.below(2) == 0,
+        stable_node_chains_prune_millisecs: prune_ms,
+        ..settings()
+    }
+}
+
+fn disturb_runs(builder: &mut Builder, changes: u64) {
+    for _ in 0..changes {
+        let alive = builder.alive();
+        match builder.below(10) {
+            0 => disturb(builder, 1),
+            1 if alive.len() < 7 => {
+                builder.populated_with_runs(150);
+            }
+            2..=5 => {
+                if let Some(process) = builder.choose(&alive) {
+                    builder.overwrite_run(process);
+                }
+            }
+            6..=7 => {
+                if let Some(process) = builder.choose(&alive) {
+                    builder.write_some(process, 3, (5, 30, 50));
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn runs(builder: &mut Builder) {
+    let chosen = settings_for_runs(builder);
+    builder.push(LayoutStep::Set(chosen));
+    for _ in 0..4 {
+        builder.populated_with_runs(200);
+    }
+    builder.scans(3);
+    for _ in 0..8 {
+        let changes = builder.below(6);
+        disturb_runs(builder, changes);
+        builder.scans(2);
+    }
+    builder.push(LayoutStep::Set(KsmSettings { smart_scan: !chosen.smart_scan, ..chosen }));
+    builder.scans(6);
+}
+
+fn runs_in_batches(builder: &mut Builder) {
+    let pages_to_scan = 20 + builder.below(150);
+    let chosen = KsmSettings { pages_to_scan, ..settings_for_runs(builder) };
+    builder.push(LayoutStep::Set(chosen));
+    for _ in 0..3 {
+        builder.populated_with_runs(180);
+    }
+    builder.scans(2);
+    for _ in 0..14 {
+        let changes = builder.below(3);
+        disturb_runs(builder, changes);
+        let batches = 1 + builder.below(4);
+        builder.push(LayoutStep::Batches(u32::try_from(batches).expect("small")));
+    }
+    builder.scans(3);
+}
+
+fn huge_runs(builder: &mut Builder) {
+    let chosen = settings_for_runs(builder);
+    builder.push(LayoutStep::Set(chosen));
+    for huge in [true, true, false] {
+        let process = builder.spawn();
+        let region = builder.map_on(process, PAGES_IN_HUGE_PAGE, huge, 0);
+        builder.advise(region, 0, PAGES_IN_HUGE_PAGE, Advice::Mergeable);
+        builder.fill_with_runs(region);
+    }
+    builder.scans(4);
+    disturb_runs(builder, 5);
     builder.scans(3);
 }
 

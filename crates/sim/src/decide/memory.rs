@@ -1,15 +1,16 @@
 //! Memory as the kernel maps it: processes, VMAs, page table entries and frames.
 //!
 //! A page's content is a number whose order is the order of the contents by memcmp; 0 is a page of zeros. A page that
-//! one process maps and ksmd did not merge takes four bytes, and its frame is implied. Frames with several mappings and
-//! merged frames are numbered.
+//! one process maps and ksmd did not merge takes four bytes at most, and its frame is implied. Frames with several
+//! mappings and merged frames are numbered. Neighboring pages share a record where they can ([`EntryRuns`]).
 //!
 //! Limits: private anonymous memory only; frames never migrate and are never swapped out; a fork turns the parent's
 //! huge pages into base pages.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use super::stable_tree::StableId;
+use super::entry_runs::{EntryRun, EntryRuns};
 
 /// A page's content. Its order is that of memcmp.
 pub type Content = u32;
@@ -23,6 +24,43 @@ pub type FrameId = u32;
 /// A process of the model. Numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SimulatedProcessId(pub u32);
+
+/// Numbers of pages are below this number.
+pub const PAGE_LIMIT: u64 = 1 << PageKey::PAGE_BITS;
+
+/// A page of a process in one number; pages of one process have ascending numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageKey(u64);
+
+impl PageKey {
+    const PAGE_BITS: u32 = 40;
+    pub(crate) const FIRST_KEY: Self = Self(0);
+    pub(crate) const LAST_KEY: Self = Self(u64::MAX);
+
+    /// The number of a page.
+    #[must_use]
+    pub fn new(process: SimulatedProcessId, page: u64) -> Self {
+        Self(u64::from(process.0) << Self::PAGE_BITS | page)
+    }
+
+    /// The process.
+    #[must_use]
+    pub fn process(self) -> SimulatedProcessId {
+        SimulatedProcessId((self.0 >> Self::PAGE_BITS) as u32)
+    }
+
+    /// The page in the process.
+    #[must_use]
+    pub fn page(self) -> u64 {
+        self.0 % PAGE_LIMIT
+    }
+
+    /// A later page of the process.
+    #[must_use]
+    pub fn plus(self, pages: u64) -> Self {
+        Self(self.0 + pages)
+    }
+}
 
 /// Base pages in a huge page of x86-64.
 pub const PAGES_IN_HUGE_PAGE: u64 = 512;
@@ -89,6 +127,19 @@ impl PackedEntry {
         }
     }
 
+    /// The entry with the content or frame that many numbers later.
+    #[must_use]
+    pub(crate) fn plus(self, numbers: u64) -> Self {
+        Self(self.0.wrapping_add(numbers as u32))
+    }
+
+    /// Whether both map numbered contents or frames, and of the same kind, or the same thing without a number.
+    #[must_use]
+    pub(crate) fn is_kind_of(self, other: Self) -> bool {
+        let kind = |entry: Self| if entry.is_anonymous() { 3 + (entry.0 >> 30) } else { entry.0 };
+        kind(self) == kind(other)
+    }
+
     /// Whether ksmd visits the page: a present anonymous page (`ksm_next_page_pmd_entry`, 6.12).
     #[must_use]
     pub fn is_anonymous(self) -> bool {
@@ -103,8 +154,8 @@ pub struct Frame {
     pub content: Content,
     /// Page table entries that map it. 0 means that it is freed.
     pub mappings: u32,
-    /// The stable node of a merged frame.
-    pub stable: Option<StableId>,
+    /// Whether it is merged, and so has a stable node.
+    pub is_merged: bool,
     /// Its NUMA node.
     pub node: u8,
 }
@@ -115,7 +166,7 @@ pub struct Vma {
     /// The number of the first page.
     pub start: u64,
     /// One entry for each page.
-    pub entries: Vec<PackedEntry>,
+    pub entries: EntryRuns,
     /// `VM_MERGEABLE`.
     pub is_mergeable: bool,
     /// Whether it ever had an anonymous page (`vma->anon_vma`).
@@ -125,10 +176,22 @@ pub struct Vma {
 }
 
 impl Vma {
+    /// What a page of the region is mapped to.
+    #[must_use]
+    pub fn entry(&self, page: u64) -> PageEntry {
+        self.entries.entry(page - self.start)
+    }
+
+    /// The run of entries that a page of the region begins.
+    #[must_use]
+    pub fn run_from(&self, page: u64) -> EntryRun {
+        self.entries.run_from(page - self.start)
+    }
+
     /// The number of the page after the last.
     #[must_use]
     pub fn end(&self) -> u64 {
-        self.start + self.entries.len() as u64
+        self.start + self.entries.pages()
     }
 }
 
@@ -163,8 +226,7 @@ impl SimulatedProcess {
     /// Split the region of `page` before it, unless a region begins there.
     pub(crate) fn split_vma(&mut self, page: u64) {
         let Some(vma) = self.vma_of_mut(page).filter(|vma| vma.start < page) else { return };
-        let offset = (page - vma.start) as usize;
-        let entries = vma.entries.split_off(offset);
+        let entries = vma.entries.split_off(page - vma.start);
         let upper = Vma { start: page, entries, ..*vma };
         self.vmas.insert(page, upper);
     }
@@ -176,9 +238,15 @@ pub struct Memory {
     pub(crate) processes: Vec<SimulatedProcess>,
     frames: Vec<Frame>,
     unused_frames: Vec<FrameId>,
+    stale_frames: u64,
 }
 
 impl Memory {
+    /// All processes, also those that ended.
+    pub fn process_ids(&self) -> impl Iterator<Item = SimulatedProcessId> + '_ {
+        (0..self.processes.len() as u32).map(SimulatedProcessId)
+    }
+
     /// A process.
     #[must_use]
     pub fn process(&self, process: SimulatedProcessId) -> &SimulatedProcess {
@@ -190,8 +258,10 @@ impl Memory {
     }
 
     pub(crate) fn add_process(&mut self, process: SimulatedProcess) -> SimulatedProcessId {
+        let id = self.processes.len() as u64;
+        assert!(id < 1 << (u64::BITS - PageKey::PAGE_BITS), "fewer than 2^24 processes");
         self.processes.push(process);
-        SimulatedProcessId(u32::try_from(self.processes.len() - 1).expect("fewer than 2^32 processes"))
+        SimulatedProcessId(id as u32)
     }
 
     /// A numbered frame.
@@ -215,11 +285,37 @@ impl Memory {
         id
     }
 
+    /// Add frames with consecutive numbers. Returns the first.
+    pub(crate) fn add_frames(&mut self, frames: impl Iterator<Item = Frame>) -> FrameId {
+        let first = self.frames.len() as u64;
+        self.frames.extend(frames);
+        assert!(self.frames.len() as u64 <= u64::from(FRAME_TAG), "fewer than 2^31 frames");
+        first as FrameId
+    }
+
     /// What a page is mapped to; `Absent` outside all regions.
     #[must_use]
     pub fn entry(&self, process: SimulatedProcessId, page: u64) -> PageEntry {
-        let vma = self.process(process).vma_of(page);
-        vma.map_or(PageEntry::Absent, |vma| vma.entries[(page - vma.start) as usize].unpack())
+        self.process(process).vma_of(page).map_or(PageEntry::Absent, |vma| vma.entry(page))
+    }
+
+    /// The runs of entries of a range, without what is outside all regions.
+    pub(crate) fn runs(&self, process: SimulatedProcessId, range: Range<u64>) -> Vec<(u64, EntryRun)> {
+        let mut runs = Vec::new();
+        let process = self.process(process);
+        let mut page = range.start;
+        while page < range.end {
+            let Some(vma) = process.vma_of(page) else {
+                let Some((&start, _)) = process.vmas.range(page..range.end).next() else { break };
+                page = start;
+                continue;
+            };
+            let mut run = vma.run_from(page);
+            run.pages = run.pages.min(range.end - page);
+            runs.push((page, run));
+            page += run.pages;
+        }
+        runs
     }
 
     /// Change an entry, without any accounting.
@@ -227,10 +323,17 @@ impl Memory {
     /// # Panics
     /// If the page is in no region.
     pub(crate) fn set_entry(&mut self, process: SimulatedProcessId, page: u64, entry: PageEntry) {
+        self.set_run(process, page, EntryRun::single(entry));
+    }
+
+    /// Change the entries of pages of one region, without any accounting.
+    ///
+    /// # Panics
+    /// If a page is not in the region of the first.
+    pub(crate) fn set_run(&mut self, process: SimulatedProcessId, page: u64, run: EntryRun) {
         let vma = self.process_mut(process).vma_of_mut(page).expect("the page is in a region");
-        let offset = (page - vma.start) as usize;
-        vma.entries[offset] = PackedEntry::pack(entry);
-        vma.has_anonymous |= vma.entries[offset].is_anonymous();
+        vma.entries.fill(page - vma.start, run);
+        vma.has_anonymous |= run.first.is_anonymous();
     }
 
     /// The content of an entry.
@@ -244,17 +347,26 @@ impl Memory {
         }
     }
 
-    /// The stable node of a merged page.
+    /// The frame of a merged page.
     #[must_use]
-    pub fn stable_node(&self, entry: PageEntry) -> Option<StableId> {
-        if let PageEntry::Frame(frame) = entry { self.frame(frame).stable } else { None }
+    pub fn merged_frame(&self, entry: PageEntry) -> Option<FrameId> {
+        if let PageEntry::Frame(frame) = entry {
+            Some(frame).filter(|&frame| self.frame(frame).is_merged)
+        } else {
+            None
+        }
     }
 
     /// One mapping of a frame is gone. A merged frame keeps its number until its stable node is removed.
     pub(crate) fn drop_mapping(&mut self, frame: FrameId) {
         let record = self.frame_mut(frame);
         record.mappings -= 1;
-        if record.mappings == 0 && record.stable.is_none() {
+        if record.mappings > 0 {
+            return;
+        }
+        if record.is_merged {
+            self.stale_frames += 1;
+        } else {
             self.unused_frames.push(frame);
         }
     }
@@ -262,10 +374,16 @@ impl Memory {
     /// The stable node of a freed frame is removed.
     pub(crate) fn forget_frame(&mut self, frame: FrameId) {
         let record = self.frame_mut(frame);
-        record.stable = None;
+        record.is_merged = false;
         if record.mappings == 0 {
+            self.stale_frames -= 1;
             self.unused_frames.push(frame);
         }
+    }
+
+    /// Whether a merged frame is freed and its stable node is not yet removed.
+    pub(crate) fn has_stale_frames(&self) -> bool {
+        self.stale_frames > 0
     }
 
     /// Give a private page a numbered frame; a page with one keeps it.
@@ -274,7 +392,7 @@ impl Memory {
             PageEntry::Frame(frame) => frame,
             PageEntry::Private(content) | PageEntry::HugePart(content) => {
                 let node = self.process(process).vma_of(page).map_or(0, |vma| vma.node);
-                let frame = self.add_frame(Frame { content, mappings: 1, stable: None, node });
+                let frame = self.add_frame(Frame { content, mappings: 1, is_merged: false, node });
                 self.set_entry(process, page, PageEntry::Frame(frame));
                 frame
             }
@@ -291,11 +409,16 @@ impl Memory {
         }
     }
 
-    /// The first page at or after `from` and before `end` of a region that ksmd would visit.
-    pub(crate) fn next_anonymous(vma: &Vma, from: u64) -> Option<u64> {
-        let offset = (from - vma.start) as usize;
-        let found = vma.entries[offset..].iter().position(|entry| entry.is_anonymous())?;
-        Some(from + found as u64)
+    /// The first run at or after `from` in a region that ksmd would visit.
+    pub(crate) fn next_anonymous(vma: &Vma, mut from: u64) -> Option<(u64, EntryRun)> {
+        while from < vma.end() {
+            let run = vma.run_from(from);
+            if run.first.is_anonymous() {
+                return Some((from, run));
+            }
+            from += run.pages;
+        }
+        None
     }
 }
 
@@ -324,7 +447,8 @@ mod tests {
 
     #[test]
     fn splitting_a_region_keeps_its_pages() {
-        let entries = (0..4).map(|content| PackedEntry::pack(PageEntry::Private(content))).collect();
+        let mut entries = EntryRuns::absent(4);
+        entries.fill(0, EntryRun { pages: 4, ascends: true, ..EntryRun::single(PageEntry::Private(0)) });
         let vma = Vma { start: 10, entries, is_mergeable: true, has_anonymous: true, node: 1 };
         let mut process = SimulatedProcess { vmas: BTreeMap::from([(10, vma)]), ..SimulatedProcess::default() };
         process.split_vma(10);
@@ -334,6 +458,6 @@ mod tests {
         let bounds: Vec<_> =
             process.vmas.values().map(|vma| (vma.start, vma.end(), vma.is_mergeable, vma.node)).collect();
         assert_eq!(bounds, [(10, 13, true, 1), (13, 14, true, 1)]);
-        assert_eq!(process.vma_of(13).unwrap().entries[0].unpack(), PageEntry::Private(3));
+        assert_eq!(process.vma_of(13).unwrap().entry(13), PageEntry::Private(3));
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! - [`rules`]: what differs between kernels, as a value.
 //! - [`memory`]: processes, VMAs, page table entries and frames.
+//! - [`entry_runs`]: the page table entries of a region, as runs.
 //! - [`ksmd`]: the scan, and [`ksmd::KsmModel`], through which everything is changed.
 //! - [`stable_tree`]: merged pages, chains and duplicates.
 //! - [`unstable_tree`]: unchanged pages of a scan.
@@ -15,6 +16,7 @@
 pub mod advisor;
 pub mod cost;
 pub mod counters;
+pub mod entry_runs;
 pub mod ksmd;
 pub mod layout_player;
 pub mod layouts;

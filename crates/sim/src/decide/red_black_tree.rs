@@ -71,6 +71,39 @@ impl<T: Copy> RedBlackTree<T> {
         (child != NO_NODE).then_some(child)
     }
 
+    /// The next node in order.
+    #[must_use]
+    pub fn successor(&self, node: NodeId) -> Option<NodeId> {
+        let mut below = self.nodes[node as usize].children[1];
+        if below != NO_NODE {
+            while self.nodes[below as usize].children[0] != NO_NODE {
+                below = self.nodes[below as usize].children[0];
+            }
+            return Some(below);
+        }
+        self.ancestor_on(node, ChildSide::Right)
+    }
+
+    /// The nodes just before and just behind the nodes of a subtree. Walks between them pass the root of the subtree.
+    #[must_use]
+    pub fn bounds_of_subtree(&self, root: NodeId) -> (Option<NodeId>, Option<NodeId>) {
+        (self.ancestor_on(root, ChildSide::Left), self.ancestor_on(root, ChildSide::Right))
+    }
+
+    /// The nearest ancestor on a side.
+    fn ancestor_on(&self, mut node: NodeId, side: ChildSide) -> Option<NodeId> {
+        loop {
+            let parent = self.parent(node);
+            if parent == NO_NODE {
+                return None;
+            }
+            if self.side_of(node, parent) != side.index() {
+                return Some(parent);
+            }
+            node = parent;
+        }
+    }
+
     /// The value of a node.
     #[must_use]
     pub fn value(&self, node: NodeId) -> T {
@@ -350,6 +383,9 @@ mod tests {
                 }
                 let mut keys = Vec::new();
                 collect(&tree, tree.root, &mut keys);
+                for (node, next) in expected.values().zip(expected.values().skip(1).map(Some).chain([None])) {
+                    prop_assert_eq!(tree.successor(*node), next.copied());
+                }
                 prop_assert!(!tree.is_red(tree.root));
                 prop_assert_eq!(&keys, &expected.keys().copied().collect::<Vec<_>>());
                 prop_assert_eq!(tree.len(), keys.len());

@@ -1,25 +1,32 @@
 //! Changes of memory by its processes, and what ksmd does at once: enrollment, copies back, `run` 2.
 
+use std::ops::Range;
+
+use super::super::entry_runs::{EntryRun, EntryRuns};
 use super::super::memory::{
-    Content, PAGES_IN_HUGE_PAGE, PackedEntry, PageEntry, SimulatedProcess, SimulatedProcessId, Vma, ZERO_CONTENT,
+    CONTENT_LIMIT, Content, PAGE_LIMIT, PAGES_IN_HUGE_PAGE, PageEntry, PageKey, SimulatedProcess, SimulatedProcessId,
+    Vma, ZERO_CONTENT,
 };
-use super::{Advice, Cursor, KsmModel, RunState, Slot};
+use super::items::ItemRuns;
+use super::{Advice, Cursor, KsmModel, RunState};
 
 impl KsmModel {
     /// Start a process without memory.
     pub fn spawn(&mut self) -> SimulatedProcessId {
+        self.items.push(ItemRuns::default());
         self.memory.add_process(SimulatedProcess { is_alive: true, ..SimulatedProcess::default() })
     }
 
     /// Map untouched private memory.
     ///
     /// # Panics
-    /// If a region is there already.
+    /// If a region is there already, or the range exceeds the address space.
     pub fn map(&mut self, process: SimulatedProcessId, start: u64, pages: u64, node: u8) {
         let vmas = &mut self.memory.process_mut(process).vmas;
         let end = start + pages;
         assert!(vmas.range(..end).next_back().is_none_or(|(_, vma)| vma.end() <= start), "the range is in use");
-        let entries = vec![PackedEntry::pack(PageEntry::Absent); usize::try_from(pages).expect("it fits in memory")];
+        assert!(end <= PAGE_LIMIT, "the range exceeds the address space");
+        let entries = EntryRuns::absent(pages);
         vmas.insert(start, Vma { start, entries, is_mergeable: false, has_anonymous: false, node });
     }
 
@@ -38,10 +45,10 @@ impl KsmModel {
     /// If the range is not aligned, or not untouched.
     pub fn fault_huge_page(&mut self, process: SimulatedProcessId, start: u64) {
         assert!(start.is_multiple_of(PAGES_IN_HUGE_PAGE), "a huge page is aligned");
-        for page in start..start + PAGES_IN_HUGE_PAGE {
-            assert_eq!(self.memory.entry(process, page), PageEntry::Absent, "the range was touched");
-            self.memory.set_entry(process, page, PageEntry::HugePart(ZERO_CONTENT));
-        }
+        let runs = self.memory.runs(process, start..start + PAGES_IN_HUGE_PAGE);
+        assert!(runs.iter().all(|(_, run)| run.entry() == PageEntry::Absent), "the range was touched");
+        let parts = EntryRun { pages: PAGES_IN_HUGE_PAGE, ..EntryRun::single(PageEntry::HugePart(ZERO_CONTENT)) };
+        self.memory.set_run(process, start, parts);
     }
 
     /// Read a page: an untouched one is mapped to the zero page.
@@ -53,13 +60,16 @@ impl KsmModel {
 
     /// Give a page a content. A page with several mappings and a merged page are copied first (`do_wp_page` in
     /// mm/memory.c); a merged frame is never reused, also with one mapping.
+    ///
+    /// # Panics
+    /// If the page is in no region.
     pub fn write(&mut self, process: SimulatedProcessId, page: u64, content: Content) {
-        self.disturb_scan();
+        self.disturb_scan(process, page, 1);
         let entry = match self.memory.entry(process, page) {
             PageEntry::HugePart(_) => PageEntry::HugePart(content),
             PageEntry::Frame(frame) => {
                 let record = self.memory.frame_mut(frame);
-                if record.mappings == 1 && record.stable.is_none() {
+                if record.mappings == 1 && !record.is_merged {
                     record.content = content;
                     return;
                 }
@@ -67,27 +77,63 @@ impl KsmModel {
             }
             _ => PageEntry::Private(content),
         };
-        self.replace_entry(process, page, entry);
+        self.replace_entries(process, page, EntryRun::single(entry));
+    }
+
+    /// Give neighboring pages contents: the same one, or ascending ones from this one on.
+    ///
+    /// # Panics
+    /// If a page is in no region, or a content is too large.
+    pub fn write_pages(&mut self, process: SimulatedProcessId, pages: Range<u64>, content: Content, ascends: bool) {
+        let content_of = |page: u64| if ascends { content + (page - pages.start) as Content } else { content };
+        self.disturb_scan(process, pages.start, pages.end - pages.start);
+        let runs = self.memory.runs(process, pages.clone());
+        let found: u64 = runs.iter().map(|(_, run)| run.pages).sum();
+        assert_eq!(found, pages.end - pages.start, "the pages are in regions");
+        assert!(pages.is_empty() || content_of(pages.end - 1) < CONTENT_LIMIT, "content {content} is too large");
+        for (page, run) in runs {
+            let first = match run.entry() {
+                PageEntry::Frame(_) => {
+                    (page..page + run.pages).for_each(|page| self.write(process, page, content_of(page)));
+                    continue;
+                }
+                PageEntry::HugePart(_) => PageEntry::HugePart(content_of(page)),
+                _ => PageEntry::Private(content_of(page)),
+            };
+            self.replace_entries(process, page, EntryRun { ascends, pages: run.pages, ..EntryRun::single(first) });
+        }
     }
 
     /// Map something else, with the accounting for what was mapped (`ksm_might_unmap_zero_page`).
-    pub(super) fn replace_entry(&mut self, process: SimulatedProcessId, page: u64, entry: PageEntry) {
-        match self.memory.entry(process, page) {
-            PageEntry::KsmZeroPage if self.rules.tracks_zero_pages => {
-                self.tally.zero_pages -= 1;
-                self.memory.process_mut(process).zero_pages -= 1;
+    pub(super) fn replace_entries(&mut self, process: SimulatedProcessId, page: u64, entries: EntryRun) {
+        for (start, run) in self.memory.runs(process, page..page + entries.pages) {
+            match run.entry() {
+                PageEntry::KsmZeroPage if self.rules.tracks_zero_pages => {
+                    self.tally.zero_pages -= run.pages.cast_signed();
+                    self.memory.process_mut(process).zero_pages -= run.pages.cast_signed();
+                }
+                PageEntry::Frame(first) => {
+                    for offset in 0..run.pages {
+                        let frame = if run.ascends { first + offset as u32 } else { first };
+                        if self.memory.frame(frame).is_merged {
+                            self.unmapped.insert((frame, PageKey::new(process, start + offset)));
+                        }
+                        self.memory.drop_mapping(frame);
+                    }
+                }
+                _ => {}
             }
-            PageEntry::Frame(frame) => self.memory.drop_mapping(frame),
-            _ => {}
         }
-        self.memory.set_entry(process, page, entry);
+        self.memory.set_run(process, page, entries);
     }
 
+    /// Drop the pages of a range.
     fn clear_range(&mut self, process: SimulatedProcessId, start: u64, pages: u64) {
-        self.disturb_scan();
-        for page in start..start + pages {
-            if self.memory.process(process).vma_of(page).is_some() {
-                self.replace_entry(process, page, PageEntry::Absent);
+        self.disturb_scan(process, start, pages);
+        for (page, run) in self.memory.runs(process, start..start + pages) {
+            if run.entry() != PageEntry::Absent {
+                let absent = EntryRun { pages: run.pages, ..EntryRun::single(PageEntry::Absent) };
+                self.replace_entries(process, page, absent);
             }
         }
     }
@@ -98,7 +144,7 @@ impl KsmModel {
             self.clear_range(process, start, pages);
             return;
         }
-        self.disturb_scan();
+        self.disturb_scan(process, start, pages);
         let range = start..start + pages;
         let record = self.memory.process_mut(process);
         record.split_vma(range.start);
@@ -114,31 +160,42 @@ impl KsmModel {
                 self.enter(process);
             }
         } else {
-            for page in changed.into_iter().flatten() {
-                self.break_merged(process, page);
-            }
+            changed.into_iter().for_each(|range| self.break_merged(process, range));
         }
     }
 
-    /// Copy a merged page back (`break_ksm`). Zero pages that ksmd mapped are copied back where they are known.
-    fn break_merged(&mut self, process: SimulatedProcessId, page: u64) {
-        let entry = self.memory.entry(process, page);
-        let is_merged =
-            self.memory.stable_node(entry).is_some() || entry == PageEntry::KsmZeroPage && self.rules.tracks_zero_pages;
-        if let Some(content) = self.memory.content(entry).filter(|_| is_merged) {
-            self.work.breaks += 1;
-            self.replace_entry(process, page, PageEntry::Private(content));
+    /// Copy merged pages back (`break_ksm`). Zero pages that ksmd mapped are copied back where they are known.
+    fn break_merged(&mut self, process: SimulatedProcessId, range: Range<u64>) {
+        for (start, run) in self.memory.runs(process, range) {
+            match run.entry() {
+                PageEntry::KsmZeroPage if self.rules.tracks_zero_pages => {
+                    self.work.breaks += run.pages;
+                    let zeros = EntryRun { pages: run.pages, ..EntryRun::single(PageEntry::Private(ZERO_CONTENT)) };
+                    self.replace_entries(process, start, zeros);
+                }
+                PageEntry::Frame(_) => {
+                    for page in start..start + run.pages {
+                        let entry = self.memory.entry(process, page);
+                        if let Some(frame) = self.memory.merged_frame(entry) {
+                            self.work.breaks += 1;
+                            let content = self.memory.frame(frame).content;
+                            self.replace_entries(process, page, EntryRun::single(PageEntry::Private(content)));
+                        }
+                    }
+                }
+                _ => {}
+            }
         }
     }
 
     /// Fork a process (`dup_mmap`, `ksm_fork`). The child is on ksmd's list if the parent is.
     pub fn fork(&mut self, parent: SimulatedProcessId) -> SimulatedProcessId {
-        let pages: Vec<u64> = self.memory.process(parent).vmas.values().flat_map(|vma| vma.start..vma.end()).collect();
-        for page in pages {
-            let entry = self.memory.entry(parent, page);
-            if matches!(entry, PageEntry::Private(_) | PageEntry::HugePart(_) | PageEntry::Frame(_)) {
-                let frame = self.memory.number_frame(parent, page);
-                self.memory.frame_mut(frame).mappings += 1;
+        for (start, run) in self.memory.runs(parent, 0..PAGE_LIMIT) {
+            if run.first.is_anonymous() {
+                for page in start..start + run.pages {
+                    let frame = self.memory.number_frame(parent, page);
+                    self.memory.frame_mut(frame).mappings += 1;
+                }
             }
         }
         let mut child = SimulatedProcess { is_registered: false, ..self.memory.process(parent).clone() };
@@ -148,6 +205,7 @@ impl KsmModel {
             child.merging_pages = 0;
             self.tally.zero_pages += child.zero_pages;
         }
+        self.items.push(ItemRuns::default());
         let child = self.memory.add_process(child);
         if enters {
             self.enter(child);
@@ -158,15 +216,15 @@ impl KsmModel {
     /// End a process (`__ksm_exit`, then `exit_mmap`). A process with items stays on the list for ksmd, behind the
     /// cursor's process; one under the cursor stays where it is.
     pub fn exit(&mut self, process: SimulatedProcessId) {
-        self.disturb_scan();
+        self.disturb_scan(process, 0, PAGE_LIMIT);
         self.memory.process_mut(process).is_alive = false;
         if let Some(position) = self.slot_position(process).filter(|_| self.cursor.process != Some(process)) {
-            let slot = self.slots.remove(position);
-            if slot.first.is_none() {
+            self.slots.remove(position);
+            if self.items[process.0 as usize].is_empty() {
                 self.memory.process_mut(process).is_registered = false;
             } else {
                 let after = self.cursor.process.and_then(|cursor| self.slot_position(cursor));
-                self.slots.insert(after.map_or(0, |cursor| cursor + 1), slot);
+                self.slots.insert(after.map_or(0, |cursor| cursor + 1), process);
             }
         }
         let ranges: Vec<_> = self.memory.process(process).vmas.values().map(|vma| (vma.start, vma.end())).collect();
@@ -176,7 +234,7 @@ impl KsmModel {
     }
 
     pub(super) fn slot_position(&self, process: SimulatedProcessId) -> Option<usize> {
-        self.slots.iter().position(|slot| slot.process == process)
+        self.slots.iter().position(|&listed| listed == process)
     }
 
     /// Put a process on ksmd's list (`__ksm_enter`): just before the cursor's process, so that the scan in progress
@@ -184,21 +242,18 @@ impl KsmModel {
     fn enter(&mut self, process: SimulatedProcessId) {
         let cursor = self.cursor.process.filter(|_| self.run != RunState::Unmerged);
         let position = cursor.and_then(|cursor| self.slot_position(cursor)).unwrap_or(self.slots.len());
-        self.slots.insert(position, Slot { process, first: None });
+        self.slots.insert(position, process);
         self.memory.process_mut(process).is_registered = true;
     }
 
     /// `run` 2 (`unmerge_and_remove_all_rmap_items`): copy all merged pages back and forget all metadata.
     pub(super) fn unmerge_all(&mut self) {
-        for Slot { process, first } in self.slots.clone() {
+        for process in self.slots.clone() {
             let mergeable = self.memory.process(process).vmas.values().filter(|vma| vma.is_mergeable);
-            let pages: Vec<u64> = mergeable.flat_map(|vma| vma.start..vma.end()).collect();
-            for page in pages {
-                self.break_merged(process, page);
-            }
-            self.free_items_from(first);
+            let ranges: Vec<_> = mergeable.map(|vma| vma.start..vma.end()).collect();
+            ranges.into_iter().for_each(|range| self.break_merged(process, range));
+            self.free_items(process, 0..PAGE_LIMIT);
             let position = self.slot_position(process).expect("the slot is on the list");
-            self.slots[position].first = None;
             if !self.memory.process(process).is_alive {
                 self.slots.remove(position);
                 self.memory.process_mut(process).is_registered = false;

@@ -8,18 +8,20 @@
 
 mod changes;
 mod invariants;
+mod items;
 mod scan;
+mod uniform;
 mod visit;
+
+use std::collections::BTreeSet;
 
 use super::advisor::{AdvisorMemory, AdvisorSettings};
 use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
-use super::memory::{Content, Memory, SimulatedProcessId};
+use super::memory::{Content, FrameId, Memory, PageKey, SimulatedProcessId};
 use super::rules::KsmRules;
 use super::stable_tree::{StableId, StableTree};
 use super::unstable_tree::UnstableTree;
-
-/// The metadata of a scanned page (`struct ksm_rmap_item`).
-pub type ItemId = u32;
+use items::{ItemRuns, Link};
 
 /// What `/sys/kernel/mm/ksm/run` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,55 +81,43 @@ pub enum Advice {
     DontNeed,
 }
 
-/// The tree that holds a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Link {
-    Unlinked,
-    /// In the unstable tree of a scan.
-    Unstable {
-        scan: u64,
-        tree: u8,
-    },
-    Stable(StableId),
-}
-
-#[derive(Clone, Debug)]
-struct Item {
-    next: Option<ItemId>,
-    process: SimulatedProcessId,
-    page: u64,
-    /// The content at the last visit; `None` before the first (`oldchecksum` 0).
-    last_content: Option<Content>,
-    age: u8,
-    remaining_skips: u8,
-    link: Link,
-}
-
-/// A process on ksmd's list, with the first of its items.
-#[derive(Clone, Copy, Debug)]
-struct Slot {
-    process: SimulatedProcessId,
-    first: Option<ItemId>,
-}
-
 /// Where the scan is (`struct ksm_scan`).
 #[derive(Clone, Copy, Debug, Default)]
 struct Cursor {
     /// The process; `None` between two scans.
     process: Option<SimulatedProcessId>,
     page: u64,
-    /// The item before the next one.
-    previous: Option<ItemId>,
+    /// The page behind the last one visited; metadata from there on belongs to pages that the scan has not reached.
+    unvisited: u64,
 }
 
-/// A page that ksmd visits. A split of its huge page may take it out of the page table.
+/// Pages that ksmd visits one after the other and treats alike. A split of its huge page may take a single page out of
+/// the page table.
 #[derive(Clone, Copy, Debug)]
 struct Visit {
-    item: ItemId,
     process: SimulatedProcessId,
     page: u64,
+    pages: u64,
+    /// The content of the first page.
     content: Content,
+    /// Whether contents, and the frames of merged pages, have ascending numbers. Else all are equal.
+    ascends: bool,
     node: u8,
+}
+
+impl Visit {
+    fn key(&self) -> PageKey {
+        PageKey::new(self.process, self.page)
+    }
+
+    fn range(&self) -> std::ops::Range<u64> {
+        self.page..self.page + self.pages
+    }
+
+    /// The frame of a page, when the first page has this one.
+    fn frame(&self, first: FrameId, page: u64) -> FrameId {
+        if self.ascends { first + page as FrameId } else { first }
+    }
 }
 
 /// Memory and ksmd.
@@ -137,10 +127,14 @@ pub struct KsmModel {
     settings: KsmSettings,
     run: RunState,
     memory: Memory,
-    slots: Vec<Slot>,
+    /// ksmd's list of processes.
+    slots: Vec<SimulatedProcessId>,
     cursor: Cursor,
-    items: Vec<Item>,
-    unused_items: Vec<ItemId>,
+    /// The metadata of each process.
+    items: Vec<ItemRuns>,
+    /// Pages that no longer map a merged frame, and that its node may still count.
+    unmapped: BTreeSet<(FrameId, PageKey)>,
+    visits_runs: bool,
     stable: StableTree,
     unstable: Vec<UnstableTree>,
     tally: Tally,
@@ -163,7 +157,8 @@ impl KsmModel {
             slots: Vec::new(),
             cursor: Cursor::default(),
             items: Vec::new(),
-            unused_items: Vec::new(),
+            unmapped: BTreeSet::new(),
+            visits_runs: true,
             stable: StableTree::default(),
             unstable: Vec::new(),
             tally: Tally::default(),
@@ -173,6 +168,12 @@ impl KsmModel {
             cpu_ns: 0,
             scan_started_ms: 0,
         }
+    }
+
+    /// Visit single pages only, and join no metadata. The counters are the same, and each takes more time and memory.
+    #[must_use]
+    pub fn page_by_page(self) -> Self {
+        Self { visits_runs: false, ..self }
     }
 
     /// The memory.
@@ -254,17 +255,24 @@ impl KsmModel {
     }
 
     fn remove_unused_stable_nodes(&mut self) {
-        let unlinked = self.stable.remove_all_unused(&mut self.memory, &mut self.tally);
-        self.mark_unlinked(&unlinked);
+        let max = self.settings.max_page_sharing;
+        let removed = self.stable.remove_all_unused(&mut self.memory, max, &mut self.tally);
+        self.unlink_pages_of(&removed);
     }
 
-    /// Pages whose stable node was removed.
-    fn mark_unlinked(&mut self, items: &[ItemId]) {
-        for &id in items {
-            let item = &mut self.items[id as usize];
-            item.link = Link::Unlinked;
-            let process = item.process;
-            self.memory.process_mut(process).merging_pages -= 1;
+    /// Stable nodes were removed: unlink their pages. Since their frames are freed, all are in `unmapped`.
+    fn unlink_pages_of(&mut self, removed: &[StableId]) {
+        for &node in removed {
+            let pages = (node, PageKey::FIRST_KEY)..=(node, PageKey::LAST_KEY);
+            let keys: Vec<PageKey> = self.unmapped.range(pages).map(|&(_, key)| key).collect();
+            for key in keys {
+                self.unmapped.remove(&(node, key));
+                let items = &mut self.items[key.process().0 as usize];
+                if items.run_from(key.page()).is_some_and(|item| item.link == Link::Stable(node)) {
+                    items.update(key.page()..key.page() + 1, |_, item| item.set_link(Link::Unlinked, false));
+                    self.memory.process_mut(key.process()).merging_pages -= 1;
+                }
+            }
         }
     }
 }

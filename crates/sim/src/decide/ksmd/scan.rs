@@ -1,8 +1,13 @@
 //! The scan: which page ksmd visits next, and the metadata of pages.
 
-use super::super::memory::{Memory, PageEntry, SimulatedProcessId};
+use std::ops::Range;
+
+use super::super::entry_runs::EntryRun;
+use super::super::memory::{Memory, PAGE_LIMIT, PageEntry, PageKey, SimulatedProcessId};
+use super::super::stable_tree::{StableId, StableTree};
 use super::super::unstable_tree::UnstableTree;
-use super::{Cursor, Item, ItemId, KsmModel, Link, RunState, Visit};
+use super::items::{ItemRun, Link};
+use super::{Cursor, KsmModel, RunState, Visit};
 
 impl KsmModel {
     /// One batch (`ksm_do_scan`): visits until `pages_to_scan` are done or the scan ends. Returns the number of visits.
@@ -12,11 +17,12 @@ impl KsmModel {
             return 0;
         }
         let mut visits = 0;
-        for _ in 0..self.settings.pages_to_scan {
-            let Some(visit) = self.next_visit() else { break };
+        while visits < self.settings.pages_to_scan {
+            let Some(visit) = self.next_visit(self.settings.pages_to_scan - visits) else { break };
             self.compare_and_merge(visit);
-            visits += 1;
-            self.tally.pages_scanned += 1;
+            self.join_items(&visit);
+            visits += visit.pages;
+            self.tally.pages_scanned += visit.pages;
         }
         visits
     }
@@ -33,23 +39,35 @@ impl KsmModel {
         &mut self.unstable[index]
     }
 
-    /// A page changes, is unmapped or is no longer mergeable: searches of the scan in progress may meet it.
-    pub(super) fn disturb_scan(&mut self) {
-        if self.cursor.process.is_some() {
+    /// Pages change, are unmapped or are no longer mergeable: if they are in the unstable tree, searches of the scan in
+    /// progress may meet them.
+    pub(super) fn disturb_scan(&mut self, process: SimulatedProcessId, start: u64, pages: u64) {
+        if self.cursor.process.is_none() {
+            return;
+        }
+        let scan = self.scan_number();
+        let is_in_tree =
+            |item: &ItemRun| matches!(item.link, Link::Unstable { scan: inserted, .. } if inserted == scan);
+        if self.items[process.0 as usize].any_in(start..start + pages, is_in_tree) {
             self.unstable.iter_mut().for_each(UnstableTree::take_shape);
         }
     }
 
-    /// The next page to visit (`scan_get_next_rmap_item`); `None` at the end of a scan.
-    fn next_visit(&mut self) -> Option<Visit> {
-        let first = self.slots.first()?.process;
+    /// The number of the scan in progress.
+    pub(super) fn scan_number(&self) -> u32 {
+        u32::try_from(self.tally.full_scans).expect("fewer than 2^32 scans")
+    }
+
+    /// The next pages to visit, at most this many (`scan_get_next_rmap_item`); `None` at the end of a scan.
+    fn next_visit(&mut self, limit: u64) -> Option<Visit> {
+        let &first = self.slots.first()?;
         if self.cursor.process.is_none() {
             self.scan_started_ms = self.now_ms;
             self.unstable.iter_mut().for_each(UnstableTree::clear);
-            self.cursor = Cursor { process: Some(first), page: 0, previous: None };
+            self.cursor = Cursor { process: Some(first), page: 0, unvisited: 0 };
         }
         while let Some(process) = self.cursor.process {
-            if let Some(visit) = self.next_visit_of(process) {
+            if let Some(visit) = self.next_visit_of(process, limit) {
                 return Some(visit);
             }
             self.leave_process(process);
@@ -58,25 +76,60 @@ impl KsmModel {
         None
     }
 
-    /// The next page of the cursor's process that is not skipped.
-    fn next_visit_of(&mut self, process: SimulatedProcessId) -> Option<Visit> {
-        while let Some(page) = self.next_page(process) {
-            let item = self.next_item(process, page);
-            self.cursor.previous = Some(item);
-            self.cursor.page = page + 1;
-            let entry = self.memory.entry(process, page);
-            if self.skips(item, entry) {
-                continue;
-            }
-            let content = self.memory.content(entry).expect("a page that ksmd visits is present");
+    /// The next pages of the cursor's process that are not skipped. Their metadata is one run that begins at the first.
+    fn next_visit_of(&mut self, process: SimulatedProcessId, limit: u64) -> Option<Visit> {
+        while let Some((page, entries)) = self.next_run(process) {
+            self.free_items_before(process, page);
+            let known = self.items[process.0 as usize].run_from(page);
+            let mut item = known.unwrap_or_else(|| {
+                let next = self.items[process.0 as usize].next_page(page).unwrap_or(u64::MAX);
+                ItemRun::new(entries.pages.min(next - page))
+            });
+            let is_merged = self.memory.merged_frame(entries.entry()).is_some();
+            let is_shared = matches!(entries.entry(), PageEntry::Frame(frame) if item.link != Link::Stable(frame));
+            let is_run = self.visits_runs && !is_shared;
+            let pages = if is_run { entries.pages.min(item.pages.into()) } else { 1 };
+            let is_skipped = self.rules.has_smart_scan && self.settings.smart_scan && !is_merged && item.skips();
             let node = self.memory.node_of(process, page);
-            return Some(Visit { item, process, page, content, node });
+            let content = self.memory.content(entries.entry()).expect("a page that ksmd visits is present");
+            let mut visit = Visit { process, page, pages, content, ascends: entries.ascends, node };
+            if !is_skipped {
+                visit.pages = pages.min(limit);
+                visit.pages = self.uniform_pages(&visit, entries.entry(), &item);
+            }
+            self.begin_visit(&visit, item, known.is_none());
+            if !is_skipped {
+                return Some(visit);
+            }
+            self.tally.pages_skipped += visit.pages;
+            self.unlink(&visit);
+            self.join_items(&visit);
         }
         None
     }
 
-    /// The next present anonymous page from the cursor on. The cursor moves to the end of the regions that it passes.
-    fn next_page(&mut self, process: SimulatedProcessId) -> Option<u64> {
+    /// Give the pages of a visit metadata of their own, and move the cursor behind them.
+    fn begin_visit(&mut self, visit: &Visit, mut item: ItemRun, is_new: bool) {
+        item.pages = u32::try_from(visit.pages).expect("a run has fewer than 2^32 pages");
+        self.items[visit.process.0 as usize].set(visit.page, item);
+        let end = visit.page + visit.pages;
+        self.cursor = Cursor { page: end, unvisited: end, ..self.cursor };
+        if is_new {
+            self.tally.rmap_items += visit.pages;
+            self.work.allocated_items += visit.pages;
+            self.memory.process_mut(visit.process).rmap_items += visit.pages.cast_signed();
+        }
+    }
+
+    /// Join the metadata of visited pages with that of the pages before them.
+    fn join_items(&mut self, visit: &Visit) {
+        if self.visits_runs {
+            self.items[visit.process.0 as usize].join_at(visit.page);
+        }
+    }
+
+    /// The next present anonymous pages from the cursor on. The cursor moves to the end of the regions that it passes.
+    fn next_run(&mut self, process: SimulatedProcessId) -> Option<(u64, EntryRun)> {
         let process = self.memory.process(process);
         if !process.is_alive {
             return None;
@@ -87,7 +140,7 @@ impl KsmModel {
         for vma in before.into_iter().chain(rest).filter(|vma| vma.is_mergeable) {
             let from = self.cursor.page.max(vma.start);
             let found = if vma.has_anonymous { Memory::next_anonymous(vma, from) } else { None };
-            self.cursor.page = found.unwrap_or(vma.end());
+            self.cursor.page = found.map_or(vma.end(), |(page, _)| page);
             if found.is_some() {
                 return found;
             }
@@ -95,88 +148,40 @@ impl KsmModel {
         None
     }
 
-    /// The item of a page, a new one if it has none (`get_next_rmap_item`). Items of pages before it are freed: they
-    /// are no longer mapped or mergeable.
-    fn next_item(&mut self, process: SimulatedProcessId, page: u64) -> ItemId {
-        let mut next = self.item_after(process, self.cursor.previous);
-        while let Some(id) = next {
-            let item = &self.items[id as usize];
-            if item.page == page {
-                self.set_item_after(process, self.cursor.previous, Some(id));
-                return id;
-            }
-            if item.page > page {
-                break;
-            }
-            next = item.next;
-            self.free_item(id);
-        }
-        let item = Item { next, process, page, last_content: None, age: 0, remaining_skips: 0, link: Link::Unlinked };
-        let id = match self.unused_items.pop() {
-            Some(id) => {
-                self.items[id as usize] = item;
-                id
-            }
-            None => {
-                self.items.push(item);
-                ItemId::try_from(self.items.len() - 1).expect("fewer than 2^32 items")
-            }
-        };
-        self.tally.rmap_items += 1;
-        self.work.allocated_items += 1;
-        self.memory.process_mut(process).rmap_items += 1;
-        self.set_item_after(process, self.cursor.previous, Some(id));
-        id
-    }
-
-    fn item_after(&self, process: SimulatedProcessId, previous: Option<ItemId>) -> Option<ItemId> {
-        match previous {
-            Some(previous) => self.items[previous as usize].next,
-            None => self.slots[self.slot_position(process).expect("the cursor's process is on the list")].first,
+    /// Free the metadata between the last visit and a page (`get_next_rmap_item`): those pages are no longer mapped or
+    /// mergeable.
+    fn free_items_before(&mut self, process: SimulatedProcessId, page: u64) {
+        if self.cursor.unvisited < page {
+            self.free_items(process, self.cursor.unvisited..page);
         }
     }
 
-    fn set_item_after(&mut self, process: SimulatedProcessId, previous: Option<ItemId>, next: Option<ItemId>) {
-        match previous {
-            Some(previous) => self.items[previous as usize].next = next,
-            None => {
-                let position = self.slot_position(process).expect("the cursor's process is on the list");
-                self.slots[position].first = next;
-            }
-        }
-    }
-
-    fn free_item(&mut self, id: ItemId) {
-        self.unlink(id);
-        let process = self.items[id as usize].process;
-        self.memory.process_mut(process).rmap_items -= 1;
-        self.tally.rmap_items -= 1;
-        self.unused_items.push(id);
-    }
-
-    /// Free a list of items (`remove_trailing_rmap_items`).
-    pub(super) fn free_items_from(&mut self, mut next: Option<ItemId>) {
-        while let Some(id) = next {
-            next = self.items[id as usize].next;
-            self.free_item(id);
+    /// Free metadata (`remove_trailing_rmap_items`).
+    pub(super) fn free_items(&mut self, process: SimulatedProcessId, pages: Range<u64>) {
+        while let Some(page) = self.items[process.0 as usize].next_page(pages.start).filter(|&page| page < pages.end) {
+            let item = self.items[process.0 as usize].run_from(page).expect("the page has metadata");
+            let end = pages.end.min(page + u64::from(item.pages));
+            self.unlink_range(process, page..end);
+            self.items[process.0 as usize].take(page..end);
+            let freed = end - page;
+            self.memory.process_mut(process).rmap_items -= freed.cast_signed();
+            self.tally.rmap_items -= freed;
         }
     }
 
     /// The end of a process's turn. A process that ended, or without mergeable regions, leaves the list.
     fn leave_process(&mut self, process: SimulatedProcessId) {
         if !self.memory.process(process).is_alive {
-            self.cursor = Cursor { process: Some(process), page: 0, previous: None };
+            self.cursor = Cursor { process: Some(process), page: 0, unvisited: 0 };
         }
-        let trailing = self.item_after(process, self.cursor.previous);
-        self.set_item_after(process, self.cursor.previous, None);
-        self.free_items_from(trailing);
+        self.free_items(process, self.cursor.unvisited..PAGE_LIMIT);
         let position = self.slot_position(process).expect("the cursor's process is on the list");
-        let next = self.slots.get(position + 1).map(|slot| slot.process);
+        let next = self.slots.get(position + 1).copied();
         if self.cursor.page == 0 {
             self.slots.remove(position);
             self.memory.process_mut(process).is_registered = false;
         }
-        self.cursor = Cursor { process: next, page: 0, previous: None };
+        self.cursor = Cursor { process: next, page: 0, unvisited: 0 };
     }
 
     fn end_scan(&mut self) {
@@ -188,58 +193,49 @@ impl KsmModel {
         }
     }
 
-    /// Whether smart scan leaves this visit out (`should_skip_rmap_item`, since 6.7).
-    fn skips(&mut self, id: ItemId, entry: PageEntry) -> bool {
-        let is_merged = self.memory.stable_node(entry).is_some();
-        if !self.rules.has_smart_scan || !self.settings.smart_scan || is_merged {
-            return false;
-        }
-        let item = &mut self.items[id as usize];
-        let age = item.age;
-        item.age = age.saturating_add(1);
-        if age < 3 {
-            return false;
-        }
-        if item.remaining_skips == 0 {
-            item.remaining_skips = skips_at_age(age);
-            return false;
-        }
-        item.remaining_skips -= 1;
-        self.tally.pages_skipped += 1;
-        self.unlink(id);
-        true
+    /// Take the pages of a visit out of their tree.
+    pub(super) fn unlink(&mut self, visit: &Visit) {
+        self.unlink_range(visit.process, visit.range());
     }
 
-    /// Take a page out of its tree (`remove_rmap_item_from_tree`).
-    pub(super) fn unlink(&mut self, id: ItemId) {
-        match self.items[id as usize].link {
-            Link::Unlinked => {}
+    /// Take pages with metadata of one run out of their tree (`remove_rmap_item_from_tree`).
+    pub(super) fn unlink_range(&mut self, process: SimulatedProcessId, range: Range<u64>) {
+        let items = &mut self.items[process.0 as usize];
+        let item = items.run_from(range.start).expect("the pages have metadata");
+        let pages = range.end - range.start;
+        match item.link {
+            Link::Unlinked => return,
             Link::Unstable { scan, tree } => {
-                if scan == self.tally.full_scans {
-                    let content = self.items[id as usize].last_content.expect("a page in the tree was visited");
-                    self.unstable_tree(tree).remove(id, content);
+                if scan == self.scan_number() {
+                    let content = item.last_content().expect("a page in the tree was visited");
+                    self.unstable_tree(tree).remove(PageKey::new(process, range.start), pages, content);
                 }
-                self.tally.pages_unshared -= 1;
-                self.items[id as usize].link = Link::Unlinked;
+                self.tally.pages_unshared -= pages;
             }
-            Link::Stable(stable) if self.stable.is_stale(&self.memory, stable) => {
-                let unlinked = self.stable.remove(&mut self.memory, stable, &mut self.tally);
-                self.mark_unlinked(&unlinked);
-            }
-            Link::Stable(stable) => {
-                self.stable.unlink(stable, id, &mut self.tally);
-                self.mark_unlinked(&[id]);
+            Link::Stable(_) => {
+                for page in 0..pages {
+                    let node = item.stable_node(page).expect("the link is to stable nodes");
+                    self.unlink_from_stable(PageKey::new(process, range.start + page), node);
+                }
             }
         }
+        self.items[process.0 as usize].update(range, |_, item| item.set_link(Link::Unlinked, false));
     }
-}
 
-/// How many visits a page of this age is skipped (`skip_age`).
-fn skips_at_age(age: u8) -> u8 {
-    match age {
-        0..=3 => 1,
-        4..=5 => 2,
-        6..=8 => 4,
-        _ => 8,
+    /// Take a page from a stable node. A node whose frame is freed is removed, and all of its pages are unlinked; a later
+    /// page of the same run may find it removed.
+    fn unlink_from_stable(&mut self, key: PageKey, node: StableId) {
+        let max = self.settings.max_page_sharing;
+        if self.stable.linked_pages(node).is_none() {
+            return;
+        }
+        if StableTree::is_stale(&self.memory, node) {
+            self.stable.remove(&mut self.memory, node, max, &mut self.tally);
+            self.unlink_pages_of(&[node]);
+        } else {
+            self.stable.unlink(node, max, &mut self.tally);
+            self.unmapped.remove(&(node, key));
+            self.memory.process_mut(key.process()).merging_pages -= 1;
+        }
     }
 }

@@ -1,31 +1,36 @@
-//! One visit: the checksum, the search in both trees, and the merge.
+//! One visit: the checksum, the search in both trees, and the merge. Pages of one visit are treated alike
+//! ([`super::uniform`]).
 
-use super::super::memory::{Content, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, SimulatedProcessId, ZERO_CONTENT};
+use super::super::entry_runs::EntryRun;
+use super::super::memory::{
+    Content, Frame, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, PageKey, SimulatedProcessId, ZERO_CONTENT,
+};
 use super::super::stable_tree::{StableId, StableTree, TreeSettings, Walk};
 use super::super::unstable_tree::Search;
-use super::{Item, ItemId, KsmModel, Link, Visit};
+use super::items::{ItemRun, Link};
+use super::{KsmModel, Visit};
 
 impl KsmModel {
     /// `cmp_and_merge_page`.
     pub(super) fn compare_and_merge(&mut self, visit: Visit) {
         let entry = self.memory.entry(visit.process, visit.page);
-        let stable = self.memory.stable_node(entry);
-        if stable.is_some_and(|stable| self.items[visit.item as usize].link == Link::Stable(stable)) {
+        let stable = self.memory.merged_frame(entry);
+        if stable.is_some_and(|stable| self.item(visit.key()).link == Link::Stable(stable)) {
             return;
         }
         let early = self.rules.checksum_before_stable_tree;
         if stable.is_none() && early {
-            self.unlink(visit.item);
+            self.unlink(&visit);
             if !self.is_unchanged(&visit) || self.merge_with_zero_page(&visit) {
                 return;
             }
         }
         // A merged page that a fork mapped here is its own match (`stable_tree_search`).
         let target = if stable.is_some() { stable } else { self.search_stable(&visit) };
-        self.unlink(visit.item);
+        self.unlink(&visit);
         if let Some(target) = target {
             if self.map_to_stable(&visit, target) {
-                self.append(target, visit.item);
+                self.append(target, &visit);
             }
             return;
         }
@@ -37,19 +42,29 @@ impl KsmModel {
         }
     }
 
-    /// Whether the checksum is that of the last visit; it is remembered.
+    /// The metadata of a visited page and of those behind it.
+    fn item(&self, key: PageKey) -> ItemRun {
+        self.items[key.process().0 as usize].run_from(key.page()).expect("a visited page has metadata")
+    }
+
+    fn update_items(&mut self, visit: &Visit, change: impl FnMut(u64, &mut ItemRun)) {
+        self.items[visit.process.0 as usize].update(visit.range(), change);
+    }
+
+    /// Whether the checksums are those of the last visit; they are remembered.
     fn is_unchanged(&mut self, visit: &Visit) -> bool {
-        self.work.checksums += 1;
-        let item = &mut self.items[visit.item as usize];
-        let is_unchanged = item.last_content == Some(visit.content);
-        item.last_content = Some(visit.content);
+        self.work.checksums += visit.pages;
+        let is_unchanged = self.item(visit.key()).last_content() == Some(visit.content);
+        if !is_unchanged {
+            self.update_items(visit, |_, item| item.remember(visit.content, visit.ascends));
+        }
         is_unchanged
     }
 
     /// Whether the page of a visit is still mapped: a split may have mapped the zero page there.
     fn is_mapped(&self, visit: &Visit) -> bool {
         let vma = self.memory.process(visit.process).vma_of(visit.page);
-        vma.is_some_and(|vma| vma.entries[(visit.page - vma.start) as usize].is_anonymous())
+        vma.is_some_and(|vma| vma.run_from(visit.page).first.is_anonymous())
     }
 
     /// `try_to_merge_with_zero_page` (a part of `cmp_and_merge_page` before 6.11).
@@ -61,11 +76,12 @@ impl KsmModel {
         if !self.is_mapped(visit) {
             return false;
         }
-        self.work.merges += 1;
-        self.replace_entry(visit.process, visit.page, PageEntry::KsmZeroPage);
+        self.work.merges += visit.pages;
+        let zero_pages = EntryRun { pages: visit.pages, ..EntryRun::single(PageEntry::KsmZeroPage) };
+        self.replace_entries(visit.process, visit.page, zero_pages);
         if self.rules.tracks_zero_pages {
-            self.tally.zero_pages += 1;
-            self.memory.process_mut(visit.process).zero_pages += 1;
+            self.tally.zero_pages += visit.pages.cast_signed();
+            self.memory.process_mut(visit.process).zero_pages += visit.pages.cast_signed();
         }
         true
     }
@@ -76,8 +92,8 @@ impl KsmModel {
             return;
         }
         self.work.splits += 1;
-        self.disturb_scan();
         let start = page - page % PAGES_IN_HUGE_PAGE;
+        self.disturb_scan(process, start, PAGES_IN_HUGE_PAGE);
         for part in start..start + PAGES_IN_HUGE_PAGE {
             if let PageEntry::HugePart(content) = self.memory.entry(process, part) {
                 let maps_zero = content == ZERO_CONTENT && self.rules.split_maps_zero_pages;
@@ -87,7 +103,7 @@ impl KsmModel {
         }
     }
 
-    fn tree_settings(&self) -> TreeSettings {
+    pub(super) fn tree_settings(&self) -> TreeSettings {
         TreeSettings {
             rules: self.rules,
             max_page_sharing: self.settings.max_page_sharing,
@@ -99,87 +115,117 @@ impl KsmModel {
     /// Walk the stable tree; pages whose nodes the walk removed are unlinked.
     fn walk_stable<T>(&mut self, walks: impl FnOnce(&mut StableTree, &mut Memory, &mut Walk<'_>) -> T) -> T {
         let settings = self.tree_settings();
-        let mut unlinked = Vec::new();
+        let mut removed = Vec::new();
         let mut walk =
-            Walk { settings: &settings, tally: &mut self.tally, work: &mut self.work, unlinked: &mut unlinked };
+            Walk { settings: &settings, tally: &mut self.tally, work: &mut self.work, removed: &mut removed };
         let result = walks(&mut self.stable, &mut self.memory, &mut walk);
-        self.mark_unlinked(&unlinked);
+        self.unlink_pages_of(&removed);
         result
     }
 
+    /// Search the content of the first page. The walks of the others change nothing, and are counted as long as the
+    /// first.
     fn search_stable(&mut self, visit: &Visit) -> Option<StableId> {
-        let tree = self.tree_number(visit.node);
-        self.walk_stable(|stable, memory, walk| stable.search(memory, visit.content, tree, walk))
+        if let Some(compared) = self.quiet_miss(visit.content, visit.node) {
+            self.work.stable_comparisons += compared * visit.pages;
+            return None;
+        }
+        let before = self.work.stable_comparisons;
+        let found = self.search_stable_for(visit.content, visit.node);
+        self.work.stable_comparisons += (self.work.stable_comparisons - before) * (visit.pages - 1);
+        found
     }
 
-    /// Map the frame of a stable node in place of a page (`try_to_merge_with_ksm_page`).
+    /// The comparisons of a walk that is known to find nothing and to change nothing.
+    fn quiet_miss(&self, content: Content, node: u8) -> Option<u64> {
+        let tree = self.tree_number(node);
+        let settings = self.tree_settings();
+        self.stable.quiet_miss(&self.memory, content, tree, &settings).filter(|_| self.visits_runs)
+    }
+
+    fn search_stable_for(&mut self, content: Content, node: u8) -> Option<StableId> {
+        let tree = self.tree_number(node);
+        self.walk_stable(|stable, memory, walk| stable.search(memory, content, tree, walk))
+    }
+
+    /// Map the frames of stable nodes in place of pages (`try_to_merge_with_ksm_page`).
     fn map_to_stable(&mut self, visit: &Visit, target: StableId) -> bool {
-        let frame = self.stable.frame(target);
-        if self.memory.entry(visit.process, visit.page) == PageEntry::Frame(frame) {
+        if self.memory.entry(visit.process, visit.page) == PageEntry::Frame(target) {
             return true;
         }
         self.split_huge_page(visit.process, visit.page);
         if !self.is_mapped(visit) {
             return false;
         }
-        self.map_frame(visit.process, visit.page, frame);
+        self.map_frames(visit, target);
         true
     }
 
-    fn map_frame(&mut self, process: SimulatedProcessId, page: u64, frame: FrameId) {
-        self.work.merges += 1;
-        self.memory.frame_mut(frame).mappings += 1;
-        self.replace_entry(process, page, PageEntry::Frame(frame));
+    /// Map frames from one on in place of pages.
+    fn map_frames(&mut self, visit: &Visit, first: FrameId) {
+        self.work.merges += visit.pages;
+        for page in 0..visit.pages {
+            self.memory.frame_mut(visit.frame(first, page)).mappings += 1;
+        }
+        let frames =
+            EntryRun { pages: visit.pages, ascends: visit.ascends, ..EntryRun::single(PageEntry::Frame(first)) };
+        self.replace_entries(visit.process, visit.page, frames);
     }
 
     /// `stable_tree_append`.
-    fn append(&mut self, target: StableId, item: ItemId) {
-        self.stable.append(target, item, &mut self.tally);
-        let record = &mut self.items[item as usize];
-        record.link = Link::Stable(target);
-        let process = record.process;
-        self.memory.process_mut(process).merging_pages += 1;
+    fn append(&mut self, target: StableId, visit: &Visit) {
+        for page in 0..visit.pages {
+            self.stable.append(visit.frame(target, page), self.settings.max_page_sharing, &mut self.tally);
+        }
+        let link = |start: u64| Link::Stable(visit.frame(target, start - visit.page));
+        self.update_items(visit, |start, item| item.set_link(link(start), visit.ascends));
+        self.memory.process_mut(visit.process).merging_pages += visit.pages.cast_signed();
     }
 
-    /// Find a page of the same content in the unstable tree, or put this one there (`unstable_tree_search_insert`). A
-    /// walk that meets a page that is gone, or this very page, gives up.
-    fn search_or_insert_unstable(&mut self, visit: &Visit) -> Option<ItemId> {
+    /// Find pages of the same contents in the unstable tree, or put these there (`unstable_tree_search_insert`). A walk
+    /// that meets a page that is gone, or this very page, gives up.
+    fn search_or_insert_unstable(&mut self, visit: &Visit) -> Option<PageKey> {
         let tree = self.tree_number(visit.node);
-        self.unstable_tree(tree);
+        let is_mapped = self.is_mapped(visit);
+        let unstable = self.unstable_tree(tree);
+        if !is_mapped {
+            // A split took the page away after its checksum was computed, and it is inserted nevertheless.
+            unstable.take_shape();
+        }
         let unstable = &self.unstable[usize::from(tree)];
-        let (search, compared) = unstable.search(visit.content, |item| self.mergeable_content(item));
+        let (search, compared) = unstable.search(visit.content, visit.pages, |key| self.mergeable_content(key));
         self.work.unstable_comparisons += compared;
         let parent = match search {
             Search::Found(partner) => return Some(partner).filter(|&partner| !self.is_same_page(visit, partner)),
             Search::Lost => return None,
             Search::Missing(parent) => parent,
         };
-        self.unstable_tree(tree).insert(parent, visit.item, visit.content);
-        let scan = self.tally.full_scans;
-        self.items[visit.item as usize].link = Link::Unstable { scan, tree };
-        self.tally.pages_unshared += 1;
+        self.unstable_tree(tree).insert(parent, visit.key(), visit.pages, visit.content);
+        let scan = self.scan_number();
+        self.update_items(visit, |_, item| item.set_link(Link::Unstable { scan, tree }, false));
+        self.tally.pages_unshared += visit.pages;
         None
     }
 
-    /// The content of the page of an item, while it is present, anonymous and mergeable (`get_mergeable_page`).
-    fn mergeable_content(&self, item: ItemId) -> Option<Content> {
-        let Item { process, page, .. } = self.items[item as usize];
-        let process_record = self.memory.process(process);
-        let vma = process_record.vma_of(page).filter(|vma| process_record.is_alive && vma.is_mergeable)?;
-        let entry = vma.entries[(page - vma.start) as usize];
-        if entry.is_anonymous() { self.memory.content(entry.unpack()) } else { None }
+    /// The content of a page, while it is present, anonymous and mergeable (`get_mergeable_page`).
+    fn mergeable_content(&self, key: PageKey) -> Option<Content> {
+        let process = self.memory.process(key.process());
+        let vma = process.vma_of(key.page()).filter(|vma| process.is_alive && vma.is_mergeable)?;
+        match vma.entry(key.page()) {
+            PageEntry::Absent | PageEntry::ZeroPage | PageEntry::KsmZeroPage => None,
+            entry => self.memory.content(entry),
+        }
     }
 
-    fn is_same_page(&self, visit: &Visit, partner: ItemId) -> bool {
-        let Item { process, page, .. } = self.items[partner as usize];
+    fn is_same_page(&self, visit: &Visit, partner: PageKey) -> bool {
         let entry = self.memory.entry(visit.process, visit.page);
-        matches!(entry, PageEntry::Frame(_)) && entry == self.memory.entry(process, page)
+        matches!(entry, PageEntry::Frame(_)) && entry == self.memory.entry(partner.process(), partner.page())
     }
 
-    /// Merge two pages of the same content into a new node (`try_to_merge_two_pages`, `stable_tree_insert`). Two parts
-    /// of one huge page do not merge: each holds the other, so the split fails, and comes after the attempt.
-    fn merge_with_partner(&mut self, visit: &Visit, partner: ItemId) {
-        let Item { process, page, .. } = self.items[partner as usize];
+    /// Merge pages with pages of the same contents into new nodes (`try_to_merge_two_pages`, `stable_tree_insert`). Two
+    /// parts of one huge page do not merge: each holds the other, so the split fails, and comes after the attempt.
+    fn merge_with_partner(&mut self, visit: &Visit, partner: PageKey) {
+        let (process, page) = (partner.process(), partner.page());
         let huge_page_of = |process, page| match self.memory.entry(process, page) {
             PageEntry::HugePart(_) => Some((process, page / PAGES_IN_HUGE_PAGE)),
             _ => None,
@@ -193,17 +239,43 @@ impl KsmModel {
         if !self.is_mapped(visit) {
             return;
         }
-        let partner_visit = Visit { item: partner, process, page, ..*visit };
+        let partner_visit = Visit { process, page, ..*visit };
         self.split_huge_page(process, page);
         if !self.is_mapped(&partner_visit) {
             return;
         }
-        let frame = self.memory.number_frame(visit.process, visit.page);
-        self.map_frame(process, page, frame);
-        self.unlink(partner);
+        let first = self.number_frames(visit);
+        self.map_frames(&partner_visit, first);
+        self.unlink(&partner_visit);
         let tree = self.tree_number(visit.node);
-        let target = self.walk_stable(|stable, memory, walk| stable.insert(memory, frame, tree, walk));
-        self.append(target, partner);
-        self.append(target, visit.item);
+        for page in 0..visit.pages {
+            // The first page was searched before.
+            let content = visit.content + page as Content;
+            match self.quiet_miss(content, visit.node).filter(|_| page > 0) {
+                Some(compared) => self.work.stable_comparisons += compared,
+                None if page > 0 => {
+                    self.search_stable_for(content, visit.node);
+                }
+                None => {}
+            }
+            let frame = visit.frame(first, page);
+            self.walk_stable(|stable, memory, walk| stable.insert(memory, frame, tree, walk));
+        }
+        self.append(first, &partner_visit);
+        self.append(first, visit);
+    }
+
+    /// Give pages numbered frames, and return the first.
+    fn number_frames(&mut self, visit: &Visit) -> FrameId {
+        if visit.pages == 1 {
+            return self.memory.number_frame(visit.process, visit.page);
+        }
+        let frame =
+            |page| Frame { content: visit.content + page as Content, mappings: 1, is_merged: false, node: visit.node };
+        let first = self.memory.add_frames((0..visit.pages).map(frame));
+        let frames =
+            EntryRun { pages: visit.pages, ascends: visit.ascends, ..EntryRun::single(PageEntry::Frame(first)) };
+        self.memory.set_run(visit.process, visit.page, frames);
+        first
     }
 }
