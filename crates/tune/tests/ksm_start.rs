@@ -64,11 +64,11 @@ fn plan_import(host: &FakeHost, value: &str) -> TunePlan {
 
 /// The value that a plan gives `run`.
 fn planned_run(plan: &TunePlan) -> Option<&str> {
-    let values = plan.steps.iter().filter_map(|step| match &step.effect {
+    let mut values = plan.steps.iter().filter_map(|step| match &step.effect {
         Effect::Write { path, to, .. } if path == KSM_RUN_PATH => Some(to.as_str()),
         _ => None,
     });
-    values.last()
+    values.next_back()
 }
 
 fn exported(plan: &TunePlan) -> String {

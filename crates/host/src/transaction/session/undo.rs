@@ -157,7 +157,7 @@ impl Session<'_> {
             Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
             Err(why) => UndoResult {
                 is_busy: matches!(why, ActionError::Busy(_)),
-                ..UndoResult::failure(entry, &explain_failure(&entry.undo, &why), fate_after(&why))
+                ..UndoResult::failure(entry, explain_failure(&entry.undo, &why), fate_after(&why))
             },
         }
     }
