@@ -3,6 +3,7 @@
 use crate::arms::{self, ArmError, ArmSwitch, SettingsOutcome};
 use crate::decide::analysis::{AnalysisError, EffectVerdict, analyze};
 use crate::decide::design::{Arm, Schedule, ScheduledRun};
+use crate::decide::injection::EarlierRuns;
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
 use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
@@ -126,7 +127,9 @@ pub fn run(
         Err(error) => return CampaignOutcome { result: Err(error), settings },
     };
     let baseline = BlockEnvironment::default();
-    let mut campaign = Campaign { host, record, start: &loaded.start, boot, baseline, stop, switch };
+    let mut earlier = EarlierRuns::default();
+    loaded.blocks.iter().flat_map(|(_, runs)| runs).for_each(|run| add_earlier_run(&mut earlier, run));
+    let mut campaign = Campaign { host, record, start: &loaded.start, boot, baseline, stop, switch, earlier };
     let result = campaign.run_session(loaded, note_progress);
     // The arm is left even if a run failed.
     let left = match campaign.leave() {
@@ -176,6 +179,17 @@ struct Campaign<'a, 'r> {
     baseline: BlockEnvironment,
     stop: &'a AtomicBool,
     switch: ArmSwitch<'a>,
+    earlier: EarlierRuns,
+}
+
+/// Adds a run of a record to what is known for the injection.
+fn add_earlier_run(earlier: &mut EarlierRuns, run: &RunRecord) {
+    let (wall, stopped) = (run.wall_seconds.clamp(0.0, 1e9), run.stopped_seconds.clamp(0.0, 1e9));
+    // A record of an earlier version does not have the time of the run.
+    if run.applied == 'A' && !run.warm_up && wall > stopped {
+        let [running, stopped] = [wall - stopped, stopped].map(Duration::from_secs_f64);
+        earlier.add(run.slowdown_percent, running, stopped);
+    }
 }
 
 impl Campaign<'_, '_> {
@@ -243,6 +257,7 @@ impl Campaign<'_, '_> {
                 cpu_seconds += cpu;
                 for run in records {
                     self.record.append(&RecordLine::Run(run.clone()))?;
+                    add_earlier_run(&mut self.earlier, &run);
                     runs.push(run);
                 }
                 position += group.len();
@@ -334,7 +349,7 @@ impl Campaign<'_, '_> {
             Side {
                 commands: experiment.workload.iter().map(command).collect(),
                 environment,
-                slowdown_percent: run.slowdown_percent,
+                injection: (run.slowdown_percent > 0).then(|| self.earlier.plan_injection(run.slowdown_percent)),
                 cpus: duet_cpus(experiment, number),
             }
         };

@@ -45,8 +45,9 @@ fn sample_without_a_ratio_is_not_recorded() {
         let mut settings = SettingsOutcome::default();
         let switch = ArmSwitch::begin(&host, state.path(), &start, &mut settings).unwrap();
         let baseline = EnvironmentCounters::read(&host).readings_since(&host, 0.0);
-        let (start, boot) = (&start, String::new());
-        let mut campaign = Campaign { host: &host, record: &mut record, start, boot, baseline, stop: &stop, switch };
+        let (start, boot, earlier) = (&start, String::new(), EarlierRuns::default());
+        let (host, record) = (&host, &mut record);
+        let mut campaign = Campaign { host, record, start, boot, baseline, stop: &stop, switch, earlier };
         let result = campaign.run_blocks(&record::load(directory.path()).unwrap(), &mut |_| {});
         (result, record::load(directory.path()).unwrap())
     };
