@@ -6,7 +6,7 @@ use crate::decide::design::{Arm, Schedule, ScheduledRun};
 use crate::decide::injection::EarlierRuns;
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
-use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
+use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_busy_host, describe_flag};
 use crate::experiment::{Experiment, ExperimentError, MetricDefinition, MetricSource};
 use crate::metric::{self, MetricError};
 use crate::record::{
@@ -78,10 +78,12 @@ impl CampaignError {
 }
 
 /// How far a campaign is.
-#[derive(Clone, Copy, Debug)]
-pub struct CampaignProgress {
+#[derive(Clone, Debug, PartialEq)]
+pub enum CampaignProgress {
+    /// Before the first block of a session the host is busy: readings with their limits.
+    BusyHost(Vec<String>),
     /// Completed blocks.
-    pub blocks: usize,
+    Blocks(usize),
 }
 
 /// How a campaign ended.
@@ -215,10 +217,15 @@ impl Campaign<'_, '_> {
             host.sleep(BASELINE_DURATION);
             before.readings_since(host, 0.0)
         });
+        let description = HostDescription::read(host, experiment.program().as_deref());
+        let busy = describe_busy_host(&self.baseline, description.cpus);
+        if !busy.is_empty() && loaded.end.is_none() {
+            note_progress(CampaignProgress::BusyHost(busy));
+        }
         self.record.append(&RecordLine::Session(Box::new(SessionStart {
             boot: self.boot.clone(),
             unix_seconds: unix_seconds(host),
-            host: HostDescription::read(host, experiment.program().as_deref()),
+            host: description,
             baseline: self.baseline.clone(),
         })))?;
         self.run_blocks(loaded, note_progress)
@@ -236,7 +243,7 @@ impl Campaign<'_, '_> {
         let mut blocks = loaded.blocks.clone();
         let plan = self.start.experiment.stopping_plan().map_err(ExperimentError::from)?;
         loop {
-            note_progress(CampaignProgress { blocks: blocks.len() });
+            note_progress(CampaignProgress::Blocks(blocks.len()));
             if let Some(compared) = find_difference_at_look(self.start, &plan, &blocks)? {
                 let why = format!("the look at {compared} blocks found a difference");
                 self.record.append(&RecordLine::End { why })?;

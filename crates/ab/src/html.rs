@@ -1,8 +1,8 @@
 //! The page of a campaign: one HTML file without references to others, with its pictures as SVG.
 
 use crate::text::{
-    describe_control, describe_found, describe_injections, describe_smallest_effect, describe_unrestored,
-    describe_verdict, list_unrestored,
+    describe_busy_start, describe_control, describe_failed_injection, describe_found, describe_injections,
+    describe_smallest_effect, describe_unrestored, describe_verdict, list_unrestored,
 };
 use crate::wire::{AbReport, EffectEstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
@@ -50,6 +50,9 @@ pub fn render(report: &AbReport) -> String {
         }
         page.push_str("</table>\n");
     }
+    if !report.busy_at_start.is_empty() {
+        let _ = writeln!(page, "<p>{}</p>", escape(&describe_busy_start(&report.busy_at_start)));
+    }
     if let Some(why) = &result.why_not_analyzed {
         let _ = writeln!(page, "<p>Not analyzed: {}</p>", escape(why));
     }
@@ -76,6 +79,9 @@ pub fn render(report: &AbReport) -> String {
     for (index, metric) in result.metrics.iter().enumerate() {
         let _ = writeln!(page, "<h2>{}: {}</h2>", escape(&metric.name), escape(&describe_verdict(metric, report)));
         page.push_str(&control_table(metric));
+        if let Some(failure) = describe_failed_injection(metric) {
+            let _ = writeln!(page, "<p>{}</p>", escape(&failure));
+        }
         page.push_str("<h3>Ratio of B to A in each block</h3>\n");
         page.push_str(&difference_picture(&metric.comparison));
         page.push_str("<h3>Interval against the smallest effect that is detected with 80 % probability</h3>\n");
