@@ -89,21 +89,7 @@ pub fn render(report: &AbReport) -> String {
         page.push_str("<h3>Samples of the comparison over time</h3>\n");
         page.push_str(&series_picture(report, index));
     }
-    page.push_str("<h2>Host</h2>\n<table>\n");
-    if let Some(host) = report.hosts.last() {
-        let fields = [
-            ("kernel", host.kernel.clone()),
-            ("CPU", host.cpu_model.clone().map(|model| format!("{} x {model}", host.cpus))),
-            ("microcode", host.microcode.clone()),
-            ("governors", (!host.governors.is_empty()).then(|| host.governors.join(", "))),
-            ("program (SHA-256)", host.program_sha256.clone()),
-            ("git commit", host.git_commit.clone()),
-        ];
-        for (name, value) in fields {
-            let _ = writeln!(page, "<tr><th>{name}<td>{}</tr>", escape(value.as_deref().unwrap_or("not known")));
-        }
-    }
-    page.push_str("</table>\n");
+    page.push_str(&host_table(report));
     let flagged = report.environment.iter().filter(|block| !block.flags.is_empty());
     let flagged: Vec<String> =
         flagged.map(|block| format!("<li>block {}: {}", block.block, escape(&block.flags.join("; ")))).collect();
@@ -116,6 +102,26 @@ pub fn render(report: &AbReport) -> String {
 
 fn percent(ratio: f64) -> String {
     format!("{:+.2} %", (ratio - 1.0) * 100.0)
+}
+
+/// The host at the last start or resumption.
+fn host_table(report: &AbReport) -> String {
+    let mut table = "<h2>Host</h2>\n<table>\n".to_owned();
+    if let Some(host) = report.hosts.last() {
+        let fields = [
+            ("kernel", host.kernel.clone()),
+            ("CPU", host.cpu_model.clone().map(|model| format!("{} x {model}", host.cpus))),
+            ("microcode", host.microcode.clone()),
+            ("governors", (!host.governors.is_empty()).then(|| host.governors.join(", "))),
+            ("program (SHA-256)", host.program_sha256.clone()),
+            ("git commit", host.git_commit.clone()),
+        ];
+        for (name, value) in fields {
+            let _ = writeln!(table, "<tr><th>{name}<td>{}</tr>", escape(value.as_deref().unwrap_or("not known")));
+        }
+    }
+    table.push_str("</table>\n");
+    table
 }
 
 fn control_table(metric: &MetricReport) -> String {

@@ -411,37 +411,10 @@ fn analyze_metric(
         let is_ratio_in_interval = estimate.interval.contains(1.0);
         SameArmResult { estimate, is_difference_found, is_ratio_in_interval }
     });
-    let mut percents: Vec<u32> = blocks
-        .iter()
-        .filter_map(|block| match block.kind {
-            BlockKind::Injected { slowdown_percent } => Some(slowdown_percent),
-            BlockKind::Comparison | BlockKind::SameArm => None,
-        })
-        .collect();
-    percents.sort_unstable();
-    percents.dedup();
     let mut injected = Vec::new();
-    for slowdown_percent in percents {
+    for slowdown_percent in list_slowdowns(blocks) {
         let Some(estimate) = control(BlockKind::Injected { slowdown_percent })? else { continue };
-        let ratio = |factor: f64| {
-            let slowdown = 1.0 + f64::from(slowdown_percent) / 100.0 * factor;
-            match metric.direction {
-                Direction::LowerIsBetter => slowdown,
-                Direction::HigherIsBetter => slowdown.recip(),
-            }
-        };
-        let (one, other) = (ratio(1.0 - INJECTION_TOLERANCE), ratio(1.0 + INJECTION_TOLERANCE));
-        let interval = &estimate.interval;
-        let acted_as_intended = interval.low <= one.max(other) && interval.high >= one.min(other);
-        let true_ratio = ratio(1.0);
-        injected.push(InjectedResult {
-            slowdown_percent,
-            true_ratio,
-            is_found: difference(&estimate, estimate.p_value, options.alpha) == Some(metric.direction),
-            is_ratio_in_interval: estimate.interval.contains(true_ratio),
-            acted_as_intended,
-            estimate,
-        });
+        injected.push(judge_injection(slowdown_percent, estimate, metric.direction, options.alpha));
     }
     let comparison = estimate(&counted, comparison_goal);
     let logarithms = |means: &[f64]| means.iter().map(|mean| mean.ln()).collect::<Vec<f64>>();
@@ -458,6 +431,45 @@ fn analyze_metric(
         injected,
         components: BlockComponents::from_blocks(&pairs),
     })
+}
+
+/// The injected slow-downs of blocks in percent, ascending.
+fn list_slowdowns(blocks: &[BlockSamples]) -> Vec<u32> {
+    let mut percents: Vec<u32> = blocks
+        .iter()
+        .filter_map(|block| match block.kind {
+            BlockKind::Injected { slowdown_percent } => Some(slowdown_percent),
+            BlockKind::Comparison | BlockKind::SameArm => None,
+        })
+        .collect();
+    percents.sort_unstable();
+    percents.dedup();
+    percents
+}
+
+/// Whether an injected slow-down acted, and whether it was found.
+fn judge_injection(
+    slowdown_percent: u32,
+    estimate: EffectEstimate,
+    direction: Direction,
+    alpha: f64,
+) -> InjectedResult {
+    let ratio = |factor: f64| {
+        let slowdown = 1.0 + f64::from(slowdown_percent) / 100.0 * factor;
+        match direction {
+            Direction::LowerIsBetter => slowdown,
+            Direction::HigherIsBetter => slowdown.recip(),
+        }
+    };
+    let (one, other) = (ratio(1.0 - INJECTION_TOLERANCE), ratio(1.0 + INJECTION_TOLERANCE));
+    InjectedResult {
+        slowdown_percent,
+        true_ratio: ratio(1.0),
+        is_found: difference(&estimate, estimate.p_value, alpha) == Some(direction),
+        is_ratio_in_interval: estimate.interval.contains(ratio(1.0)),
+        acted_as_intended: estimate.interval.low <= one.max(other) && estimate.interval.high >= one.min(other),
+        estimate,
+    }
 }
 
 /// The means of the runs of a block.
