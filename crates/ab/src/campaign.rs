@@ -3,9 +3,10 @@
 use crate::arms::{self, ArmError, ArmSwitch, SettingsOutcome};
 use crate::decide::analysis::{AnalysisError, EffectVerdict, analyze};
 use crate::decide::design::{Arm, Schedule, ScheduledRun};
+use crate::decide::injection::EarlierRuns;
 use crate::decide::noise::{EnvironmentReadings, NoiseLimits, judge_block};
 use crate::decide::stopping::StoppingPlan;
-use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_flag};
+use crate::environment::{BlockEnvironment, EnvironmentCounters, HostDescription, describe_busy_host, describe_flag};
 use crate::experiment::{Experiment, ExperimentError, MetricDefinition, MetricSource};
 use crate::metric::{self, MetricError};
 use crate::record::{
@@ -77,10 +78,12 @@ impl CampaignError {
 }
 
 /// How far a campaign is.
-#[derive(Clone, Copy, Debug)]
-pub struct CampaignProgress {
+#[derive(Clone, Debug, PartialEq)]
+pub enum CampaignProgress {
+    /// Before the first block of a session the host is busy: readings with their limits.
+    BusyHost(Vec<String>),
     /// Completed blocks.
-    pub blocks: usize,
+    Blocks(usize),
 }
 
 /// How a campaign ended.
@@ -126,7 +129,9 @@ pub fn run(
         Err(error) => return CampaignOutcome { result: Err(error), settings },
     };
     let baseline = BlockEnvironment::default();
-    let mut campaign = Campaign { host, record, start: &loaded.start, boot, baseline, stop, switch };
+    let mut earlier = EarlierRuns::default();
+    loaded.blocks.iter().flat_map(|(_, runs)| runs).for_each(|run| add_earlier_run(&mut earlier, run));
+    let mut campaign = Campaign { host, record, start: &loaded.start, boot, baseline, stop, switch, earlier };
     let result = campaign.run_session(loaded, note_progress);
     // The arm is left even if a run failed.
     let left = match campaign.leave() {
@@ -176,6 +181,17 @@ struct Campaign<'a, 'r> {
     baseline: BlockEnvironment,
     stop: &'a AtomicBool,
     switch: ArmSwitch<'a>,
+    earlier: EarlierRuns,
+}
+
+/// Adds a run of a record to what is known for the injection.
+fn add_earlier_run(earlier: &mut EarlierRuns, run: &RunRecord) {
+    let (wall, stopped) = (run.wall_seconds.clamp(0.0, 1e9), run.stopped_seconds.clamp(0.0, 1e9));
+    // A record of an earlier version does not have the time of the run.
+    if run.applied == 'A' && !run.warm_up && wall > stopped {
+        let [running, stopped] = [wall - stopped, stopped].map(Duration::from_secs_f64);
+        earlier.add(run.slowdown_percent, running, stopped);
+    }
 }
 
 impl Campaign<'_, '_> {
@@ -201,10 +217,15 @@ impl Campaign<'_, '_> {
             host.sleep(BASELINE_DURATION);
             before.readings_since(host, 0.0)
         });
+        let description = HostDescription::read(host, experiment.program().as_deref());
+        let busy = describe_busy_host(&self.baseline, description.cpus);
+        if !busy.is_empty() && loaded.end.is_none() {
+            note_progress(CampaignProgress::BusyHost(busy));
+        }
         self.record.append(&RecordLine::Session(Box::new(SessionStart {
             boot: self.boot.clone(),
             unix_seconds: unix_seconds(host),
-            host: HostDescription::read(host, experiment.program().as_deref()),
+            host: description,
             baseline: self.baseline.clone(),
         })))?;
         self.run_blocks(loaded, note_progress)
@@ -222,7 +243,7 @@ impl Campaign<'_, '_> {
         let mut blocks = loaded.blocks.clone();
         let plan = self.start.experiment.stopping_plan().map_err(ExperimentError::from)?;
         loop {
-            note_progress(CampaignProgress { blocks: blocks.len() });
+            note_progress(CampaignProgress::Blocks(blocks.len()));
             if let Some(compared) = find_difference_at_look(self.start, &plan, &blocks)? {
                 let why = format!("the look at {compared} blocks found a difference");
                 self.record.append(&RecordLine::End { why })?;
@@ -243,6 +264,7 @@ impl Campaign<'_, '_> {
                 cpu_seconds += cpu;
                 for run in records {
                     self.record.append(&RecordLine::Run(run.clone()))?;
+                    add_earlier_run(&mut self.earlier, &run);
                     runs.push(run);
                 }
                 position += group.len();
@@ -334,7 +356,7 @@ impl Campaign<'_, '_> {
             Side {
                 commands: experiment.workload.iter().map(command).collect(),
                 environment,
-                slowdown_percent: run.slowdown_percent,
+                injection: (run.slowdown_percent > 0).then(|| self.earlier.plan_injection(run.slowdown_percent)),
                 cpus: duet_cpus(experiment, number),
             }
         };

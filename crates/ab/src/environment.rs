@@ -1,6 +1,6 @@
 //! What surrounds a campaign: the host, and its readings while a block runs.
 
-use crate::decide::noise::{EnvironmentReadings, NoiseFlag, ReadingKind};
+use crate::decide::noise::{EnvironmentReadings, NoiseFlag, ReadingKind, judge_start};
 use pagefold_host::Host;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -148,6 +148,12 @@ pub fn describe_flag(flag: &NoiseFlag) -> String {
         ReadingKind::Frequency => ("CPU frequency", " MHz", 1.0),
     };
     format!("{name} {:.2}{unit}, limit {:.2}{unit}", flag.value * scale, flag.limit * scale)
+}
+
+/// What makes a host with so many CPUs busy before the workload runs, as text.
+#[must_use]
+pub fn describe_busy_host(baseline: &BlockEnvironment, cpus: usize) -> Vec<String> {
+    judge_start(&EnvironmentReadings::from(baseline), cpus).iter().map(describe_flag).collect()
 }
 
 /// The counters of a host at one moment.

@@ -4,7 +4,7 @@
 //! holds it with all names resolved, so that a resumed campaign does not depend on the present state of the host.
 
 use crate::decide::analysis::{AnalysisOptions, CounterExpectation, Direction, Metric, NoisyBlocks};
-use crate::decide::design::{DesignOptions, Level, WarmUpRule};
+use crate::decide::design::{DesignOptions, InjectedBlocks, Level, WarmUpRule};
 use crate::decide::statistics::sign_flip::{MAX_EXACT_VALUES, smallest_p_value};
 use crate::decide::stopping::{Spending, StoppingPlan, StoppingPlanError};
 use schemars::JsonSchema;
@@ -39,6 +39,8 @@ pub struct Experiment {
     pub blocks: usize,
     /// Blocks of A against A, and of each injected slow-down; as many as `blocks` by default.
     pub control_blocks: Option<usize>,
+    /// The slow-downs in percent that are injected, with blocks of their own; 2 and 5 by default.
+    pub injected_percents: Vec<u32>,
     /// Pairs of runs in a block; two are ABBA or BAAB.
     pub pairs_per_block: usize,
     /// Runs at the start of each block that are not measured.
@@ -82,6 +84,7 @@ impl Default for Experiment {
             restart: None,
             blocks: 20,
             control_blocks: None,
+            injected_percents: DesignOptions::INJECTED_SLOWDOWN_PERCENTS.to_vec(),
             pairs_per_block: 2,
             warm_up_runs: 1,
             warm_up_samples: 0,
@@ -318,6 +321,13 @@ impl Experiment {
                 "at least 2, so that the controls can be judged",
             ));
         }
+        self.injected_percents.sort_unstable();
+        self.injected_percents.dedup();
+        if self.injected_percents.is_empty()
+            || self.injected_percents.iter().any(|percent| !(1..=100).contains(percent))
+        {
+            return Err(ExperimentError::OutOfRange("injected_percents", "at least one number, each from 1 to 100"));
+        }
         if self.study && self.blocks < 2 {
             return Err(ExperimentError::OutOfRange("the number of blocks of a study", "at least 2"));
         }
@@ -378,17 +388,23 @@ impl Experiment {
         Ok(())
     }
 
-    /// A warning before the start, if so few blocks cannot show a difference of any size.
+    /// A warning before the start, if so few blocks of the comparison or of the controls cannot show a difference of any
+    /// size. The controls are not corrected for several metrics.
     #[must_use]
     pub fn warn_of_few_blocks(&self) -> Option<String> {
-        let is_enough = |blocks: usize| smallest_p_value(blocks) * self.metric.len() as f64 <= self.alpha;
-        if is_enough(self.blocks) {
-            return None;
-        }
-        let needed = (self.blocks..=MAX_EXACT_VALUES).find(|&blocks| is_enough(blocks));
-        let remedy =
-            needed.map_or("measure fewer metrics".to_owned(), |blocks| format!("give at least --blocks {blocks}"));
-        Some(format!("{} blocks are too few to show a difference of any size: {remedy}", self.blocks))
+        let controls = self.control_blocks.unwrap_or(self.blocks);
+        let describe = |blocks: usize, metrics: usize, what: &str, option: &str| {
+            let is_enough = |blocks: usize| smallest_p_value(blocks) * metrics as f64 <= self.alpha;
+            if is_enough(blocks) {
+                return None;
+            }
+            let needed = (blocks..=MAX_EXACT_VALUES).find(|&blocks| is_enough(blocks));
+            let remedy =
+                needed.map_or("measure fewer metrics".to_owned(), |blocks| format!("give at least {option} {blocks}"));
+            Some(format!("{blocks} blocks{what} are too few to show a difference of any size: {remedy}"))
+        };
+        describe(self.blocks, self.metric.len(), "", "--blocks")
+            .or_else(|| describe(controls, 1, " of each control", "--control-blocks"))
     }
 
     /// The stopping rule.
@@ -426,6 +442,8 @@ impl Experiment {
             warm_up,
             ..DesignOptions::with_control_blocks(level, self.blocks, control_blocks, self.seed)
         };
+        let injected = |&slowdown_percent| InjectedBlocks { slowdown_percent, blocks: control_blocks };
+        design.injected_blocks = self.injected_percents.iter().map(injected).collect();
         // Only a workload can be slowed.
         if self.workload.is_empty() {
             design.injected_blocks.clear();
@@ -487,6 +505,9 @@ mod tests {
         assert_eq!((warning(6, 1), warning(7, 2)), (None, None));
         assert!(warning(5, 1).is_some_and(|text| text.contains("--blocks 6")));
         assert!(warning(6, 2).is_some_and(|text| text.contains("--blocks 7")));
+        let controls = |blocks| Experiment { control_blocks: Some(blocks), blocks: 10, ..experiment() };
+        assert!(controls(5).warn_of_few_blocks().is_some_and(|text| text.contains("--control-blocks 6")));
+        assert_eq!(controls(6).warn_of_few_blocks(), None);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The page of a campaign: one HTML file without references to others, with its pictures as SVG.
 
 use crate::text::{
-    describe_control, describe_found, describe_injections, describe_smallest_effect, describe_unrestored,
-    describe_verdict, list_unrestored,
+    describe_busy_start, describe_control, describe_failed_injection, describe_found, describe_injections,
+    describe_smallest_effect, describe_unrestored, describe_verdict, list_unrestored,
 };
 use crate::wire::{AbReport, EffectEstimateReport, MetricReport};
 use pagefold_output::text::escape_unprintable;
@@ -50,6 +50,9 @@ pub fn render(report: &AbReport) -> String {
         }
         page.push_str("</table>\n");
     }
+    if !report.busy_at_start.is_empty() {
+        let _ = writeln!(page, "<p>{}</p>", escape(&describe_busy_start(&report.busy_at_start)));
+    }
     if let Some(why) = &result.why_not_analyzed {
         let _ = writeln!(page, "<p>Not analyzed: {}</p>", escape(why));
     }
@@ -76,6 +79,9 @@ pub fn render(report: &AbReport) -> String {
     for (index, metric) in result.metrics.iter().enumerate() {
         let _ = writeln!(page, "<h2>{}: {}</h2>", escape(&metric.name), escape(&describe_verdict(metric, report)));
         page.push_str(&control_table(metric));
+        if let Some(failure) = describe_failed_injection(metric) {
+            let _ = writeln!(page, "<p>{}</p>", escape(&failure));
+        }
         page.push_str("<h3>Ratio of B to A in each block</h3>\n");
         page.push_str(&difference_picture(&metric.comparison));
         page.push_str("<h3>Interval against the smallest effect that is detected with 80 % probability</h3>\n");
@@ -83,21 +89,7 @@ pub fn render(report: &AbReport) -> String {
         page.push_str("<h3>Samples of the comparison over time</h3>\n");
         page.push_str(&series_picture(report, index));
     }
-    page.push_str("<h2>Host</h2>\n<table>\n");
-    if let Some(host) = report.hosts.last() {
-        let fields = [
-            ("kernel", host.kernel.clone()),
-            ("CPU", host.cpu_model.clone().map(|model| format!("{} x {model}", host.cpus))),
-            ("microcode", host.microcode.clone()),
-            ("governors", (!host.governors.is_empty()).then(|| host.governors.join(", "))),
-            ("program (SHA-256)", host.program_sha256.clone()),
-            ("git commit", host.git_commit.clone()),
-        ];
-        for (name, value) in fields {
-            let _ = writeln!(page, "<tr><th>{name}<td>{}</tr>", escape(value.as_deref().unwrap_or("not known")));
-        }
-    }
-    page.push_str("</table>\n");
+    page.push_str(&host_table(report));
     let flagged = report.environment.iter().filter(|block| !block.flags.is_empty());
     let flagged: Vec<String> =
         flagged.map(|block| format!("<li>block {}: {}", block.block, escape(&block.flags.join("; ")))).collect();
@@ -110,6 +102,26 @@ pub fn render(report: &AbReport) -> String {
 
 fn percent(ratio: f64) -> String {
     format!("{:+.2} %", (ratio - 1.0) * 100.0)
+}
+
+/// The host at the last start or resumption.
+fn host_table(report: &AbReport) -> String {
+    let mut table = "<h2>Host</h2>\n<table>\n".to_owned();
+    if let Some(host) = report.hosts.last() {
+        let fields = [
+            ("kernel", host.kernel.clone()),
+            ("CPU", host.cpu_model.clone().map(|model| format!("{} x {model}", host.cpus))),
+            ("microcode", host.microcode.clone()),
+            ("governors", (!host.governors.is_empty()).then(|| host.governors.join(", "))),
+            ("program (SHA-256)", host.program_sha256.clone()),
+            ("git commit", host.git_commit.clone()),
+        ];
+        for (name, value) in fields {
+            let _ = writeln!(table, "<tr><th>{name}<td>{}</tr>", escape(value.as_deref().unwrap_or("not known")));
+        }
+    }
+    table.push_str("</table>\n");
+    table
 }
 
 fn control_table(metric: &MetricReport) -> String {

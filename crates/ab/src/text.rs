@@ -32,6 +32,9 @@ pub fn render(report: &AbReport, style: TextStyle) -> String {
         if looks.len() > 1 { format!(", looks at {}", looks.join(", ")) } else { String::new() },
         report.environment.iter().filter(|block| !block.flags.is_empty()).count()
     );
+    if !report.busy_at_start.is_empty() {
+        let _ = writeln!(text, "  {}", describe_busy_start(&report.busy_at_start));
+    }
     if !result.complete {
         let _ = writeln!(text, "  The campaign is not complete: `pagefold ab resume` continues it.");
     }
@@ -112,6 +115,9 @@ fn render_metric(metric: &MetricReport, report: &AbReport, style: TextStyle) -> 
     }
     text.push_str(&style.render_table(&table));
     text.push('\n');
+    if let Some(failure) = describe_failed_injection(metric) {
+        let _ = writeln!(text, "  {failure}\n");
+    }
     text.push_str(&picture(metric));
     text
 }
@@ -153,12 +159,48 @@ pub fn describe_control(control: &ControlReport) -> String {
 /// Whether a control was found, in words.
 #[must_use]
 pub fn describe_found(control: &ControlReport) -> &'static str {
+    let is_too_few = control.estimate.smallest_detectable_percent.is_none();
     match (control.slowdown_percent, control.is_found) {
         (0, true) => "a false difference",
-        (0, false) => "no difference, as it must be",
+        (0, false) if !control.is_ratio_in_interval => "the host differs from itself",
+        (0, false) if !is_too_few => "no difference, as it must be",
+        (1.., _) if !control.acted_as_intended => "not as intended",
         (_, true) => "yes",
+        (_, false) if is_too_few => "too few blocks to tell",
         (_, false) => "no",
     }
+}
+
+/// Which injected slow-downs did not act as intended on a metric, and what follows.
+#[must_use]
+pub fn describe_failed_injection(metric: &MetricReport) -> Option<String> {
+    let describe = |control: &ControlReport| {
+        format!(
+            "{} % ({} instead of {})",
+            control.slowdown_percent,
+            format_interval(&control.estimate),
+            format_percent(control.true_ratio)
+        )
+    };
+    let failed: Vec<String> =
+        metric.injected.iter().filter(|control| !control.acted_as_intended).map(describe).collect();
+    (!failed.is_empty()).then(|| {
+        format!(
+            "The injected slow-down of {} did not act as intended on this metric and host, so the campaign does not say \
+             which effects it can find.",
+            failed.join(" and of ")
+        )
+    })
+}
+
+/// What made the host busy when the campaign began.
+#[must_use]
+pub fn describe_busy_start(readings: &[String]) -> String {
+    format!(
+        "The host was busy when the campaign began: {}. Blocks are compared with that, so a load that stays is not flagged \
+         as noise.",
+        readings.join("; ")
+    )
 }
 
 /// The verdict on a metric as a sentence.
@@ -171,6 +213,15 @@ pub fn describe_verdict(metric: &MetricReport, report: &AbReport) -> String {
         EffectVerdictName::Equivalent => {
             format!("no effect larger than {} %", report.result.experiment.equivalence_percent)
         }
+        EffectVerdictName::Inconclusive if metric.is_difference_reached_by_same_arm => format!(
+            "inconclusive; B to A is {change} ({}), and A against A {}",
+            format_interval(&metric.comparison),
+            metric.same_arm.as_ref().map_or(String::new(), |control| format!(
+                "differs by as much ({}, {})",
+                format_percent(control.estimate.ratio),
+                format_interval(&control.estimate)
+            ))
+        ),
         EffectVerdictName::Inconclusive => match metric.comparison.smallest_detectable_percent {
             Some(percent) if percent > NO_NOISE_PERCENT => {
                 format!("inconclusive; an effect of {percent:.2} % would have been detected with 80 % probability")

@@ -9,7 +9,7 @@ pub mod unrestored;
 
 use self::unrestored::UnrestoredChanges;
 use crate::decide::analysis::{AnalysisError, EffectEstimate, EffectVerdict, MetricAnalysis, analyze};
-use crate::environment::{BlockEnvironment, HostDescription};
+use crate::environment::{BlockEnvironment, HostDescription, describe_busy_host};
 use crate::experiment::Experiment;
 use crate::record::{LoadedRecord, PlannedKind, RunRecord};
 use crate::samples::collect_samples;
@@ -28,6 +28,9 @@ pub struct AbReport {
     pub sessions: usize,
     /// Runs of interrupted blocks, which are not analyzed.
     pub abandoned_runs: usize,
+    /// What made the host busy when the campaign began or was resumed, beyond the limits of a quiet host. Blocks are judged
+    /// against the same readings, so a load that stays is not flagged as noise.
+    pub busy_at_start: Vec<String>,
     /// The environment of each block.
     pub environment: Vec<BlockNoiseReport>,
     /// For each metric with noisy blocks, the estimate of the other choice: without them, or with them.
@@ -173,6 +176,9 @@ pub struct MetricReport {
     pub corrected_p_value: f64,
     /// A against A: the true ratio is 1.
     pub same_arm: Option<ControlReport>,
+    /// The verdict is inconclusive although a difference was found, because the interval of A against A excludes 1 and
+    /// reaches a ratio as far from 1 as that of the comparison.
+    pub is_difference_reached_by_same_arm: bool,
     /// A against A with injected slow-downs.
     pub injected: Vec<ControlReport>,
 }
@@ -188,6 +194,11 @@ pub struct ControlReport {
     pub estimate: EffectEstimateReport,
     /// Whether the campaign sees a difference: for A against A a false one.
     pub is_found: bool,
+    /// Whether the interval contains the true ratio. One in twenty does not by chance at a level of 5 %.
+    pub is_ratio_in_interval: bool,
+    /// Whether the slow-down acted on this metric: the interval reaches three quarters to five quarters of it. If not,
+    /// `is_found` says nothing about what the campaign can find. For A against A, the interval contains 1.
+    pub acted_as_intended: bool,
 }
 
 /// An estimated ratio of B to A.
@@ -246,12 +257,16 @@ impl MetricReport {
             true_ratio: 1.0,
             estimate: EffectEstimateReport::new(&control.estimate),
             is_found: control.is_difference_found,
+            is_ratio_in_interval: control.is_ratio_in_interval,
+            acted_as_intended: control.is_ratio_in_interval,
         });
         let injected = metric.injected.iter().map(|control| ControlReport {
             slowdown_percent: control.slowdown_percent,
             true_ratio: control.true_ratio,
             estimate: EffectEstimateReport::new(&control.estimate),
             is_found: control.is_found,
+            is_ratio_in_interval: control.is_ratio_in_interval,
+            acted_as_intended: control.acted_as_intended,
         });
         Self {
             name: metric.metric.name.clone(),
@@ -265,6 +280,7 @@ impl MetricReport {
             comparison: EffectEstimateReport::new(&metric.comparison),
             corrected_p_value: metric.corrected_p_value,
             same_arm,
+            is_difference_reached_by_same_arm: metric.is_difference_reached_by_same_arm,
             injected: injected.collect(),
         }
     }
@@ -329,6 +345,7 @@ impl AbReport {
             hosts: record.sessions.iter().map(|session| session.host.clone()).collect(),
             sessions: record.sessions.len(),
             abandoned_runs: record.abandoned_runs,
+            busy_at_start: describe_busy_starts(record),
             environment: record
                 .blocks
                 .iter()
@@ -369,6 +386,16 @@ impl AbReport {
         let verdict = self.result.metrics.first().map(|metric| metric.verdict);
         matches!(verdict, Some(EffectVerdictName::Better | EffectVerdictName::Worse | EffectVerdictName::Equivalent))
     }
+}
+
+/// The readings at the start of each session that a quiet host does not have, without repetitions.
+fn describe_busy_starts(record: &LoadedRecord) -> Vec<String> {
+    let mut described = Vec::new();
+    for session in &record.sessions {
+        let busy = describe_busy_host(&session.baseline, session.host.cpus);
+        described.extend(busy.into_iter().filter(|line| !described.contains(line)).collect::<Vec<_>>());
+    }
+    described
 }
 
 /// All raw samples as CSV: one line for each sample of each run, warm-up included.

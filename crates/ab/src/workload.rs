@@ -1,17 +1,21 @@
 //! Runs the commands of a workload and measures them, with an injected slow-down if the run has one.
 //!
 //! Each command is the leader of a process group in the session of this process. A slow-down stops the group with SIGSTOP
-//! and continues it with SIGCONT, many times in a run, so that the stopped time is the stated share of the running time.
-//! This slows wall time and throughput as a slower machine would. It does not change the CPU time, so a control cannot be
-//! found in that metric. Processes that leave the group are not slowed.
+//! and continues it with SIGCONT, a few times in a run, so that the stopped time is the stated share of the running time
+//! ([`crate::decide::injection`]). The time of a stop counts when all threads have stopped: one that waits for a CPU
+//! behind another process loses nothing before ([`pagefold_sys::process_group`]). This slows wall time and throughput as
+//! a slower machine would. It does not change the CPU time, so a control cannot be found in that metric. Processes that
+//! leave the group are not slowed.
 //!
 //! If this process is killed while a group is stopped, its children get another parent. If that is the host's init or in
 //! another session, the group is orphaned, and the kernel sends it SIGHUP and SIGCONT (kernel/exit.c,
 //! `kill_orphaned_pgrp`). In a container whose first process is in this session, the group stays stopped until
 //! `pagefold ab resume` ends it.
 
+use crate::decide::injection::InjectionPlan;
 use crate::metric::{self, MetricError};
 use pagefold_host::Host;
+use pagefold_sys::process_group::is_group_stopped;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::BTreeMap;
@@ -26,8 +30,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The running time between two stops of an injected slow-down.
-const INJECTION_QUANTUM: Duration = Duration::from_millis(5);
+/// How often a stopped group is looked at until all its threads have stopped.
+const STOPPED_CHECK_INTERVAL: Duration = Duration::from_micros(500);
+
+/// How long threads may take to stop: longer than the other processes of a CPU run before it is the thread's turn. A
+/// thread that waits for storage may take longer; then the time of the stop counts from here.
+const LONGEST_WAIT_FOR_STOP: Duration = Duration::from_millis(100);
 
 /// How often the wait for the end of a run looks for a stop request.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
@@ -39,8 +47,8 @@ pub struct Side {
     pub commands: Vec<Vec<String>>,
     /// Environment variables.
     pub environment: BTreeMap<String, String>,
-    /// The injected slow-down in percent of the running time; 0 for none.
-    pub slowdown_percent: u32,
+    /// The injected slow-down; absent for none.
+    pub injection: Option<InjectionPlan>,
     /// The CPUs to which the commands are restricted.
     pub cpus: Option<Vec<usize>>,
 }
@@ -135,6 +143,13 @@ struct StartedCommand {
     is_reaped: bool,
 }
 
+impl RunningCommands {
+    /// Whether a command of a side has not ended.
+    fn is_side_running(&self, side: usize) -> bool {
+        self.children.iter().any(|command| command.side == side && command.ended.is_none())
+    }
+}
+
 impl StartedCommand {
     fn group(&self) -> Option<Pid> {
         Pid::from_raw(self.child.id().cast_signed())
@@ -194,21 +209,21 @@ pub fn run_sides(
             let _ = sender.send((position, Instant::now()));
         });
     }
-    let mut stopped = vec![Duration::ZERO; sides.len()];
+    let mut injections: Vec<Injection> = sides.iter().zip(&begun).map(Injection::new).collect();
     let mut readings: Vec<Vec<f64>> = vec![Vec::new(); samples.len()];
     let mut due: Vec<Instant> = samples.iter().map(|sample| begin + sample.interval).collect();
-    let injects = sides.iter().any(|side| side.slowdown_percent > 0);
     while running.children.iter().any(|command| command.ended.is_none()) {
         let now = Instant::now();
-        let pause = if injects { INJECTION_QUANTUM } else { STOP_CHECK_INTERVAL };
-        let wait = due.iter().map(|due| due.saturating_duration_since(now)).fold(pause, Duration::min);
+        let stops = injections.iter().enumerate().filter(|(side, _)| running.is_side_running(*side));
+        let stops = stops.filter_map(|(_, injection)| injection.next_stop());
+        let moments = due.iter().copied().chain(stops);
+        let wait = moments.map(|due| due.saturating_duration_since(now)).fold(STOP_CHECK_INTERVAL, Duration::min);
         match ends.recv_timeout(wait) {
             Ok((position, ended)) => running.children[position].ended = Some(ended),
             Err(RecvTimeoutError::Disconnected) => break,
             Err(RecvTimeoutError::Timeout) => {
-                for (number, side) in sides.iter().enumerate().filter(|(_, side)| side.slowdown_percent > 0) {
-                    let already = stopped[number];
-                    stopped[number] = already + inject(&running, number, side.slowdown_percent, begun[number], already);
+                for (side, injection) in injections.iter_mut().enumerate() {
+                    injection.stop_if_due(&running, side);
                 }
             }
         }
@@ -220,6 +235,7 @@ pub fn run_sides(
         }
         read_due(samples, &mut due, &mut readings)?;
     }
+    let stopped: Vec<Duration> = injections.iter().map(|injection| injection.stopped).collect();
     Ok((collect_results(&mut running, &begun, &stopped)?, readings))
 }
 
@@ -306,19 +322,44 @@ fn read_due(samples: &[SampledMetric<'_>], due: &mut [Instant], readings: &mut [
     Ok(())
 }
 
-/// Stops the groups of a side for as long as it lacks of the stated share of its running time. Returns how long.
-fn inject(running: &RunningCommands, side: usize, percent: u32, begin: Instant, stopped: Duration) -> Duration {
-    let groups = || running.children.iter().filter(move |command| command.side == side && command.ended.is_none());
-    if groups().next().is_none() {
-        return Duration::ZERO;
+/// The injected slow-down of a side, as far as it is carried out.
+struct Injection {
+    plan: Option<InjectionPlan>,
+    begin: Instant,
+    stops: u32,
+    stopped: Duration,
+}
+
+impl Injection {
+    fn new((side, &begin): (&Side, &Instant)) -> Self {
+        Self { plan: side.injection, begin, stops: 0, stopped: Duration::ZERO }
     }
-    let ran = begin.elapsed().saturating_sub(stopped);
-    let missing = ran.mul_f64(f64::from(percent) / 100.0).saturating_sub(stopped);
-    let from = Instant::now();
-    groups().for_each(|command| command.signal(Signal::STOP));
-    thread::sleep(missing);
-    groups().for_each(|command| command.signal(Signal::CONT));
-    from.elapsed()
+
+    /// When the side stops next.
+    fn next_stop(&self) -> Option<Instant> {
+        Some(self.begin + self.stopped + self.plan?.running_time_before_stop(self.stops))
+    }
+
+    /// Stops the groups of the side if it is time. The time counts from the moment at which all of them have stopped.
+    fn stop_if_due(&mut self, running: &RunningCommands, side: usize) {
+        let Some(plan) = self.plan else { return };
+        if self.next_stop().is_none_or(|due| due > Instant::now()) || !running.is_side_running(side) {
+            return;
+        }
+        let groups = || running.children.iter().filter(move |command| command.side == side && command.ended.is_none());
+        let signaled = Instant::now();
+        groups().for_each(|command| command.signal(Signal::STOP));
+        while !groups().all(|command| is_group_stopped(command.child.id()))
+            && signaled.elapsed() < LONGEST_WAIT_FOR_STOP
+        {
+            thread::sleep(STOPPED_CHECK_INTERVAL);
+        }
+        let from = Instant::now();
+        thread::sleep(plan.stop_length(self.stops, self.stopped));
+        groups().for_each(|command| command.signal(Signal::CONT));
+        self.stopped += from.elapsed();
+        self.stops += 1;
+    }
 }
 
 /// Restricts the calling thread, and so the children that it starts, to CPUs until it is dropped.
@@ -390,10 +431,11 @@ pub fn read_once(host: &dyn Host, source: &crate::experiment::MetricSource) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::injection::EarlierRuns;
 
-    fn side(script: &str, slowdown_percent: u32) -> Side {
+    fn side(script: &str, injection: Option<InjectionPlan>) -> Side {
         let commands = vec![["sh", "-c", script].map(str::to_owned).to_vec()];
-        Side { commands, environment: BTreeMap::from([("X".into(), "7".into())]), slowdown_percent, cpus: None }
+        Side { commands, environment: BTreeMap::from([("X".into(), "7".into())]), injection, cpus: None }
     }
 
     fn run(sides: &[Side], timeout: Duration) -> Result<Vec<SideResult>, RunError> {
@@ -406,33 +448,83 @@ mod tests {
 
     #[test]
     fn output_of_all_commands_is_kept() {
-        let mut side = side("echo out $X; echo err >&2", 0);
+        let mut side = side("echo out $X; echo err >&2", None);
         side.commands.push(vec!["echo".to_owned(), "second".to_owned()]);
         let results = run(&[side], RUN_TIMEOUT).unwrap();
         assert_eq!(results[0].output, "out 7\nerr\nsecond\n");
     }
 
+    /// About 0.15 s of counting on a CPU of its own.
+    const COUNTING: &str = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done";
+
     /// The stopped time is compared with the running time, which a loaded machine stretches alike.
     #[test]
     fn injection_stops_the_stated_share_of_the_running_time() {
-        let loops = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done";
-        let result = &run(&[side(loops, 50)], RUN_TIMEOUT).unwrap()[0];
-        let ran = result.wall().saturating_sub(result.stopped).as_secs_f64();
-        let share = result.stopped.as_secs_f64() / ran;
-        assert!(result.wall() > INJECTION_QUANTUM * 4, "the workload is too short: {result:?}");
-        assert!(share > 0.3 && result.stopped < result.wall(), "{share}: {result:?}");
+        let plain = &run(&[side(COUNTING, None)], RUN_TIMEOUT).unwrap()[0];
+        assert_eq!(plain.stopped, Duration::ZERO);
+        for expected in [None, Some(plain.wall())] {
+            let plan = InjectionPlan::new(50, expected);
+            let result = &run(&[side(COUNTING, Some(plan))], RUN_TIMEOUT).unwrap()[0];
+            let ran = result.wall().saturating_sub(result.stopped).as_secs_f64();
+            let share = result.stopped.as_secs_f64() / ran;
+            assert!(share > 0.2 && result.stopped < result.wall(), "{expected:?}, {share}: {result:?}");
+        }
+    }
+
+    /// CPU time of a process in seconds: the first field of `schedstat` has nanoseconds (Documentation/scheduler/sched-stats.rst).
+    fn cpu_seconds(pid: u32) -> f64 {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/schedstat")).unwrap();
+        text.split_whitespace().next().unwrap().parse::<f64>().unwrap() / 1e9
+    }
+
+    /// A process that ends with its guard.
+    struct Competitor(Child);
+
+    impl Drop for Competitor {
+        fn drop(&mut self) {
+            let _ = self.0.kill().and_then(|()| self.0.wait());
+        }
+    }
+
+    /// The command, its competitor and this thread share one CPU. The time of a run is that in which either of the two
+    /// processes ran, so that other work on the CPU does not count.
+    #[test]
+    fn injection_slows_a_command_that_shares_its_cpu() {
+        const PERCENT: u32 = 30;
+        let cpus = sched_getaffinity(None).unwrap();
+        let cpu = (0..CpuSet::MAX_CPU).find(|&cpu| cpus.is_set(cpu)).unwrap();
+        let _affinity = RestrictedThread::new(&[cpu]).unwrap();
+        let competitor = Competitor(Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap());
+        let mut earlier = EarlierRuns::default();
+        let mut measure = |percent: u32| {
+            let injection = (percent > 0).then(|| earlier.plan_injection(percent));
+            let before = cpu_seconds(competitor.0.id());
+            let result = run(&[side(COUNTING, injection)], RUN_TIMEOUT).unwrap().remove(0);
+            earlier.add(percent, result.wall() - result.stopped, result.stopped);
+            // The CPU time of the command itself changes with the frequency and the caches of the CPU.
+            let own = result.cpu.as_secs_f64();
+            (cpu_seconds(competitor.0.id()) - before + own) / own
+        };
+        let ratios: Vec<f64> = (0..8)
+            .map(|_| {
+                let plain = measure(0);
+                measure(PERCENT) / plain
+            })
+            .collect();
+        let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
+        assert!(mean > 1.0 + f64::from(PERCENT) / 300.0, "{mean}: {ratios:?}");
     }
 
     #[test]
     fn failed_command_ends_the_run_with_its_status() {
-        let error = run(&[side("exit 3", 0)], RUN_TIMEOUT).unwrap_err().to_string();
+        let error = run(&[side("exit 3", None)], RUN_TIMEOUT).unwrap_err().to_string();
         assert!(error.contains("exit status: 3"), "{error}");
-        assert!(matches!(run(&[side("sleep 60", 0)], Duration::from_millis(50)), Err(RunError::TimedOut(_))));
+        assert!(matches!(run(&[side("sleep 60", None)], Duration::from_millis(50)), Err(RunError::TimedOut(_))));
     }
 
     #[test]
     fn background_process_of_a_run_ends_with_it() {
-        let result = &run(&[side("sleep 1000 & echo $!", 0)], RUN_TIMEOUT).unwrap()[0];
+        let result = &run(&[side("sleep 1000 & echo $!", None)], RUN_TIMEOUT).unwrap()[0];
         let pid: u32 = result.output.trim().parse().unwrap();
         let is_gone = || match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
             Err(_) => true,

@@ -1,5 +1,5 @@
-//! Experiments with real commands: a campaign killed at ten random moments has the result of an undisturbed one, and its
-//! setting is restored.
+//! Experiments with real commands: a campaign killed at random points of its code, or at random moments of its runs, has the
+//! result of an undisturbed one; its setting is restored, and no command stays stopped.
 
 #![cfg(feature = "fault-points")]
 
@@ -7,8 +7,10 @@ use pagefold_base::splitmix::splitmix64;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::Mutex;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 /// A workload whose only sample follows from the block, the run and the arm.
 const WORKLOAD: &str = "case $PAGEFOLD_AB_ARM in A) x=1000;; B) x=900;; esac; \
@@ -26,7 +28,7 @@ static SETTINGS_LOCK: Mutex<()> = Mutex::new(());
 /// The blocks of A against B; the schedule has four times as many.
 const BLOCKS: &str = "20";
 
-/// How often a campaign is killed.
+/// How often a campaign is killed at a point of its code.
 const KILLS: u64 = 10;
 
 fn pagefold(state: &Path, arguments: &[&str], fault: Option<&str>) -> Output {
@@ -96,6 +98,119 @@ fn campaign_killed_ten_times_has_the_result_of_an_undisturbed_one() {
     assert_eq!(fs::read_to_string(SETTING).unwrap(), before, "the setting is restored");
     for file in ["samples.csv", "report.html", "report.json"] {
         assert!(fs::metadata(Path::new(&killed).join(file)).is_ok_and(|file| file.len() > 0), "{file}");
+    }
+}
+
+/// Runs of 0.3 s. A slowed run is stopped for as long, so that many of the kills meet a stop.
+const TIMED_EXPERIMENT: &str = r#"
+blocks = 3
+pairs_per_block = 1
+warm_up_runs = 0
+injected_percents = [100]
+workload = [["sh", "-c", "sleep 0.3; echo rate $((1000 + PAGEFOLD_AB_BLOCK % 7 + PAGEFOLD_AB_RUN % 3))"]]
+[b.environment]
+X = "1"
+[[metric]]
+name = "rate"
+source = "pattern"
+pattern = "rate ([0-9]+)"
+"#;
+
+/// How often a campaign is killed by a timer.
+const TIMED_KILLS: u64 = 8;
+
+/// The longest time before a kill by a timer. The campaign begins with two seconds of observation.
+const LONGEST_TIME_BEFORE_KILL: Duration = Duration::from_millis(1500);
+
+/// The fields of `/proc/PID/stat` after the name (proc_pid_stat(5)): state, parent, group, session. `None` if the process
+/// has ended.
+fn read_stat(pid: u64) -> Option<Vec<String>> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let fields: Vec<String> = stat.rsplit_once(')')?.1.split_whitespace().map(str::to_owned).collect();
+    (!matches!(&*fields[0], "Z" | "X")).then_some(fields)
+}
+
+/// The processes that a record names, in order, with their start times.
+fn read_spawned(campaign: &Path) -> Vec<(u64, u64)> {
+    let text = fs::read_to_string(campaign.join("campaign.jsonl")).unwrap_or_default();
+    let rows = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let processes = rows.filter(|row| row["event"] == "spawned").flat_map(|row| row["processes"].as_array().cloned());
+    let number = |process: &Value, field: &str| process[field].as_u64().unwrap();
+    processes.flatten().map(|process| (number(&process, "pid"), number(&process, "start_time"))).collect()
+}
+
+/// Whether a process of a record is there, and its state. The start time is the 22nd field, the 20th after the name.
+fn state_of_spawned((pid, start_time): (u64, u64)) -> Option<String> {
+    let fields = read_stat(pid)?;
+    (fields[19] == start_time.to_string()).then(|| fields[0].clone())
+}
+
+/// Starts or resumes the timed campaign.
+fn spawn_timed(state: &Path, file: &Path, campaign: &Path) -> Child {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    command.arg("--state").arg(state).stdout(Stdio::null()).stderr(Stdio::null()).arg("ab");
+    if fs::metadata(campaign.join("campaign.jsonl")).is_ok_and(|file| file.len() > 0) {
+        command.arg("resume").arg(campaign);
+    } else {
+        command.args(["run", "--dir"]).arg(campaign).arg(file);
+    }
+    command.spawn().unwrap()
+}
+
+/// Kills the campaign when one of its commands is stopped by the injection. Returns the command.
+fn kill_in_a_stop(mut pagefold: Child, campaign: &Path) -> (u64, u64) {
+    loop {
+        assert_eq!(pagefold.try_wait().unwrap(), None, "the campaign ended before it stopped a command");
+        let last = read_spawned(campaign).pop();
+        if let Some(process) = last.filter(|&process| state_of_spawned(process).as_deref() == Some("T")) {
+            pagefold.kill().and_then(|()| pagefold.wait()).unwrap();
+            return process;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Once pagefold has gone, the kernel continues a stopped group unless its new parent is in the session of the group.
+fn check_that_it_is_continued(process: (u64, u64)) {
+    let session = |pid: u64| read_stat(pid).map(|fields| fields[3].clone());
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while state_of_spawned(process).as_deref() == Some("T") {
+        let parent = read_stat(process.0).and_then(|fields| fields[1].parse().ok()).and_then(session);
+        if parent.is_some() && parent == session(process.0) {
+            return println!("the new parent is in the session of the command, so that only the resumption ends it");
+        }
+        assert!(Instant::now() < deadline, "{process:?} stays stopped");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn campaign_killed_at_random_moments_resumes_and_leaves_no_command() {
+    let (state, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = directory.path().join("experiment.toml");
+    fs::write(&file, TIMED_EXPERIMENT).unwrap();
+    let (plain, killed) = (directory.path().join("plain"), directory.path().join("killed"));
+    let plain_status = spawn_timed(state.path(), &file, &plain).wait().unwrap();
+    assert!(matches!(plain_status.code(), Some(0 | 1)), "{plain_status}");
+
+    let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
+    println!("seed {seed}");
+    for kill in 0..TIMED_KILLS {
+        let mut pagefold = spawn_timed(state.path(), &file, &killed);
+        let share = splitmix64(seed.wrapping_add(kill)) as f64 / u64::MAX as f64;
+        thread::sleep(LONGEST_TIME_BEFORE_KILL.mul_f64(share));
+        pagefold.kill().and_then(|()| pagefold.wait()).unwrap();
+        if let Some(last) = read_spawned(&killed).pop() {
+            check_that_it_is_continued(last);
+        }
+    }
+    let stopped = kill_in_a_stop(spawn_timed(state.path(), &file, &killed), &killed);
+    check_that_it_is_continued(stopped);
+    let status = spawn_timed(state.path(), &file, &killed).wait().unwrap();
+    assert_eq!(status, plain_status);
+    assert!(result(&killed) == result(&plain), "the results differ");
+    for process in read_spawned(&killed) {
+        assert_eq!(state_of_spawned(process), None, "{process:?} is left");
     }
 }
 

@@ -16,5 +16,6 @@ pub mod namespace;
 pub mod numa;
 pub mod ofd_lock;
 pub mod pagemap;
+pub mod process_group;
 pub mod signals;
 pub mod userfault;

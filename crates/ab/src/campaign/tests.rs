@@ -45,8 +45,9 @@ fn sample_without_a_ratio_is_not_recorded() {
         let mut settings = SettingsOutcome::default();
         let switch = ArmSwitch::begin(&host, state.path(), &start, &mut settings).unwrap();
         let baseline = EnvironmentCounters::read(&host).readings_since(&host, 0.0);
-        let (start, boot) = (&start, String::new());
-        let mut campaign = Campaign { host: &host, record: &mut record, start, boot, baseline, stop: &stop, switch };
+        let (start, boot, earlier) = (&start, String::new(), EarlierRuns::default());
+        let (host, record) = (&host, &mut record);
+        let mut campaign = Campaign { host, record, start, boot, baseline, stop: &stop, switch, earlier };
         let result = campaign.run_blocks(&record::load(directory.path()).unwrap(), &mut |_| {});
         (result, record::load(directory.path()).unwrap())
     };
@@ -326,4 +327,53 @@ fn finished_campaign_tells_what_is_not_restored() {
 #[test]
 fn stopped_campaign_tells_what_is_not_restored() {
     check_that_unrestored_changes_are_told(true);
+}
+
+/// A kill leaves a process of the last run. After a reboot its number may belong to another process.
+#[test]
+fn resumption_ends_the_last_run_unless_the_host_has_rebooted() {
+    use std::os::unix::process::{CommandExt, ExitStatusExt};
+    const BOOT_ID: &str = "proc/sys/kernel/random/boot_id";
+    let host = FakeHost::booted();
+    host.enable_virtual_time();
+    host.put_file(METRIC_FILE, "2");
+    let start = define(&host, observation(2)).unwrap();
+    for (boot, is_ended) in [("this-boot", true), ("next-boot", false)] {
+        let (directory, state) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut process = std::process::Command::new("sleep").arg("60").process_group(0).spawn().unwrap();
+        let pid = process.id();
+        host.put_file(BOOT_ID, "this-boot");
+        host.start_process(pid, 1);
+        let start_time = host.open(Pid(pid)).unwrap().id().start_time;
+        let baseline = BlockEnvironment { steal: Some(0.5), ..BlockEnvironment::default() };
+        let (boot_before, description) = ("this-boot".to_owned(), HostDescription::default());
+        let session = SessionStart {
+            boot: boot_before.clone(),
+            unix_seconds: 0.0,
+            host: description,
+            baseline: baseline.clone(),
+        };
+        let spawned = SpawnedProcess { pid, start_time, boot: boot_before };
+        let mut record = Record::create(directory.path(), start.clone()).unwrap();
+        record.append(&RecordLine::Session(Box::new(session))).unwrap();
+        record.append(&RecordLine::ArmEntered { arm: 'A' }).unwrap();
+        record.append(&RecordLine::Spawned { processes: vec![spawned] }).unwrap();
+        drop(record);
+
+        host.put_file(BOOT_ID, boot);
+        let (mut record, loaded) = Record::resume(directory.path()).unwrap();
+        let stop = AtomicBool::new(false);
+        run(&host, state.path(), &mut record, &loaded, &stop, &mut |_| {}).result.unwrap();
+        if is_ended {
+            assert_eq!(process.wait().unwrap().signal(), Some(9));
+        } else {
+            assert!(process.try_wait().unwrap().is_none(), "the process of the new boot runs");
+            process.kill().and_then(|()| process.wait()).unwrap();
+        }
+        let loaded = record::load(directory.path()).unwrap();
+        assert!(loaded.end.is_some() && loaded.blocks.len() == start.schedule.len());
+        let session = loaded.sessions.last().unwrap();
+        assert_eq!((loaded.sessions.len(), &*session.boot), (2, boot));
+        assert_eq!(session.baseline == baseline, is_ended, "a new boot has a baseline of its own");
+    }
 }

@@ -3,7 +3,7 @@
 //! For each metric, [`analyze`] estimates the ratio of B to A over the comparison blocks, with an interval, the
 //! permutation test and the smallest detectable effect. It estimates the same over the same-arm blocks, where it must find
 //! nothing, and over the blocks with injected slow-downs, where it says whether it found them. A verdict of a difference
-//! needs both the interval and the permutation test.
+//! needs both the interval and the permutation test, and a host that does not differ from itself by as much.
 
 use super::design::{Arm, BlockKind};
 use super::statistics::components::BlockComponents;
@@ -198,6 +198,19 @@ pub struct SameArmResult {
     pub estimate: EffectEstimate,
     /// Whether the campaign sees a difference, which is false.
     pub is_difference_found: bool,
+    /// Whether the interval contains 1.
+    pub is_ratio_in_interval: bool,
+}
+
+impl SameArmResult {
+    /// Whether the host differs from itself, by the interval, by an effect as large as this ratio: the limit of the interval
+    /// that is farther from 1 is as far as the ratio, in either direction. The number of blocks does not matter.
+    #[must_use]
+    pub fn reaches(&self, ratio: f64) -> bool {
+        let interval = &self.estimate.interval;
+        let farthest = interval.low.ln().abs().max(interval.high.ln().abs());
+        !self.is_ratio_in_interval && farthest >= ratio.ln().abs()
+    }
 }
 
 /// The blocks of one injected slow-down.
@@ -213,7 +226,13 @@ pub struct InjectedResult {
     pub is_found: bool,
     /// Whether the interval contains the true ratio.
     pub is_ratio_in_interval: bool,
+    /// Whether the interval reaches the slow-down or one that differs from it by up to [`INJECTION_TOLERANCE`].
+    pub acted_as_intended: bool,
 }
+
+/// By which share of itself an injected slow-down may be larger or smaller. A stop has errors of its own, which a quiet host
+/// measures exactly; a slow-down of 1.5 % instead of 2 % still says which effects are found.
+const INJECTION_TOLERANCE: f64 = 0.25;
 
 /// One metric of a campaign.
 #[derive(Clone, Debug, PartialEq)]
@@ -230,6 +249,8 @@ pub struct MetricAnalysis {
     pub other_noisy_choice: Option<EffectEstimate>,
     /// The same-arm blocks; absent with fewer than two.
     pub same_arm: Option<SameArmResult>,
+    /// Whether a difference of the comparison is no verdict, because the same-arm blocks reach it.
+    pub is_difference_reached_by_same_arm: bool,
     /// The injected slow-downs with at least two blocks, ascending.
     pub injected: Vec<InjectedResult>,
     /// The variance between runs and between blocks of the comparison.
@@ -321,10 +342,17 @@ pub fn analyze(blocks: &[BlockSamples], options: &AnalysisOptions) -> Result<Ana
     let p_values: Vec<f64> = metrics.iter().map(|metric| metric.comparison.p_value).collect();
     for (metric, p_value) in metrics.iter_mut().zip(correct_p_values(&p_values, options.correction)) {
         metric.corrected_p_value = p_value;
+        let comparison = &metric.comparison;
         metric.verdict = match counter {
             Some(CounterResult { has_moved: false, .. }) => EffectVerdict::NotApplied,
-            _ => verdict(&metric.comparison, metric.metric.direction, p_value, options.alpha),
+            _ => verdict(comparison, metric.metric.direction, p_value, options.alpha),
         };
+        let is_difference = matches!(metric.verdict, EffectVerdict::Faster | EffectVerdict::Slower);
+        if is_difference && metric.same_arm.as_ref().is_some_and(|control| control.reaches(comparison.ratio)) {
+            let smallest_detectable_effect = comparison.smallest_detectable_effect;
+            metric.is_difference_reached_by_same_arm = true;
+            metric.verdict = EffectVerdict::Inconclusive { smallest_detectable_effect };
+        }
     }
     let noisy_blocks = comparison_blocks.iter().filter(|block| block.is_noisy).count();
     Ok(Analysis { metrics, counter, noisy_blocks })
@@ -380,8 +408,33 @@ fn analyze_metric(
     };
     let same_arm = control(BlockKind::SameArm)?.map(|estimate| {
         let is_difference_found = difference(&estimate, estimate.p_value, options.alpha).is_some();
-        SameArmResult { estimate, is_difference_found }
+        let is_ratio_in_interval = estimate.interval.contains(1.0);
+        SameArmResult { estimate, is_difference_found, is_ratio_in_interval }
     });
+    let mut injected = Vec::new();
+    for slowdown_percent in list_slowdowns(blocks) {
+        let Some(estimate) = control(BlockKind::Injected { slowdown_percent })? else { continue };
+        injected.push(judge_injection(slowdown_percent, estimate, metric.direction, options.alpha));
+    }
+    let comparison = estimate(&counted, comparison_goal);
+    let logarithms = |means: &[f64]| means.iter().map(|mean| mean.ln()).collect::<Vec<f64>>();
+    let pairs: Vec<_> = counted.iter().map(|means| (logarithms(&means.a), logarithms(&means.b))).collect();
+    Ok(MetricAnalysis {
+        metric: metric.clone(),
+        // These are set after the correction for all metrics.
+        verdict: EffectVerdict::NotApplied,
+        corrected_p_value: comparison.p_value,
+        other_noisy_choice: (has_noise && other.len() >= 2).then(|| estimate(&other, comparison_goal)),
+        comparison,
+        same_arm,
+        is_difference_reached_by_same_arm: false,
+        injected,
+        components: BlockComponents::from_blocks(&pairs),
+    })
+}
+
+/// The injected slow-downs of blocks in percent, ascending.
+fn list_slowdowns(blocks: &[BlockSamples]) -> Vec<u32> {
     let mut percents: Vec<u32> = blocks
         .iter()
         .filter_map(|block| match block.kind {
@@ -391,36 +444,32 @@ fn analyze_metric(
         .collect();
     percents.sort_unstable();
     percents.dedup();
-    let mut injected = Vec::new();
-    for slowdown_percent in percents {
-        let Some(estimate) = control(BlockKind::Injected { slowdown_percent })? else { continue };
-        let slowdown = 1.0 + f64::from(slowdown_percent) / 100.0;
-        let true_ratio = match metric.direction {
+    percents
+}
+
+/// Whether an injected slow-down acted, and whether it was found.
+fn judge_injection(
+    slowdown_percent: u32,
+    estimate: EffectEstimate,
+    direction: Direction,
+    alpha: f64,
+) -> InjectedResult {
+    let ratio = |factor: f64| {
+        let slowdown = 1.0 + f64::from(slowdown_percent) / 100.0 * factor;
+        match direction {
             Direction::LowerIsBetter => slowdown,
             Direction::HigherIsBetter => slowdown.recip(),
-        };
-        injected.push(InjectedResult {
-            slowdown_percent,
-            true_ratio,
-            is_found: difference(&estimate, estimate.p_value, options.alpha) == Some(metric.direction),
-            is_ratio_in_interval: estimate.interval.contains(true_ratio),
-            estimate,
-        });
+        }
+    };
+    let (one, other) = (ratio(1.0 - INJECTION_TOLERANCE), ratio(1.0 + INJECTION_TOLERANCE));
+    InjectedResult {
+        slowdown_percent,
+        true_ratio: ratio(1.0),
+        is_found: difference(&estimate, estimate.p_value, alpha) == Some(direction),
+        is_ratio_in_interval: estimate.interval.contains(ratio(1.0)),
+        acted_as_intended: estimate.interval.low <= one.max(other) && estimate.interval.high >= one.min(other),
+        estimate,
     }
-    let comparison = estimate(&counted, comparison_goal);
-    let logarithms = |means: &[f64]| means.iter().map(|mean| mean.ln()).collect::<Vec<f64>>();
-    let pairs: Vec<_> = counted.iter().map(|means| (logarithms(&means.a), logarithms(&means.b))).collect();
-    Ok(MetricAnalysis {
-        metric: metric.clone(),
-        // Both are set after the correction for all metrics.
-        verdict: EffectVerdict::NotApplied,
-        corrected_p_value: comparison.p_value,
-        other_noisy_choice: (has_noise && other.len() >= 2).then(|| estimate(&other, comparison_goal)),
-        comparison,
-        same_arm,
-        injected,
-        components: BlockComponents::from_blocks(&pairs),
-    })
 }
 
 /// The means of the runs of a block.

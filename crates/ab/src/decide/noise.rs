@@ -138,6 +138,27 @@ pub fn judge_block(block: &EnvironmentReadings, baseline: &EnvironmentReadings, 
     noise
 }
 
+/// The CPU time of processes beside the workload that makes a host busy, as a share of all CPUs.
+const BUSY_CPU_SHARE: f64 = 0.1;
+
+/// What makes a host busy before the campaign begins, without the workload: readings beyond the limits of
+/// [`NoiseLimits::default`] from zero, and CPU time of processes above a tenth of all CPUs. [`judge_block`] does not flag a
+/// load that is in its baseline already.
+#[must_use]
+pub fn judge_start(baseline: &EnvironmentReadings, cpus: usize) -> Vec<NoiseFlag> {
+    let idle = EnvironmentReadings {
+        steal: Some(0.0),
+        neighbor_cpus: Some(0.0),
+        cpu_pressure: Some(0.0),
+        memory_pressure: Some(0.0),
+        io_pressure: Some(0.0),
+        temperature_celsius: None,
+        frequency_mhz: None,
+    };
+    let limits = NoiseLimits { neighbor_cpus: BUSY_CPU_SHARE * cpus.max(1) as f64, ..NoiseLimits::default() };
+    judge_block(baseline, &idle, &limits).flags
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -188,5 +209,17 @@ mod tests {
         assert!(!noise.is_noisy());
         let no_baseline = judge_block(&QUIET, &EnvironmentReadings::default(), &NoiseLimits::default());
         assert_eq!(no_baseline.unread.len(), 7);
+    }
+
+    /// The block is as busy as its baseline, which only the judgment of the start sees.
+    #[test]
+    fn load_before_the_start_is_told_though_no_block_is_flagged() {
+        let busy = EnvironmentReadings { neighbor_cpus: Some(1.9), cpu_pressure: Some(1.0), ..QUIET };
+        assert_eq!(judge_block(&busy, &busy, &NoiseLimits::default()).flags, []);
+        let kinds = |cpus| judge_start(&busy, cpus).iter().map(|flag| (flag.reading, flag.limit)).collect::<Vec<_>>();
+        assert_eq!(kinds(2), [(ReadingKind::NeighborCpus, 0.2), (ReadingKind::CpuPressure, 0.05)]);
+        assert_eq!(kinds(64), [(ReadingKind::CpuPressure, 0.05)]);
+        assert_eq!(judge_start(&QUIET, 2), []);
+        assert_eq!(judge_start(&EnvironmentReadings::default(), 2), [], "an absent reading is not busy");
     }
 }

@@ -9,7 +9,7 @@ use anyhow::{Context, anyhow, bail};
 use clap::{Args, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressDrawTarget};
 use pagefold_ab::arms::ArmError;
-use pagefold_ab::campaign::{self, CampaignError, CampaignOutcome};
+use pagefold_ab::campaign::{self, CampaignError, CampaignOutcome, CampaignProgress};
 use pagefold_ab::experiment::{
     ArmDefinition, ExpectedMove, Experiment, MetricDefinition, MetricSource, ProofCounter, RepetitionLevel,
 };
@@ -323,9 +323,14 @@ fn carry_out(
         Some(loaded.start.schedule.len() as u64),
         if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() },
     );
-    let mut note_progress = |progress: campaign::CampaignProgress| {
-        bar.set_position(progress.blocks as u64);
-        bar.set_message("blocks");
+    let mut note_progress = |progress| match progress {
+        CampaignProgress::BusyHost(readings) => {
+            bar.suspend(|| eprintln!("Warning: {}", text::describe_busy_start(&readings)));
+        }
+        CampaignProgress::Blocks(blocks) => {
+            bar.set_position(blocks as u64);
+            bar.set_message("blocks");
+        }
     };
     let directory = record.directory().to_owned();
     let CampaignOutcome { result, settings } =
