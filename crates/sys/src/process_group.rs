@@ -49,12 +49,21 @@ mod tests {
     use std::os::unix::process::CommandExt;
     use std::process::{Command, Stdio};
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn state_and_group_follow_the_name() {
         assert_eq!(parse_state_and_group("7 (a ) R 1) T 3 9 9 0"), Some(('T', 9)));
         assert_eq!(parse_state_and_group("7 (sh) R"), None);
+    }
+
+    /// Waits for at most a minute.
+    fn wait_until(condition: impl Fn() -> bool) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !condition() {
+            assert!(Instant::now() < end, "the group did not change its state");
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// The leader waits for a child that counts, so that both must stop.
@@ -69,22 +78,16 @@ mod tests {
             assert!(Command::new("kill").args([name, "--", &group]).status().unwrap().success());
         };
         let children = format!("/proc/{leader}/task/{leader}/children");
-        while fs::read_to_string(&children).is_ok_and(|children| children.is_empty()) {
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_until(|| !fs::read_to_string(&children).is_ok_and(|children| children.is_empty()));
         assert!(!is_group_stopped(leader));
         signal("-STOP");
-        while !is_group_stopped(leader) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until(|| is_group_stopped(leader));
         let counting: u32 = fs::read_to_string(&children).unwrap_or_default().trim().parse().unwrap_or_default();
         assert!(
             counting == 0 || !is_runnable_in_group(Path::new(&format!("/proc/{counting}/task/{counting}")), leader)
         );
         signal("-CONT");
-        while is_group_stopped(leader) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until(|| !is_group_stopped(leader));
         signal("-KILL");
         child.wait().unwrap();
         assert!(is_group_stopped(leader), "an ended group cannot run");
