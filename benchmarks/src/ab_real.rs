@@ -147,7 +147,7 @@ impl CampaignCounts {
 
     /// The load of the machine while the blocks ran.
     fn describe_load(&mut self) -> String {
-        let mut quartiles = |values: &mut Vec<f64>| {
+        let quartiles = |values: &mut Vec<f64>| {
             values.sort_by(f64::total_cmp);
             let at = |share: f64| values.get((share * values.len().saturating_sub(1) as f64).round() as usize).copied();
             [0.25, 0.5, 0.75]
