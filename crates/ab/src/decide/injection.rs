@@ -4,10 +4,11 @@
 //! finish its time slice before, or wait for the end of other slices after. This error has the length of a few time slices
 //! (a few milliseconds), whatever the length of the stop. So a run gets few long stops: one for each four seconds of the
 //! running time that is expected, and one in a shorter run. Each stop stands in the middle of its part of the run, so that
-//! a run that is shorter or longer than expected is slowed by the stated share on average. On a busy host stops last longer
+//! a run that is shorter or longer than expected is slowed by the stated share on average. The first one comes earlier,
+//! so that it meets a run that is much shorter because the load of the host has fallen. On a busy host stops last longer
 //! than asked for; the next run with the same slow-down makes up for that.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// The running time for which there is one stop: an error of 6 ms is 0.15 % of it.
@@ -16,8 +17,14 @@ const LONGEST_PERIOD: Duration = Duration::from_secs(4);
 /// The period for a run whose running time cannot be expected from an earlier one.
 const UNKNOWN_RUN_PERIOD: Duration = Duration::from_millis(20);
 
-/// The shortest period: half of it is the shortest run that can be slowed.
+/// The shortest period: a quarter of it is the shortest run that can be slowed.
 const SHORTEST_PERIOD: Duration = Duration::from_millis(2);
+
+/// How many of the last runs say how long the next one takes: the load of a host changes during a campaign.
+const EXPECTATION_RUNS: usize = 4;
+
+/// Where the first stop stands, in periods.
+const FIRST_STOP: f64 = 0.25;
 
 /// The longest stop in lengths of a stop that makes up for nothing.
 const LONGEST_STOP: f64 = 2.0;
@@ -25,8 +32,8 @@ const LONGEST_STOP: f64 = 2.0;
 /// What the measured runs under arm A say about the next one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EarlierRuns {
-    runs: u32,
-    running: Duration,
+    /// The running times of the last [`EXPECTATION_RUNS`] runs.
+    running: VecDeque<Duration>,
     /// For each slow-down in percent, by how many seconds the runs were stopped too long.
     surplus_seconds: BTreeMap<u32, f64>,
 }
@@ -34,8 +41,10 @@ pub struct EarlierRuns {
 impl EarlierRuns {
     /// Adds a measured run under arm A with its running time without stops.
     pub fn add(&mut self, slowdown_percent: u32, running: Duration, stopped: Duration) {
-        self.runs += 1;
-        self.running += running;
+        if self.running.len() == EXPECTATION_RUNS {
+            self.running.pop_front();
+        }
+        self.running.push_back(running);
         if slowdown_percent > 0 {
             let surplus = stopped.as_secs_f64() - running.as_secs_f64() * f64::from(slowdown_percent) / 100.0;
             *self.surplus_seconds.entry(slowdown_percent).or_default() += surplus;
@@ -45,7 +54,8 @@ impl EarlierRuns {
     /// Plans the stops of the next run.
     #[must_use]
     pub fn plan_injection(&self, slowdown_percent: u32) -> InjectionPlan {
-        let expected = (self.runs > 0).then(|| self.running / self.runs);
+        let sum: Duration = self.running.iter().sum();
+        let expected = (!self.running.is_empty()).then(|| sum / self.running.len() as u32);
         let surplus_seconds = self.surplus_seconds.get(&slowdown_percent).copied().unwrap_or_default();
         InjectionPlan { surplus_seconds, ..InjectionPlan::new(slowdown_percent, expected) }
     }
@@ -77,7 +87,7 @@ impl InjectionPlan {
     /// The running time before the next stop, after so many stops.
     #[must_use]
     pub fn running_time_before_stop(&self, stops: u32) -> Duration {
-        self.period.mul_f64(f64::from(stops) + 0.5)
+        self.period.mul_f64(if stops == 0 { FIRST_STOP } else { f64::from(stops) + 0.5 })
     }
 
     /// The length of the next stop, after so many stops that took a time together: earlier stops that were too long or too
@@ -168,8 +178,23 @@ mod tests {
         assert_eq!(EarlierRuns::default().plan_injection(2), InjectionPlan::new(2, None));
     }
 
+    /// The load of the host falls, and runs take a third of the time.
+    #[test]
+    fn runs_that_become_shorter_are_stopped_nevertheless() {
+        let mut earlier = EarlierRuns::default();
+        for _ in 0..20 {
+            earlier.add(0, 1500 * MILLISECOND, Duration::ZERO);
+        }
+        for _ in 0..EXPECTATION_RUNS {
+            let (stops, _) = total_stop(earlier.plan_injection(5), 500 * MILLISECOND);
+            assert_eq!(stops, 1);
+            earlier.add(0, 500 * MILLISECOND, Duration::ZERO);
+        }
+        assert_eq!(earlier.plan_injection(5), InjectionPlan::new(5, Some(500 * MILLISECOND)));
+    }
+
     #[test]
     fn shortest_run_has_a_period() {
-        assert_eq!(InjectionPlan::new(5, Some(Duration::ZERO)).running_time_before_stop(0), MILLISECOND);
+        assert_eq!(InjectionPlan::new(5, Some(Duration::ZERO)).running_time_before_stop(0), MILLISECOND / 2);
     }
 }
