@@ -13,7 +13,10 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-const SETTINGS: [&str; 5] = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages", "smart_scan"];
+const SETTINGS: [&str; 6] = ["run", "pages_to_scan", "sleep_millisecs", "use_zero_pages", "smart_scan", "advisor_mode"];
+
+/// A first visit reads a page of 4 KiB: at 40 GB/s this takes 100 ns.
+const LEAST_FIRST_VISIT_NS: f64 = 100.0;
 
 fn acquire_ksm() -> Option<KsmTestGuard> {
     KsmTestGuard::acquire_with_foreign_settings()
@@ -36,11 +39,15 @@ fn calibrate(state: &Path, arguments: &[&str]) -> Output {
 #[test]
 fn model_merges_what_ksmd_merges_and_settings_come_back() {
     let Some(ksm) = acquire_ksm() else { return };
+    // While it is on, the kernel takes no `pages_to_scan`.
+    if ksm.read_setting("advisor_mode").is_some() {
+        ksm.write_setting("advisor_mode", "scan-time");
+    }
     let before = read_settings(&ksm);
     let state = tempfile::tempdir().unwrap();
     let output = calibrate(state.path(), &["--pages", "2048", "--json"]);
     let error = String::from_utf8_lossy(&output.stderr);
-    if error.contains("are enrolled in KSM") {
+    if error.contains("is enrolled in KSM") {
         println!("skipped: {error}");
         return;
     }
@@ -63,7 +70,9 @@ fn model_merges_what_ksmd_merges_and_settings_come_back() {
         let costs = report["costs"].as_array().unwrap();
         costs.iter().find(|cost| cost["operation"] == name).unwrap()["nanoseconds"].as_f64().unwrap()
     };
-    assert!(cost("checksum") > 0.0 && cost("merge") > 0.0, "{report}");
+    // A first visit has all three. Few small scans do not tell them apart.
+    let first_visit: f64 = ["visit", "checksum", "allocation"].map(cost).iter().sum();
+    assert!(first_visit > LEAST_FIRST_VISIT_NS && cost("merge") > 0.0, "{report}");
     assert_eq!(read_settings(&ksm), before);
 }
 

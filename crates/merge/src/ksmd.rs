@@ -43,15 +43,17 @@ impl<'a> KsmdThread<'a> {
         Err(Absent::NotOnThisKernel)
     }
 
-    /// How often it has gone to sleep, if it sleeps now between two batches; `None` while it runs a batch.
+    /// How often it has gone to sleep, if it sleeps now; `None` while it runs. Its `wchan` says no more: it is empty for a
+    /// thread that sleeps and whose removal from the run queue the scheduler has delayed (`DELAY_DEQUEUE`, 6.12).
     pub fn sleep_count(&self) -> Reading<Option<u64>> {
         let status = self.thread.read("status")?;
-        let count = String::from_utf8_lossy(&status)
-            .lines()
-            .find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")?.trim().parse().ok())
-            .ok_or(Absent::NotOnThisKernel)?;
-        // Within a batch it waits elsewhere (mm/ksm.c, ksm_scan_thread).
-        Ok((self.thread.read("wchan")? == b"ksm_scan_thread").then_some(count))
+        let value = |name: &str| {
+            let text = String::from_utf8_lossy(&status);
+            text.lines().find_map(|line| line.strip_prefix(name).map(|value| value.trim().to_owned()))
+        };
+        let count = value("voluntary_ctxt_switches:").and_then(|count| count.parse().ok());
+        let is_asleep = value("State:").ok_or(Absent::NotOnThisKernel)?.starts_with('S');
+        Ok(Some(count.ok_or(Absent::NotOnThisKernel)?).filter(|_| is_asleep))
     }
 
     /// Its CPU time: in nanoseconds where the kernel provides `schedstat`, else in ticks.

@@ -13,9 +13,9 @@ use crate::decide::memory::{Content, PAGES_IN_HUGE_PAGE};
 use crate::decide::rules::{KernelVersion, KsmRules};
 use pagefold_base::Absent;
 use pagefold_base::ksm::Setting;
-use pagefold_host::Host;
 use pagefold_host::transaction::session::{Error as SessionError, Session};
-use pagefold_merge::ksmd::KsmdThread;
+use pagefold_host::{Host, observe};
+use pagefold_merge::ksmd::{KsmdThread, read_full_scans};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -174,6 +174,8 @@ const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const LONG_PAUSES_MS: [u64; 2] = [3_600_000, 3_600_001];
 /// `pages_to_scan` for a whole scan in one batch: a batch ends with its scan (`ksm_do_scan`, mm/ksm.c).
 const WHOLE_SCAN_PAGES: u64 = 4_000_000_000;
+/// `advisor_mode` without an advisor.
+const NO_ADVISOR: &str = "none";
 /// The time in which ksmd wakes if it pauses between batches.
 const WAKE_TIME: Duration = Duration::from_millis(3);
 
@@ -193,6 +195,11 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
         let thread = KsmdThread::find(session.host()).map_err(unreadable("ksmd"))?;
         let mut ksmd = Self { session, thread, pause: 0 };
         ksmd.write(Setting::Run, 0)?;
+        // The advisor chooses `pages_to_scan` itself, and the kernel takes no other value.
+        let mode = observe::ksm(ksmd.session.host()).and_then(|ksm| ksm.advisor_mode);
+        if mode.is_ok_and(|mode| mode != NO_ADVISOR) {
+            ksmd.session.write_settings(&BTreeMap::from([(Setting::AdvisorMode, NO_ADVISOR.to_owned())]))?;
+        }
         ksmd.park()?;
         ksmd.write(Setting::PagesToScan, WHOLE_SCAN_PAGES)?;
         Ok(ksmd)
@@ -202,13 +209,15 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
         Ok(self.session.write_settings(&BTreeMap::from([(setting, value.to_string())]))?)
     }
 
-    /// How often it has slept, once it sleeps between batches and has slept more than `after` times.
-    fn wait_until_asleep(&self, after: u64) -> Result<u64, CalibrationError> {
+    /// How often it has slept, once it sleeps, has slept more than `after` times, and has completed `full_scans` scans.
+    fn wait_until_asleep(&self, after: u64, full_scans: u64) -> Result<u64, CalibrationError> {
         let host = self.session.host();
         let end = host.now() + SCAN_TIMEOUT;
         loop {
             let slept = self.thread.sleep_count().map_err(unreadable("the state of ksmd"))?;
-            if let Some(count) = slept.filter(|count| *count > after) {
+            if let Some(count) = slept.filter(|count| *count > after)
+                && self.full_scans()? >= full_scans
+            {
                 return Ok(count);
             }
             if host.now() > end {
@@ -218,27 +227,32 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
         }
     }
 
+    fn full_scans(&self) -> Result<u64, CalibrationError> {
+        read_full_scans(self.session.host()).map_err(unreadable("full_scans"))
+    }
+
     /// With `run` 0, takes ksmd from the pause between batches to where `run` 1 wakes it.
     fn park(&mut self) -> Result<(), CalibrationError> {
-        let slept = self.wait_until_asleep(0)?;
+        let slept = self.wait_until_asleep(0, 0)?;
         self.pause = 1 - self.pause;
         self.write(Setting::SleepMillisecs, LONG_PAUSES_MS[self.pause])?;
         // It wakes only if it paused between batches.
         let host = self.session.host();
         let end = host.now() + WAKE_TIME;
-        while host.now() < end && self.wait_until_asleep(0)? == slept {
+        while host.now() < end && self.wait_until_asleep(0, 0)? == slept {
             host.sleep(POLL_INTERVAL);
         }
-        self.wait_until_asleep(0).map(|_| ())
+        self.wait_until_asleep(0, 0).map(|_| ())
     }
 
     /// Runs a scan, and returns its CPU time.
     fn scan(&mut self) -> Result<Duration, CalibrationError> {
         let cpu_time = |ksmd: &Self| ksmd.thread.cpu_time().map_err(unreadable("the CPU time of ksmd"));
-        let slept = self.wait_until_asleep(0)?;
+        let (slept, scans) = (self.wait_until_asleep(0, 0)?, self.full_scans()?);
         let before = cpu_time(self)?;
         self.write(Setting::Run, 1)?;
-        self.wait_until_asleep(slept)?;
+        // It may also sleep within a scan, for example for memory.
+        self.wait_until_asleep(slept, scans + 1)?;
         let after = cpu_time(self)?;
         self.write(Setting::Run, 0)?;
         self.park()?;
@@ -271,22 +285,15 @@ pub fn calibrate(
     let mut ksmd = SteppedKsmd::new(session)?;
     let runs = u64::from(rounds) * scenarios.len() as u64;
     let mut scans = Vec::new();
-    for round in 1..=rounds {
-        for scenario in scenarios {
-            let finished = u64::from(round - 1) * scenarios.len() as u64;
-            note_progress(finished + scans_of_round(&scans, round), runs);
-            scans.extend(measure(&mut ksmd, rules, scenario, round, launcher, stop)?);
-        }
+    let in_turn = (1..=rounds).flat_map(|round| scenarios.iter().map(move |scenario| (round, scenario)));
+    for (finished, (round, scenario)) in (0..).zip(in_turn) {
+        note_progress(finished, runs);
+        scans.extend(measure(&mut ksmd, rules, scenario, round, launcher, stop)?);
     }
     let held_out = scenarios.last().map_or("", |scenario| scenario.name);
     let fitted: Vec<MeasuredScan> =
         scans.iter().filter(|scan| scan.scenario != held_out).map(|scan| scan.measured).collect();
     Ok(Calibration { costs: CostModel::fit(&fitted), scans, held_out })
-}
-
-/// The scenarios that a round has finished.
-fn scans_of_round(scans: &[CalibrationScan], round: u32) -> u64 {
-    scans.iter().filter(|scan| scan.round == round && scan.scan == 1).count() as u64
 }
 
 fn measure(
@@ -307,6 +314,7 @@ fn measure(
     if rules.has_smart_scan {
         ksmd.write(Setting::SmartScan, u64::from(settings.smart_scan))?;
     }
+    let page_bytes = ksmd.session.host().page_size().bytes();
     let mut model = KsmModel::new(rules, settings);
     let mut running = Vec::new();
     let mut next_unique = FIRST_UNIQUE_CONTENT;
@@ -316,7 +324,7 @@ fn measure(
             StandInContents::Common | StandInContents::Zeros => 1,
         };
         let process = launcher.launch(stand_in, first).map_err(CalibrationError::StandIn)?;
-        add_to_model(&mut model, stand_in, first, process.address() / PAGE_BYTES);
+        add_to_model(&mut model, stand_in, first, process.address() / page_bytes);
         running.push(process);
         next_unique += stand_in.pages as Content;
     }
@@ -346,9 +354,6 @@ fn measure(
     Ok(scans)
 }
 
-/// Bytes of a page.
-const PAGE_BYTES: u64 = 4096;
-
 fn add_to_model(model: &mut KsmModel, stand_in: &StandIn, first: Content, start: u64) {
     let process = model.spawn();
     model.map(process, start, stand_in.pages, 0);
@@ -366,7 +371,7 @@ fn add_to_model(model: &mut KsmModel, stand_in: &StandIn, first: Content, start:
 
 /// Page table entries that ksmd has merged, also with the zero page.
 fn count_merged(host: &dyn Host) -> pagefold_base::Reading<u64> {
-    let ksm = pagefold_host::observe::ksm(host)?;
+    let ksm = observe::ksm(host)?;
     let zeros = ksm.ksm_zero_pages.unwrap_or(0).max(0).cast_unsigned();
     Ok(ksm.pages_shared? + ksm.pages_sharing? + zeros)
 }

@@ -18,10 +18,10 @@ pub fn hold(stand_in: &StandIn, first: Content) -> io::Result<()> {
     let mut memory = Mapping::anonymous_aligned(bytes, alignment)?;
     let advice = if stand_in.is_huge { MadviseAdvice::HugePage } else { MadviseAdvice::NoHugePage };
     memory.advise(0..bytes, advice)?;
-    for (number, content) in memory.as_mut_slice().chunks_exact_mut(page).zip(first..) {
+    for (page_bytes, content) in memory.as_mut_slice().chunks_exact_mut(page).zip(first..) {
         // A write makes a page resident, also a write of zeros.
         let content = if stand_in.contents == StandInContents::Zeros { 0 } else { content };
-        number[..4].copy_from_slice(&content.to_be_bytes());
+        page_bytes[..4].copy_from_slice(&content.to_be_bytes());
     }
     if stand_in.is_huge {
         memory.advise(0..bytes, MadviseAdvice::Collapse)?;

@@ -97,7 +97,7 @@ impl SimCalibrationReport {
                 .into_iter()
                 .map(|operation| OperationCountReport {
                     operation: operation.name(),
-                    count: scan.measured.operations.of(operation),
+                    count: scan.measured.operations.count(operation),
                 })
                 .collect(),
             cpu_ms: scan.measured.cpu_ns / 1e6,

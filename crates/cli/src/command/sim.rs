@@ -139,10 +139,10 @@ fn check_nothing_enrolled(host: &dyn Host) -> anyhow::Result<()> {
     let enrolled = verify::find_enrolled(host).context("cannot list the processes")?;
     if let Some(process) = enrolled.processes.first() {
         bail!(
-            "{} processes are enrolled in KSM, such as process {}, and ksmd would scan them too: end them, or \
+            "process {} is enrolled in KSM (one of {}), and ksmd would scan it too: end such processes, or \
              `pagefold unmerge` them",
-            enrolled.processes.len(),
-            process.pid
+            process.pid,
+            enrolled.processes.len()
         );
     }
     Ok(())

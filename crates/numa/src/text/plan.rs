@@ -41,7 +41,8 @@ pub fn render(report: &NumaPlanReport, shows_all: bool, remedy: &str, style: Tex
     };
     text.push_str(&style.format_paragraph(
         &format!(
-            "Remote reads: pages times the extra distance from the CPUs that read them, weighted by {weights}; given as \
+            "Remote memory: pages on other nodes than the CPUs that read them, by the shares of their run time. Remote reads: \
+             pages times the extra distance from the CPUs that read them, weighted by {weights}; given as \
              memory of the hottest machine at twice the local distance."
         ),
         0,

@@ -82,7 +82,7 @@ impl OperationCounts {
     }
 
     /// How often ksmd did an operation.
-    pub fn of(&self, operation: Operation) -> u64 {
+    pub fn count(&self, operation: Operation) -> u64 {
         self.0[operation as usize]
     }
 }
@@ -135,7 +135,7 @@ impl CostModel {
         let scans: Vec<&MeasuredScan> = scans.iter().filter(|scan| scan.cpu_ns > 0.0).collect();
         // Each row is divided by its CPU time, so that the right side is 1 and residuals are relative.
         let column = |operation: Operation| -> Vec<f64> {
-            scans.iter().map(|scan| scan.operations.of(operation) as f64 / scan.cpu_ns).collect()
+            scans.iter().map(|scan| scan.operations.count(operation) as f64 / scan.cpu_ns).collect()
         };
         let columns = Operation::ALL.map(column);
         let mut model = Self::default();
@@ -212,9 +212,9 @@ mod tests {
         let counters = KsmdCounters { pages_scanned: 9, pages_skipped: 4, ..KsmdCounters::default() };
         let work = WorkCounts { stable_comparisons: 2, unstable_comparisons: 3, merges: 1, ..WorkCounts::default() };
         let all = OperationCounts::new(&counters, &work);
-        let of = |operation| all.of(operation);
+        let count = |operation| all.count(operation);
         assert_eq!(
-            [Operation::Visit, Operation::Skip, Operation::StableComparison, Operation::Merge].map(of),
+            [Operation::Visit, Operation::Skip, Operation::StableComparison, Operation::Merge].map(count),
             [9, 4, 2, 1]
         );
         assert_eq!(all.since(&all), OperationCounts::default());

@@ -39,7 +39,7 @@ enum VcpuCommand {
     /// Record the schedule of this host into a file
     Record(Box<record::VcpuRecordArguments>),
     /// Simulate over-committed vCPUs under several policies, by a model
-    Sim(Box<sim::SimArguments>),
+    Sim(Box<sim::VcpuSimArguments>),
 }
 
 /// Run the subcommand.

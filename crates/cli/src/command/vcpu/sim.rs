@@ -56,7 +56,7 @@ const PICTURE_NS: u64 = 60_000_000;
 /// Arguments of `vcpu sim`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
-pub struct SimArguments {
+pub struct VcpuSimArguments {
     #[command(subcommand)]
     command: Option<SimCommand>,
     /// A shipped scenario (see --list) or a TOML file
@@ -222,7 +222,7 @@ fn parse_simulated_time(text: &str) -> Result<Duration, String> {
 }
 
 /// Simulate.
-pub fn run(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+pub fn run(options: &VcpuSimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
         Some(SimCommand::Capacity(options)) => run_capacity(options, global),
         Some(SimCommand::Residuals(options)) => run_residuals(options, global),
@@ -248,7 +248,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-fn run_comparison(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+fn run_comparison(options: &VcpuSimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if options.list {
         output::print_stdout(&text::sim::render_list(&shipped_scenarios()?, output::stdout_style(global)))?;
         return Ok(CommandOutcome::Done);
