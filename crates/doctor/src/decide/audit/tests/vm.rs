@@ -257,6 +257,10 @@ fn virtual_nodes_that_mislead_the_guest_are_named() {
     };
     assert_eq!(narrow(&[(1, 100)]).verdict, Fine);
     assert_eq!(narrow(&[(0, 50), (1, 50)]).verdict, Warn);
+    let options = format!("{KVM_GUEST} -smp 2 -numa node,cpus=0 -numa node,cpus=1");
+    let (node_memory, merged_pages) = (memory_on(&[(0, 50), (1, 50)]), Ok(12_800));
+    let merged = VmFacts { node_memory, merged_pages, ..vm(500, &options, &["0-7", "0-7"]) };
+    assert_eq!(judge("vm-virtual-nodes", &merged).verdict, Unknown);
 }
 
 #[test]
@@ -282,6 +286,12 @@ fn machines_without_virtual_nodes_that_span_nodes_are_named() {
     assert!(spread.value.starts_with("bound to the nodes 0-1; "), "{spread:?}");
     check(machine(&[(0, 1000)], &["2-5", "0-7"]), Warn);
     check(machine(&[(0, 1000)], &["0-3", "0-7"]), Fine);
+    // 100 MiB are merged, and may be on any node.
+    let merged = |memory: &[(u32, u64)]| VmFacts { merged_pages: Ok(25_600), ..machine(memory, &["0-3", "0-3"]) };
+    check(merged(&[(0, 1000), (1, 18)]), Fine);
+    check(merged(&[(0, 900), (1, 200)]), Warn);
+    let found = check(merged(&[(0, 1000), (1, 30)]), Unknown);
+    assert!(found.value.contains("node 1: 30.0 MiB") && found.value.contains("pagefold numa map"), "{found:?}");
     let unread = VmFacts { node_memory: Some(Err(Absent::NotOnThisKernel)), ..machine(&[], &["0-3", "0-3"]) };
     let found = check(unread, Unknown);
     assert!(found.title.contains("/proc/500/numa_maps"), "{found:?}");
