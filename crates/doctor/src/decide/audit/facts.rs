@@ -54,6 +54,8 @@ pub struct VmFacts {
     pub node_memory: Option<Reading<BTreeMap<u32, Bytes>>>,
     /// Its pages that KSM has merged (`ksm_merging_pages`).
     pub merged_pages: Reading<u64>,
+    /// Its iothreads that run for a minute at least, with the CPUs that each took on average since its start.
+    pub iothread_loads: Reading<Vec<(ThreadRole, f64)>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
     /// libvirt's persistent definition, with which it starts the next time; `None` if libvirt has none.
@@ -242,7 +244,9 @@ impl VmFacts {
     pub(super) fn require_node_memory(&self, facts: &HostFacts) -> Result<MemoryByNode<'_>, MissingReading> {
         let reading_name = format!("/proc/{}/numa_maps", self.process.pid);
         match &self.node_memory {
-            Some(memory) => Ok(MemoryByNode { by_node: require(&reading_name, memory)?, merged: self.max_merged(facts)? }),
+            Some(memory) => {
+                Ok(MemoryByNode { by_node: require(&reading_name, memory)?, merged: self.max_merged(facts)? })
+            }
             None => Err(MissingReading { reading_name, absent: Absent::NotOnThisKernel }),
         }
     }

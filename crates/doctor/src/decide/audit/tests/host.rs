@@ -499,11 +499,8 @@ fn vhost_workers_belong_on_the_nodes_of_the_machine() {
     assert_eq!(found.remedy[1], "taskset -pc 4-7 510");
     check(VmFacts { node_memory: memory_on(&[(0, 500), (1, 500)]), ..machine.clone() }, Fine);
     // 100 MiB are merged.
-    let merged = |memory: &[(u32, u64)]| VmFacts {
-        node_memory: memory_on(memory),
-        merged_pages: Ok(25_600),
-        ..machine.clone()
-    };
+    let merged =
+        |memory: &[(u32, u64)]| VmFacts { node_memory: memory_on(memory), merged_pages: Ok(25_600), ..machine.clone() };
     check(merged(&[(0, 20), (1, 1000)]), Unknown);
     check(merged(&[(0, 18), (1, 1000)]), Warn);
     check(merged(&[(0, 500), (1, 500)]), Fine);

@@ -145,6 +145,7 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
         node_memory: memory_on(&[(0, 1024)]),
         merged_pages: Ok(0),
+        iothread_loads: Ok(Vec::new()),
         throttling: Ok(None),
         next_definition: None,
         monitor: None,

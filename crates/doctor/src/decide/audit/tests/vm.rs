@@ -297,6 +297,32 @@ fn machines_without_virtual_nodes_that_span_nodes_are_named() {
     assert!(found.title.contains("/proc/500/numa_maps"), "{found:?}");
 }
 
+#[test]
+fn busy_iothread_is_to_be_relieved_where_qemu_maps_queues() {
+    const RULE: &str = "vm-iothreads";
+    const DISK: &str = "-drive file=a,if=none,id=d -device virtio-blk-pci,drive=d,id=disk0,iothread=virtio-disk0-io0";
+    let machine = |machine_type: &str, vcpus: &[&str], load: f64| VmFacts {
+        // The kernel cuts the names of threads.
+        iothread_loads: Ok(vec![(ThreadRole::Iothread("virtio-disk0".to_owned()), load)]),
+        ..vm(500, &format!("{KVM_GUEST} -machine {machine_type} {DISK}"), vcpus)
+    };
+    let check = |machine: VmFacts, expected| {
+        let facts = host_with(&[], vec![machine]);
+        assert_verdict(&facts, RULE, expected);
+        super::finding(&facts, RULE)
+    };
+    let found = check(machine("pc-q35-9.0", &["0-7", "0-7"], 0.5), Warn);
+    assert_eq!(option_of(&found), VmOption::DiskIoThreads { disk: "disk0".to_owned(), count: 2 });
+    assert_eq!(found.value, "that of disk0 took 50 % of a CPU");
+    check(machine("pc-q35-9.0", &["0-7", "0-7"], 0.49), Fine);
+    check(machine("pc-q35-8.2", &["0-7", "0-7"], 0.9), Fine);
+    check(machine("q35", &["0-7", "0-7"], 0.9), Fine);
+    check(machine("pc-q35-9.0", &["0-7"], 0.9), Fine);
+    let other = vec![(ThreadRole::Iothread("io7".to_owned()), 0.9)];
+    check(VmFacts { iothread_loads: Ok(other), ..machine("pc-q35-9.0", &["0-7", "0-7"], 0.0) }, Fine);
+    check(VmFacts { iothread_loads: Err(Absent::Denied), ..machine("pc-q35-9.0", &["0-7", "0-7"], 0.0) }, Unknown);
+}
+
 fn option_of(finding: &Finding) -> VmOption {
     match finding.changes.first() {
         Some(SettingChange::VmDefinition { option, .. }) => option.clone(),
