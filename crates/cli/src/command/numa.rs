@@ -343,6 +343,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
         None => HotnessSource::RunTime,
     };
     let plan = plan_within(&*host, &problem, options.plan.deadline);
+    numa_placement::warn_of_rivals(&*host);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), &hotness, seconds);
     if options.json {

@@ -20,6 +20,8 @@ use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
 use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_output::wire;
+use pagefold_tune::decide::conflict::{Conflict, find_placement_rivals};
+use pagefold_tune::facts::running_tuners;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -145,6 +147,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
+    warn_of_rivals(&*host);
     let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
     let crowded = plan::crowded_nodes(&problem, &placed_parts);
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
@@ -160,6 +163,13 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+/// Name running programs that move machines, too.
+pub(super) fn warn_of_rivals(host: &dyn Host) {
+    for Conflict { program, writes, remedy } in find_placement_rivals(&running_tuners(host)) {
+        eprintln!("pagefold: {program} runs and would move placed machines again: it changes {writes}. {remedy}");
+    }
 }
 
 fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {
