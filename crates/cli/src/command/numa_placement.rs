@@ -55,8 +55,9 @@ const UNDO_EXAMPLES: &str = "\
 Examples:
   sudo pagefold numa undo
 
-Memory moves back to the nodes from which it was moved, and threads get back their CPUs. CPUs that another program has \
-changed since stay.
+Memory moves back to the nodes from which it was moved, and threads get back their CPUs, also those that `pagefold vcpu \
+spread` has changed, of all machines. CPUs that another program has changed since stay. A machine of which a change could \
+not be undone stays in the record of `numa verify`.
 
 Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
 
@@ -358,8 +359,8 @@ pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Resu
     let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
     let boot = session::read_boot_id(&*host).map_err(|why| cannot_read(why, global))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
-    PlacementRecord { boot, ..PlacementRecord::default() }
-        .store(&directory)
-        .context("cannot store the record of placements")?;
+    let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
+    record.forget_undone(&failed);
+    record.store(&directory).context("cannot store the record of placements")?;
     recover::print_result(&undone, &failed, options.json, "No machine was placed since boot.")
 }
