@@ -191,7 +191,7 @@ fn assert_as_before(scenes: &Scenes, name: &str, before: &str) {
 }
 
 pub fn check_pinned_memory(scenes: &Scenes) {
-    let pinned = "it is pinned, or the node has no free memory";
+    let pinned = "it is pinned";
     let kept = |name: &str| scenes.json(name)["machines"][0]["kept_pages"][pinned].clone();
     assert_eq!(outcome(scenes, "pinned"), (3, "partial".into()));
     assert_eq!(kept("pinned"), 40);
