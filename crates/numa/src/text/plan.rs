@@ -64,9 +64,10 @@ fn render_title(report: &NumaPlanReport) -> String {
     let bytes: u64 = moved.clone().map(|machine| machine.moved_pages * report.page_size).sum();
     let proof = match report.gap {
         0.0 => "No other choice of the considered placements is better.".to_owned(),
-        gap => {
-            format!("Another choice of the considered placements could save at most {:.1} % of its cost.", 100.0 * gap)
-        }
+        gap => format!(
+            "Another choice of the considered placements could save at most {:.1} % of the cost that can be avoided.",
+            100.0 * gap
+        ),
     };
     let bound = match report.machines.iter().filter(|machine| machine.bound).count() {
         0 => String::new(),
