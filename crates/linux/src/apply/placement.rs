@@ -251,17 +251,17 @@ fn free_kib(meminfo: &[u8]) -> Option<u64> {
 /// Why a page stayed, by its status, and by whether its new node has free memory afterwards. The kernel gives no status
 /// for a pinned page.
 fn refusal(status: Option<i32>, has_free_memory: Option<bool>) -> MissedReason {
-    const FULL: &str = "the node has no free memory";
+    const NO_FREE_MEMORY: &str = "the node has no free memory";
     const SHARED: i32 = -Errno::ACCESS.raw_os_error();
     const BUSY: i32 = -Errno::BUSY.raw_os_error();
     const NO_MEMORY: i32 = -Errno::NOMEM.raw_os_error();
     let why = match status {
         Some(SHARED) => return MissedReason::MappedBySeveral,
         Some(BUSY) => "the kernel uses it now",
-        Some(NO_MEMORY) => FULL,
+        Some(NO_MEMORY) => NO_FREE_MEMORY,
         _ => match has_free_memory {
             Some(true) => "it is pinned",
-            Some(false) => FULL,
+            Some(false) => NO_FREE_MEMORY,
             None => "it is pinned, or the node has no free memory",
         },
     };
