@@ -256,8 +256,8 @@ fn recording_with_process(comm: &str, arguments: &str, uid: u32) -> tempfile::Te
 #[test]
 fn running_numad_is_named_as_a_rival_of_the_placement() {
     for (comm, arguments, uid, is_rival) in [
-        ("numad", "/usr/bin/numad\0-i\015\0", 0, true),
-        ("numad", "/usr/bin/numad\0-i\015\0", 1000, false),
+        ("numad", "/usr/bin/numad\0-i\x0015\0", 0, true),
+        ("numad", "/usr/bin/numad\0-i\x0015\0", 1000, false),
         ("irqbalance", "/usr/sbin/irqbalance\0", 0, false),
     ] {
         let folder = recording_with_process(comm, arguments, uid);
