@@ -304,10 +304,10 @@ fn kills(scenes: &Scenes) -> Vec<Kill<'_>> {
 
 fn check_kills(scenes: &Scenes) {
     let before = state(scenes, "kills-before");
-    assert_eq!(scenes.exit("counted"), 0);
-    let placed = state(scenes, "counted-apply");
+    assert_eq!(scenes.exit("unkilled"), 0);
+    let placed = state(scenes, "unkilled");
     assert!(placed.cpus == "2-3" && placed.own_pages(1) >= 2000 && placed.policies == "default,prefer:1", "{placed:?}");
-    assert!(state(scenes, "counted-undone").is_as(&before), "{:?}", state(scenes, "counted-undone"));
+    assert!(state(scenes, "unkilled-undone").is_as(&before), "{:?}", state(scenes, "unkilled-undone"));
 
     let kills = kills(scenes);
     let points: BTreeSet<&str> = kills.iter().map(|kill| kill.point).collect();
