@@ -3,6 +3,7 @@
 //! reported.
 
 use pagefold_labs::assets::QEMU_PROGRAM;
+use pagefold_labs::fault_points::{JOURNAL_POINTS, PLACEMENT_POINTS, VISIT_POINTS};
 use pagefold_labs::scenes::{SceneMachine, Scenes};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -41,21 +42,6 @@ const DISTANCES: [(u32, u32, u32); 15] = [
 /// Own pages of a process that change at most between two looks at it, beside those that Pagefold moves: pages of a stack
 /// or heap that it touches, and pages that it has shared with the shell of the guest since fork(2).
 const MAX_TOUCHED_PAGES: u64 = 8;
-
-/// The steps of a placement, beside those of a visit to a process.
-const APPLY_STEPS: [&str; 11] = [
-    "before setting an affinity",
-    "after setting an affinity",
-    "before moving pages",
-    "after moving pages",
-    "before writing a journal",
-    "between writing a journal and renaming it",
-    "after renaming a journal",
-    "before appending to a journal",
-    "after appending to a journal",
-    "before removing a journal",
-    "after removing a journal",
-];
 
 /// What the kernel says of a process.
 #[derive(Clone, Debug, PartialEq)]
@@ -311,7 +297,7 @@ fn check_kills(scenes: &Scenes) {
 
     let kills = kills(scenes);
     let points: BTreeSet<&str> = kills.iter().map(|kill| kill.point).collect();
-    let listed: BTreeSet<&str> = APPLY_STEPS.into_iter().chain(nodes_and_traps::VISIT_STEPS).collect();
+    let listed: BTreeSet<&str> = [JOURNAL_POINTS, PLACEMENT_POINTS, VISIT_POINTS].concat().into_iter().collect();
     assert_eq!(points, listed, "the steps of a placement");
     // Each call within the process may touch a new page of a stack, so the state before each kill counts.
     let (mut before, mut changed) = (before, 0);

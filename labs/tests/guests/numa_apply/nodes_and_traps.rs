@@ -1,6 +1,7 @@
 //! A machine over four nodes, and memory, CPUs and nodes with which a placement must not end half done.
 
 use super::{MAX_TOUCHED_PAGES, State, page_nodes, state};
+use pagefold_labs::fault_points::VISIT_POINTS;
 use pagefold_labs::scenes::Scenes;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -28,33 +29,9 @@ const LAST_UNDO_STEPS: [&str; 8] = [
     "after setting an affinity",
 ];
 
-/// The steps of its visits to processes that restore memory policies. Other changes visit processes in the same way, so a
-/// part of the steps is chosen each day, and all with `PAGEFOLD_SOAK=1`.
-pub const VISIT_STEPS: [&str; 20] = [
-    "tracer started",
-    "thread chosen",
-    "seized",
-    "interrupted",
-    "stopped",
-    "seccomp suspended",
-    "frame written",
-    "parked",
-    "signals blocked",
-    "system call replaced",
-    "at the exit of the call",
-    "at the entry of sigreturn",
-    "parked again",
-    "interrupted to leave",
-    "resumed to leave",
-    "stopped to leave",
-    "signal mask restored",
-    "registers restored",
-    "stack restored",
-    "detached",
-];
-
-/// The days after which each step of a visit was chosen.
-const DAYS_FOR_ALL_VISIT_STEPS: u64 = 4;
+/// The days after which each step of a visit was chosen. Other changes visit processes in the same way, so the undo is killed
+/// at a part of the steps each day, and at all with `PAGEFOLD_SOAK=1`.
+const DAYS_FOR_ALL_VISIT_POINTS: u64 = 4;
 
 const SECONDS_PER_DAY: u64 = 86_400;
 
@@ -64,8 +41,8 @@ pub fn undo_steps() -> Vec<&'static str> {
     let is_complete = std::env::var_os("PAGEFOLD_SOAK").is_some();
     let today = || UNIX_EPOCH.elapsed().unwrap().as_secs() / SECONDS_PER_DAY;
     let day = std::env::var("PAGEFOLD_DAY").map_or_else(|_| today(), |day| day.parse().expect("a number of days"));
-    let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_STEPS);
-    let visits = VISIT_STEPS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
+    let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_POINTS);
+    let visits = VISIT_POINTS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
     FIRST_UNDO_STEPS.into_iter().chain(visits).chain(LAST_UNDO_STEPS).collect()
 }
 

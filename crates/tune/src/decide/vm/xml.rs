@@ -409,8 +409,8 @@ fn add_io_threads(xml: &str, disk: &str, count: u32) -> Result<String, String> {
     if let [id] = &ids[..] {
         return set_disk_driver(&text, disk, &[("iothread", id)]);
     }
-    let text = set_disk_driver(&text, disk, &[("queues", &count.to_string())])?;
-    let text = remove_disk_iothread(&text, disk)?;
+    // The disk has a queue for each virtual CPU (QEMU), and libvirt spreads them over the iothreads.
+    let text = remove_disk_iothread(&set_disk_driver(&text, disk, &[("name", "qemu")])?, disk)?;
     let document = parse(&text)?;
     let driver = child(find_disk(&document, disk)?, "driver").ok_or("the definition changed while it was edited")?;
     let threads: String = ids.iter().map(|id| format!("<iothread id='{id}'/>")).collect();

@@ -212,6 +212,7 @@ fn single_iothread_gets_a_second_one_beside_it() {
     assert!(two.contains("<iothreads><iothread id='1'/><iothread id='2'/></iothreads>"), "{two}");
     assert!(two.contains("<iothreads>2</iothreads>") && !two.contains("iothread='1'"), "{two}");
     assert_eq!(set_option(&two, &threads(2)), Ok(two.clone()));
+    assert!(!two.contains("queues="), "the disk keeps a queue for each virtual CPU: {two}");
 }
 
 #[test]
