@@ -19,6 +19,7 @@ pub mod faulty_host;
 pub mod guest_agent;
 pub mod kernel_module;
 pub mod knob;
+pub mod ksmd_thread;
 pub mod memory_headroom;
 pub mod observe;
 pub mod page_state;

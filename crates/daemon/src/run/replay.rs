@@ -15,9 +15,9 @@ use crate::decide::{
 };
 use pagefold_base::ProcessId;
 use pagefold_base::process::Process;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::{Host, observe};
 use pagefold_merge::StableAges;
-use pagefold_merge::ksmd::KsmdThread;
 use pagefold_merge::prepare::prepare_plan;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
