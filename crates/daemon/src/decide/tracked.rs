@@ -1,10 +1,11 @@
 //! A tracked process, and when its memory is scanned next.
 
 use super::event::{DecisionReason, UnenrollScope};
+use super::part_progress::{NextStep, PartProgress};
 use super::rules::DaemonRules;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::memory::Shortage;
-use pagefold_base::units::{Bytes, NetBytes, ProcessId};
+use pagefold_base::units::{Bytes, NetBytes, Pages, ProcessId};
 use pagefold_census::decide::sketch::ContentSketches;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +46,9 @@ const UNENROLL_RETRY_COST_FACTOR: u32 = 200;
 
 /// A process that has not grown or been busy for this long counts as filled.
 const FILL_SETTLE_TIME: Duration = Duration::from_millis(750);
+
+/// Bytes of a base page, to size a sketch. On a host with larger pages a sketch keeps fewer contents.
+const BASE_PAGE_BYTES: u64 = 4096;
 
 /// Why a process is scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -137,6 +141,10 @@ pub struct TrackedProcess {
     pub next_scan: Duration,
     /// Reason of the next scan.
     pub scan_cause: ScanCause,
+    /// Progress of the current scan.
+    pub progress: PartProgress,
+    /// Start of the current scan of a part.
+    part_started_at: Duration,
     /// Time of its arrival.
     arrived_at: Duration,
     /// Start of its current growth, if it has not been scanned since.
@@ -189,6 +197,8 @@ impl TrackedProcess {
             scan_interval: rules.min_scan_interval,
             next_scan: now + rules.debounce,
             scan_cause: ScanCause::Arrived,
+            progress: PartProgress::default(),
+            part_started_at: now,
             arrived_at: now,
             filling_since: None,
             cpu_reading: None,
@@ -293,7 +303,8 @@ impl TrackedProcess {
             end > start && cpu_after.saturating_sub(cpu_before) <= end.saturating_sub(start).mul_f64(IDLE_CPU_SHARE)
         };
         let latest = self.scan_started_at + max_interval;
-        let is_due = self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
+        let is_due =
+            self.progress.is_at_start() && self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
         if is_due
             && self.last_scan_found_nothing
             && self.cpu_reading_at_scan.zip(self.cpu_reading).is_some_and(|(before, after)| was_idle(before, after))
@@ -303,12 +314,33 @@ impl TrackedProcess {
         }
     }
 
-    /// A scan starts.
+    /// A scan starts, or goes on with the next part.
     pub fn begin_scan(&mut self, now: Duration) {
+        self.part_started_at = now;
+        if !self.progress.is_at_start() {
+            return;
+        }
         (self.scan_started_at, self.resident_at_scan, self.filling_since) = (now, self.resident, None);
         self.cpu_reading_at_scan = self.cpu_reading;
         // A process that is still busy may still fill its memory.
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
+    }
+
+    /// A part was scanned. Returns the progress if the scan is complete, with [`Self::finish_scan`] to follow.
+    pub fn finish_part(&mut self, now: Duration, step: NextStep, rules: &DaemonRules) -> Option<PartProgress> {
+        self.next_scan = match step {
+            NextStep::Repeat => self.part_started_at + rules.min_scan_interval,
+            NextStep::Continue => now,
+            NextStep::Complete => {
+                let mut progress = std::mem::take(&mut self.progress);
+                if let Some(sketches) = progress.sketches.take() {
+                    self.set_sketches(sketches);
+                }
+                return Some(progress);
+            }
+        };
+        self.scan_cause = ScanCause::Due;
+        None
     }
 
     /// A scan has ended. `is_profitable` is whether it found anything to merge, `has_unstable` whether it found
@@ -340,6 +372,11 @@ impl TrackedProcess {
         self.scan_cause = ScanCause::Due;
     }
 
+    /// Record content sketches of a part of it.
+    pub fn add_sketches(&mut self, sketches: ContentSketches) {
+        self.progress.add_sketches(sketches, Pages(self.resident.0 / BASE_PAGE_BYTES));
+    }
+
     /// Record its content sketches.
     pub fn set_sketches(&mut self, sketches: ContentSketches) {
         let previous = self.sketches.take().unwrap_or_default();
@@ -362,6 +399,12 @@ impl TrackedProcess {
     /// A scan of it exceeded the CPU budget: double its predicted scan cost.
     pub fn record_overrun(&mut self) {
         self.overruns = (self.overruns + 1).min(MAX_COST_DOUBLINGS);
+    }
+
+    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened.
+    pub fn postpone_after_overrun(&mut self, now: Duration, rules: &DaemonRules) {
+        let pause = self.scan_interval.saturating_mul(1 << self.overruns);
+        self.next_scan = now + pause.min(rules.max_scan_interval).max(rules.min_scan_interval);
     }
 
     /// A scan of it completed within the budget.

@@ -368,8 +368,8 @@ fn process_short_of_memory_is_scanned_first() {
         daemon.tick().unwrap();
         work.try_recv().ok()
     });
-    let Some(Effect::Census(processes)) = first.map(|order: WorkOrder| order.effect) else { panic!("no census") };
-    assert!(processes.iter().any(|process| process.pid == Pid(FIRST_TRACKED_PID + 2)), "{processes:?}");
+    let Some(Effect::Census(parts)) = first.map(|order: WorkOrder| order.effect) else { panic!("no census") };
+    assert!(parts.keys().any(|process| process.pid == Pid(FIRST_TRACKED_PID + 2)), "{parts:?}");
 }
 
 #[test]

@@ -12,9 +12,9 @@ use crate::decide::{
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
-use pagefold_census::ProcessSelection;
+use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageCounts, Pages, ProcessId};
 use pagefold_census::results::{Census, SubjectCensus};
+use pagefold_census::{ProcessSelection, ScanPart};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
@@ -75,6 +75,8 @@ pub(super) struct Worker<'h> {
     enrolled_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
+    /// Page counts of the parts of each process.
+    part_counts: BTreeMap<ProcessId, Vec<(AddressRange, PageCounts)>>,
 }
 
 /// Why a task failed.
@@ -110,6 +112,7 @@ impl<'h> Worker<'h> {
             enrolled_ranges: BTreeMap::new(),
             started_at: host.now(),
             prepared: None,
+            part_counts: BTreeMap::new(),
         })
     }
 
@@ -155,7 +158,7 @@ impl<'h> Worker<'h> {
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
-            Effect::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
+            Effect::Census(parts) => self.take_census(&parts, &settings).map(Event::CensusDone),
             Effect::Merge { processes, cpu_share } => {
                 self.merge(&processes, cpu_share, &settings).map(Event::MergeDone)
             }
@@ -243,13 +246,17 @@ impl<'h> Worker<'h> {
         }
     }
 
-    fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
+    fn take_census(
+        &mut self,
+        parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
+        settings: &DaemonSettings,
+    ) -> Result<CensusSummary, Error> {
         self.prepared = None;
         let cpu_before = self.host.own_cpu_time();
         let (max_added_metadata, excluded_ranges) =
             (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
-        let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(processes, settings) };
-        let excluded = exclusion_reason(processes, settings);
+        let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(parts, settings) };
+        let excluded = exclusion_reason(parts, settings);
         let progress = pagefold_census::ScanProgress::default();
         let host = self.host;
         self.stable_ages.retain_processes(|process| is_alive(host, process));
@@ -269,12 +276,20 @@ impl<'h> Worker<'h> {
             cost_in_pages: scan_costs_in_pages(census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, settings),
+            scanned_ranges: scanned_ranges(census),
             sketches: std::mem::take(&mut prepared.sketches),
             partial: census.partial,
         };
         let mut page_counts = BTreeMap::new();
+        self.part_counts.retain(|process, _| is_alive(host, *process));
         for subject in census.subjects.iter().filter(|subject| !subject.is_foreign) {
-            page_counts.insert(subject.process.id, subject.counts);
+            let parts = self.part_counts.entry(subject.process.id).or_default();
+            // Of two parts of one process, the counts are known from their own scans.
+            if let [range] = subject.scanned_ranges[..] {
+                parts.retain(|(part, _)| part.overlap(range).is_none());
+                parts.push((range, subject.counts));
+            }
+            page_counts.insert(subject.process.id, sum_counts(parts));
         }
         let unscanned_processes = census.unscanned.len() as u64;
         let matrix = census.matrix.clone();
@@ -512,15 +527,40 @@ pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
     Pages(subject.counts.resident().0.saturating_sub(reused) + reused / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
-/// The plan request of a census of some processes.
-pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSettings) -> PlanRequest {
-    let pids = processes.iter().map(|process| process.pid).collect();
+/// Threads of a census: the CPUs of the rate, as far as the host has them. A scan on more threads would use up the burst
+/// faster, and wait longer afterwards.
+fn census_threads(cpu_rate: f64) -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // The cast rounds down and saturates.
+    (cpu_rate as usize).clamp(1, cpus)
+}
+
+/// The sum of the page counts of some parts.
+fn sum_counts(parts: &[(AddressRange, PageCounts)]) -> PageCounts {
+    let mut sum = PageCounts::default();
+    parts.iter().for_each(|(_, counts)| sum += *counts);
+    sum
+}
+
+/// The addresses that were scanned of each process.
+pub(super) fn scanned_ranges(census: &Census) -> BTreeMap<ProcessId, Vec<AddressRange>> {
+    let selected = census.subjects.iter().filter(|subject| !subject.is_foreign);
+    selected.map(|subject| (subject.process.id, subject.scanned_ranges.clone())).collect()
+}
+
+/// The plan request of a census of parts of some processes.
+pub(super) fn census_plan_request(
+    parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
+    settings: &DaemonSettings,
+) -> PlanRequest {
+    let pids = parts.keys().map(|process| process.pid).collect();
+    let parts = parts.iter().map(|(process, parts)| (process.pid, parts.clone())).collect();
     PlanRequest {
-        selection: ProcessSelection { pids, ..ProcessSelection::default() },
+        selection: ProcessSelection { pids, parts, ..ProcessSelection::default() },
         domains: settings.domains.clone(),
         across_domains: settings.rules.across_domains,
         pass_interval: settings.pass_interval,
-        threads: settings.census_threads,
+        threads: census_threads(settings.rules.cpu_rate),
         whole_processes: false,
         min_profit: settings.min_profit,
         ksmd_cpu_share: 1.0,
@@ -533,14 +573,14 @@ pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSett
     }
 }
 
-/// Returns why a process must not be enrolled, or nothing: it is excluded, or it is none of `processes` and has the PID
-/// of one that ended.
+/// Returns why a process must not be enrolled, or nothing: it is excluded, or it is none of the census's processes and
+/// has the PID of one that ended.
 pub(super) fn exclusion_reason(
-    processes: &[ProcessId],
+    parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
     settings: &DaemonSettings,
 ) -> impl Fn(&Process) -> Option<String> + use<> {
     let (selected, exclusions): (BTreeSet<ProcessId>, _) =
-        (processes.iter().copied().collect(), settings.exclusions.clone());
+        (parts.keys().copied().collect(), settings.exclusions.clone());
     move |process| {
         exclusions.reason(process).or_else(|| (!selected.contains(&process.id)).then(|| "not selected".to_owned()))
     }

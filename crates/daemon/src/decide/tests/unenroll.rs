@@ -20,7 +20,7 @@ fn unenroll_scopes(host: &SimulatedHost, process: ProcessId) -> Vec<UnenrollScop
 }
 
 fn count_censuses_with(host: &SimulatedHost, process: ProcessId) -> usize {
-    host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&process)))
+    host.count_effects(|effect| matches!(effect, Effect::Census(parts) if parts.contains_key(&process)))
 }
 
 /// A host on which these processes are merged.

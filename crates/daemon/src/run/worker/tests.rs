@@ -264,10 +264,18 @@ fn operator_unenroll_is_no_cow_break() {
     assert_eq!(plan_at(&mut worker, Duration::ZERO).targets.len(), 1, "it may be enrolled again at once");
 }
 
+#[test]
+fn census_takes_the_threads_that_the_rate_pays_for() {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    assert_eq!([0.0, 0.1, 1.9, f64::INFINITY].map(census_threads), [1, 1, 1, cpus]);
+    assert_eq!(census_threads(2.0), cpus.min(2));
+}
+
 /// A PID may be reused between the decision for a census and the census.
 #[test]
 fn process_with_reused_pid_is_excluded() {
-    let excluded = exclusion_reason(&[process()], &DaemonSettings::default());
+    let parts = [(process(), vec![ScanPart::WHOLE])].into();
+    let excluded = exclusion_reason(&parts, &DaemonSettings::default());
     let with_start_time = |start_time| Process::absent(ProcessId { start_time, ..process() }, &Absent::Denied);
     assert_eq!(excluded(&with_start_time(1)), None);
     assert!(excluded(&with_start_time(2)).is_some());
