@@ -450,6 +450,13 @@ impl DaemonState {
         if self.is_large(&self.tracked[&first]) && self.tracked[&first].is_unscanned() {
             return Some(BTreeSet::from([first]));
         }
+        self.choose_portion(due)
+    }
+
+    /// As many due processes and partners of them as the CPU budget and the index have room for. A large process is the
+    /// only due one.
+    fn choose_portion(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        let first = *due.first()?;
         // A process whose scan exceeded the budget is scanned with one partner only, to find out which of them is
         // expensive.
         let one_partner_only = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
