@@ -27,7 +27,7 @@ pub use pagefold_sys::allocator::return_large_blocks_when_freed;
 pub use settings::DaemonSettings;
 pub use snapshot::{CpuUsage, LoggedDecision, PassSummary, SharingHistory, Snapshot, WorkResult};
 
-use crate::decide::{DaemonState, DaemonStatus, Decision, Effect, Event, TickReadings, TrackedProcess, step};
+use crate::decide::{DaemonState, DaemonStatus, Decision, Effect, Event, TickReadings, step};
 use cgroup_shortages::CgroupShortageReader;
 use fair_share::WalkRequest;
 use jiff::tz::TimeZone;
@@ -437,19 +437,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
     /// Request the next walk of page tables, if one is due.
     fn request_walk(&mut self) {
         let split_zeros = &self.snapshot.split_zero_pages;
-        let tracked_processes = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
-        let walk_request = |(process, tracked): (&ProcessId, &TrackedProcess)| WalkRequest {
-            process: *process,
-            wants_fair_share: tracked.resident <= fair_share::MAX_ROLLUP_RSS,
-            wants_zero_pages: split_zeros.contains_key(process),
-        };
-        let requests =
-            tracked_processes().map(walk_request).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
-        let Some(next) = self.walk_schedule.next_walk(self.event_time, requests.map(|walk| walk.process)) else {
-            return;
-        };
-        if let Some(walk) = tracked_processes().map(walk_request).find(|walk| walk.process == next) {
-            let _ = self.walk_requests.send(walk);
+        let tracked = self.state.as_ref().into_iter().flat_map(|state| state.tracked().keys().copied());
+        if let Some(process) = self.walk_schedule.next_walk(self.event_time, tracked) {
+            let wants_zero_pages = split_zeros.contains_key(&process);
+            let _ = self.walk_requests.send(WalkRequest { process, wants_zero_pages });
         }
     }
 
