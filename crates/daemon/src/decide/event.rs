@@ -1,6 +1,6 @@
 //! Events that the daemon reacts to, effects that it orders, and decisions that it reports.
 
-use super::{DaemonRules, ProcessArrival, ScanCause, SharingScope, TimeOfDay, WaitTimes};
+use super::{DaemonRules, PassedState, ProcessArrival, ScanCause, SharingScope, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
 use pagefold_base::units::{AddressRange, Bytes, NetBytes, ProcessId};
 use pagefold_census::ScanPart;
@@ -20,6 +20,8 @@ pub enum Event {
     /// These processes have ranges that the previous daemon enrolled, with the scopes of their merges. It comes before
     /// [`Event::HostAcquired`].
     EnrollmentsAdopted(Vec<(ProcessId, BTreeSet<SharingScope>)>),
+    /// The previous daemon passed this on, so long ago. It comes before processes arrive.
+    StateReceived(PassedState, Duration),
     /// Answer to [`Effect::AcquireHost`]: the daemon may change the host, or the reason why not.
     HostAcquired(Result<(), String>),
     /// Answer to [`Effect::Census`].

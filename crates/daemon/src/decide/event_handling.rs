@@ -50,6 +50,7 @@ impl DaemonState {
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
             Event::ProcessExited(process) => self.handle_exit(process),
             Event::EnrollmentsAdopted(adopted) => self.adopt(adopted, effects),
+            Event::StateReceived(passed, elapsed) => self.receive_passed_state(passed, elapsed),
             Event::HostAcquired(Ok(())) => {
                 self.task = None;
                 (self.host_acquired, self.host_busy_reason, self.adoption_known) = (true, None, true);
@@ -122,6 +123,7 @@ impl DaemonState {
     /// A process has exited. If it had merged pages, ksmd must visit it.
     fn handle_exit(&mut self, process: ProcessId) {
         self.adopt_on_arrival.remove(&process);
+        self.passed_processes.remove(&process);
         // A process in a running merge may have merged pages, whatever the merge reports.
         let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
         let tracked = self.tracked.remove(&process);
@@ -215,6 +217,9 @@ impl DaemonState {
                 let mut tracked = TrackedProcess::new(arrival, self.now, &self.rules);
                 if self.unenroll_on_arrival.remove(&process) {
                     tracked.unenroll_by_operator(self.now);
+                }
+                if let Some((passed, received_at)) = self.passed_processes.remove(&process) {
+                    tracked.receive_passed(&passed, received_at, self.now, &self.rules);
                 }
                 if let Some(scopes) = self.adopt_on_arrival.remove(&process) {
                     tracked.adopt(&scopes, self.now, &self.rules);

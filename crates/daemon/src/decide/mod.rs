@@ -16,7 +16,7 @@
 //! # Restart
 //! What the previous daemon enrolled is recorded. The worker compares the record with the host when it acquires it
 //! ([`decide_adoption`]), and these processes are then watched and unenrolled as if this daemon had merged them
-//! ([`adoption`]).
+//! ([`adoption`]). The previous daemon also passes on its schedule and the outcome of its merges ([`restart`]).
 //!
 //! # Cost
 //! CPU time of ksmd and pagefold comes out of one token bucket ([`CpuTokenBucket`]). A task that does not fit is not
@@ -46,6 +46,7 @@ mod event_handling;
 mod merge_estimate;
 pub mod part_progress;
 mod remerge_backoff;
+mod restart;
 mod rules;
 mod schedule;
 mod slowdown;
@@ -63,7 +64,8 @@ pub use event::{
     MergedCheckSummary, TickReadings, UnenrollScope, UnenrollSummary,
 };
 pub use part_progress::{NextStep, PartProgress, PartResult};
-pub use remerge_backoff::RemergeBackoff;
+pub use remerge_backoff::{BackoffRecord, RemergeBackoff};
+pub use restart::{PassedProcess, PassedState};
 pub use rules::{DaemonMode, DaemonRules, DailyHours, TimeOfDay};
 pub use slowdown::{SlowdownMonitor, WaitTimes};
 pub use token_bucket::CpuTokenBucket;
@@ -158,6 +160,8 @@ pub struct DaemonState {
     unenroll_on_arrival: BTreeSet<ProcessId>,
     /// Processes of the previous daemon that have not arrived yet, with the scopes of their merges.
     adopt_on_arrival: BTreeMap<ProcessId, BTreeSet<SharingScope>>,
+    /// What the previous daemon passed on of processes that have not arrived yet, and when it was received.
+    passed_processes: BTreeMap<ProcessId, (PassedProcess, Duration)>,
     /// Whether it is known what the previous daemon enrolled: the host was acquired once.
     adoption_known: bool,
     /// Whether another daemon follows this one, for which operator commands are kept.
@@ -220,6 +224,7 @@ impl DaemonState {
             tracked_bytes: 0,
             unenroll_on_arrival: BTreeSet::new(),
             adopt_on_arrival: BTreeMap::new(),
+            passed_processes: BTreeMap::new(),
             adoption_known: false,
             hands_over: false,
             task: None,

@@ -10,6 +10,7 @@ mod merge_estimate;
 mod parts;
 mod pressure;
 mod properties;
+mod restart;
 mod schedule;
 mod unenroll;
 

@@ -29,6 +29,11 @@ impl CpuTokenBucket {
         self.available_seconds = self.available_seconds.min(self.burst_seconds);
     }
 
+    /// Continue with the tokens that another bucket had some time ago.
+    pub fn continue_from(&mut self, available_seconds: f64, elapsed: Duration) {
+        self.available_seconds = (available_seconds + self.rate * elapsed.as_secs_f64()).min(self.burst_seconds);
+    }
+
     /// Update the bucket with the total CPU time spent at a time.
     pub fn update(&mut self, at: Duration, spent: Duration) {
         let elapsed = at.saturating_sub(self.updated_at).as_secs_f64();

@@ -147,6 +147,8 @@ pub struct TrackedProcess {
     part_started_at: Duration,
     /// Time of its arrival.
     arrived_at: Duration,
+    /// Whether no earlier daemon has scanned it.
+    pub(super) is_new: bool,
     /// Start of its current growth, if it has not been scanned since.
     filling_since: Option<Duration>,
     /// Its total CPU time, and the time of that reading.
@@ -160,15 +162,17 @@ pub struct TrackedProcess {
     /// Scans without a partner known to hold many of the same pages, since its contents changed.
     missed_partner_scans: u32,
     /// Whether the last scan found nothing, not even unstable contents.
-    last_scan_found_nothing: bool,
+    pub(super) last_scan_found_nothing: bool,
     /// Whether its last merge saved less than half of the prediction, or cost more than the limit.
     pub last_merge_unprofitable: bool,
     /// Its CPU time at the start of the last scan, and the time of that reading.
-    cpu_reading_at_scan: Option<(Duration, Duration)>,
+    pub(super) cpu_reading_at_scan: Option<(Duration, Duration)>,
     /// Start of its last scan.
-    scan_started_at: Duration,
+    pub(super) scan_started_at: Duration,
+    /// Time from its last scan until this daemon started, if an earlier daemon scanned it last.
+    pub(super) scan_age_at_start: Duration,
     /// Resident memory at that time.
-    resident_at_scan: Bytes,
+    pub(super) resident_at_scan: Bytes,
 }
 
 impl TrackedProcess {
@@ -200,6 +204,7 @@ impl TrackedProcess {
             progress: PartProgress::default(),
             part_started_at: now,
             arrived_at: now,
+            is_new: true,
             filling_since: None,
             cpu_reading: None,
             last_busy: None,
@@ -210,6 +215,7 @@ impl TrackedProcess {
             last_merge_unprofitable: false,
             cpu_reading_at_scan: None,
             scan_started_at: now,
+            scan_age_at_start: Duration::ZERO,
             resident_at_scan: Bytes::ZERO,
         }
     }
@@ -220,6 +226,11 @@ impl TrackedProcess {
             && !self.unenrolled_by_operator
             && self.refused_until.is_none()
             && self.pending_unenroll.is_none()
+    }
+
+    /// Whether it has just started, so that it may still fill its memory.
+    fn is_recent(&self, now: Duration) -> bool {
+        self.is_new && now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0
     }
 
     /// Whether memory is short in its cgroup.
@@ -252,7 +263,7 @@ impl TrackedProcess {
         let is_filling = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
         self.resident = resident;
         let growth = resident.saturating_sub(self.resident_at_scan);
-        let (divisor, min_growth) = if now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
+        let (divisor, min_growth) = if self.is_recent(now) {
             (RECENT_ARRIVAL_MIN_GROWTH.1, RECENT_ARRIVAL_MIN_GROWTH.2)
         } else {
             REFILL_MIN_GROWTH
@@ -278,7 +289,7 @@ impl TrackedProcess {
     /// resident, such as huge pages, fills without growth.
     pub fn update_cpu_time(&mut self, cpu_time: Duration, now: Duration, rules: &DaemonRules) {
         let (last_cpu_time, last_read) = self.cpu_reading.replace((cpu_time, now)).unwrap_or((cpu_time, now));
-        if now >= self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
+        if !self.is_recent(now) {
             self.last_busy = None;
         } else if cpu_time.saturating_sub(last_cpu_time) > (now.saturating_sub(last_read)).mul_f64(BUSY_CPU_SHARE) {
             self.last_busy = Some(now);
@@ -300,9 +311,10 @@ impl TrackedProcess {
     pub fn defer_if_idle(&mut self, now: Duration, max_interval: Duration) {
         self.refused_until = self.refused_until.filter(|until| now < *until);
         let was_idle = |(cpu_before, start): (Duration, Duration), (cpu_after, end): (Duration, Duration)| {
-            end > start && cpu_after.saturating_sub(cpu_before) <= end.saturating_sub(start).mul_f64(IDLE_CPU_SHARE)
+            let elapsed = end.saturating_sub(start) + self.scan_age_at_start;
+            elapsed > Duration::ZERO && cpu_after.saturating_sub(cpu_before) <= elapsed.mul_f64(IDLE_CPU_SHARE)
         };
-        let latest = self.scan_started_at + max_interval;
+        let latest = self.scan_started_at + max_interval.saturating_sub(self.scan_age_at_start);
         let is_due =
             self.progress.is_at_start() && self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
         if is_due
@@ -321,7 +333,7 @@ impl TrackedProcess {
             return;
         }
         (self.scan_started_at, self.resident_at_scan, self.filling_since) = (now, self.resident, None);
-        self.cpu_reading_at_scan = self.cpu_reading;
+        (self.cpu_reading_at_scan, self.scan_age_at_start) = (self.cpu_reading, Duration::ZERO);
         // A process that is still busy may still fill its memory.
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
     }

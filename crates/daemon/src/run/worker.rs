@@ -5,6 +5,8 @@
 //! task is the CPU time that the process and ksmd used meanwhile.
 
 use super::adoption::{describe_dropped, read_recorded_processes};
+use super::restart::{SavedWatch, WATCH_FILE};
+use super::saved_file::SavedFile;
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
     Adoption, CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff,
@@ -31,6 +33,7 @@ use pagefold_merge::recheck::{CheckScope, UnenrollPhase};
 use pagefold_merge::unmerge;
 use pagefold_sys::allocator::trim_free_memory;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +52,10 @@ const REGION_SCAN_COST_PAGES: u64 = 8;
 
 /// Reused fingerprints that cost as much as one page read, for listing and lookup; measured by `make bench ARGS=again`.
 const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
+
+/// Minimum interval between two times at which observations are saved, and the same as a multiple of the time that
+/// saving takes.
+const WATCH_SAVE_INTERVAL: (Duration, u32) = (Duration::from_secs(60), 1000);
 
 /// A task with the settings in force.
 pub(super) struct WorkOrder {
@@ -73,6 +80,12 @@ pub(super) struct Worker<'h> {
     remerge_backoff: RemergeBackoff,
     /// Ranges of each process that the daemon has tried to enroll, accepted or not.
     enrolled_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
+    /// Passes observations of merged pages on to the next daemon, once the host was acquired and where that is possible.
+    watch_file: Option<SavedFile>,
+    /// Whether the observations of the previous daemon were taken over, if there are any.
+    watch_restored: bool,
+    /// When the observations are saved next.
+    save_watch_at: Duration,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
     /// Page counts of the parts of each process.
@@ -110,6 +123,9 @@ impl<'h> Worker<'h> {
             stable_ages,
             remerge_backoff: RemergeBackoff::default(),
             enrolled_ranges: BTreeMap::new(),
+            watch_file: None,
+            watch_restored: false,
+            save_watch_at: Duration::ZERO,
             started_at: host.now(),
             prepared: None,
             part_counts: BTreeMap::new(),
@@ -155,6 +171,7 @@ impl<'h> Worker<'h> {
 
     fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
         self.cancel = cancel;
+        let is_merge = matches!(effect, Effect::Merge { .. });
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
@@ -174,6 +191,9 @@ impl<'h> Worker<'h> {
         };
         if let Some(Err(error)) = self.session.as_mut().map(Session::store_recorded_enrollments) {
             self.send(Message::WorkResult(WorkResult::UndoFailed(session::chain(&error))));
+        }
+        if self.session.is_some() && (is_merge || self.time_since_start() >= self.save_watch_at) {
+            self.save_watch();
         }
         result.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
@@ -196,9 +216,43 @@ impl<'h> Worker<'h> {
         }
         self.report_failed_undos(failed_undos);
         ksmd::pause(&mut session)?;
+        self.restore_watch();
         self.adopt_enrollments(&mut session)?;
         (self.session, self.settings_overwritten, self.needs_sweep) = (Some(session), false, true);
         Ok(())
+    }
+
+    /// Take over what the previous daemon has observed of merged pages, once.
+    fn restore_watch(&mut self) {
+        if !std::mem::replace(&mut self.watch_restored, true)
+            && let Err(why) = self.load_watch()
+        {
+            self.send(Message::WorkResult(WorkResult::StateNotPassedOn(why.to_string())));
+        }
+    }
+
+    fn load_watch(&mut self) -> io::Result<()> {
+        let boot_id = session::read_boot_id(self.host).map_err(io::Error::other)?;
+        let file = self.watch_file.insert(SavedFile::new(&self.directory, WATCH_FILE, boot_id)?);
+        if let Some((saved, elapsed)) = file.load::<SavedWatch>(self.host.unix_time())? {
+            let (monitor, backoff) = saved.into_records(elapsed, |process| is_alive(self.host, process));
+            self.merge_monitor.restore(monitor);
+            self.remerge_backoff.restore(backoff, self.time_since_start());
+        }
+        Ok(())
+    }
+
+    /// Save what was observed of merged pages for the next daemon.
+    fn save_watch(&mut self) {
+        let (cpu_before, now) = (self.host.thread_cpu_time(), self.time_since_start());
+        let saved = SavedWatch::new(&self.merge_monitor.record(), self.remerge_backoff.records(now));
+        let saved = self.watch_file.as_ref().map(|file| file.save(&saved, self.host.unix_time()));
+        if let Some(Err(why)) = saved {
+            self.send(Message::WorkResult(WorkResult::StateNotPassedOn(why.to_string())));
+            self.watch_file = None;
+        }
+        let cpu_time = self.host.thread_cpu_time().saturating_sub(cpu_before);
+        self.save_watch_at = now + WATCH_SAVE_INTERVAL.0.max(cpu_time * WATCH_SAVE_INTERVAL.1);
     }
 
     /// Watch the recorded ranges that are still enrolled, and drop the others from the record. Ranges that this daemon
@@ -233,6 +287,7 @@ impl<'h> Worker<'h> {
 
     /// Restore KSM's settings. Returns whether all are restored.
     fn restore_settings(&mut self) -> Result<bool, Error> {
+        self.save_watch();
         let Some(mut session) = self.session.take() else { return Ok(true) };
         let failed_undos = session.undo_all()?;
         let complete = failed_undos.is_empty();
