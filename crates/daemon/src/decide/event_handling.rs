@@ -364,7 +364,7 @@ impl DaemonState {
         tracked.finish_scan(self.now, progress.found, spread, &self.rules, max_interval);
         let has_missed = checks_partners && self.has_missed_partner(process, &met);
         if let Some(tracked) = self.tracked.get_mut(&process).filter(|_| has_missed) {
-            tracked.record_missed_partner(&self.rules);
+            tracked.record_missed_partner(self.now, &self.rules);
         }
     }
 

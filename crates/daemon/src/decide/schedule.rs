@@ -407,7 +407,7 @@ impl DaemonState {
         due.sort_by_key(|process| !tracked(process).is_cgroup_memory_short(&self.rules));
         due.sort_by_key(|process| tracked(process).overruns);
         if tracked(&due[0]).overruns == 0 {
-            due.retain(|process| tracked(process).overruns == 0);
+            due.retain(|process| tracked(process).overruns == 0 || self.is_overdue(tracked(process)));
         }
         // A process that has waited too long precedes all others, whatever their priority.
         due.sort_by_key(|process| match self.is_overdue(tracked(process)) {

@@ -232,7 +232,10 @@ impl SimulatedHost {
                     .map_or(0.0, |(_, extra_seconds)| extra_seconds);
                 let scanned_ranges = self.scan_parts(&parts);
                 let bytes = |ranges: &[AddressRange], process: &ProcessId| -> u64 {
-                    ranges.iter().map(|range| range.end.min(self.memory_end(*process)) - range.start).sum()
+                    ranges
+                        .iter()
+                        .map(|range| range.end.min(self.memory_end(*process)).saturating_sub(range.start))
+                        .sum()
                 };
                 let scanned_bytes: u64 = scanned_ranges.iter().map(|(process, ranges)| bytes(ranges, process)).sum();
                 let seconds = match self.census_seconds_per_mib {

@@ -380,7 +380,8 @@ impl TrackedProcess {
         }
         self.last_scan_found_nothing = !is_profitable && !has_unstable && !is_first;
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };
-        self.next_scan = self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread);
+        // A scan in parts may take longer than the interval; the process has not waited meanwhile.
+        self.next_scan = (self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread)).max(now);
         self.scan_cause = ScanCause::Due;
     }
 
@@ -400,11 +401,11 @@ impl TrackedProcess {
 
     /// Its last scan missed a partner with many of the same pages: scan it again soon, unless earlier such scans were
     /// fruitless.
-    pub fn record_missed_partner(&mut self, rules: &DaemonRules) {
+    pub fn record_missed_partner(&mut self, now: Duration, rules: &DaemonRules) {
         self.missed_partner_scans += 1;
         if self.missed_partner_scans <= MAX_EARLY_MISSED_PARTNER_SCANS && !self.last_merge_unprofitable {
             (self.scan_interval, self.last_scan_found_nothing) = (rules.min_scan_interval, false);
-            self.next_scan = self.scan_started_at + self.scan_interval;
+            self.next_scan = (self.scan_started_at + self.scan_interval).max(now);
         }
     }
 

@@ -72,7 +72,7 @@ fn idle_process_is_not_scanned_for_a_restart() {
         host.deliver(Event::Enroll(id(1)));
         assert!(host.run_until_census(id(1), 20).is_some());
         host.run(2);
-        host.restart_after(seconds(3600));
+        host.restart_after(seconds(900));
         host.deliver(arrival(1));
         for _ in 0..60 {
             host.deliver(readings(&host, seconds(5 + cpu_seconds)));

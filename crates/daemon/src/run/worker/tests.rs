@@ -193,14 +193,17 @@ fn repeated_unenroll_needs_memory() {
     };
     worker.merge_monitor.set_max_pressure(MAX_PRESSURE_PERCENT);
     let unknown = "the memory available for copies is unknown";
-    for (percent, merged, free, why) in [
-        ("10.00", 64, 5_000_000, "memory is short"),
-        ("0.00", -1, 5_000_000, unknown),
-        ("0.00", 64, 0, "there is no memory for copies"),
+    host.put_file(&format!("proc/{PID}/ksm_merging_pages"), "64\n");
+    for (percent, free, why) in [
+        ("10.00", Some(5_000_000), "memory is short"),
+        ("0.00", None, unknown),
+        ("0.00", Some(0), "there is no memory for copies"),
     ] {
         waited(percent);
-        host.put_file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{merged}\n"));
-        host.set_free_kib(free);
+        match free {
+            Some(kib) => host.set_free_kib(kib),
+            None => host.put_file("proc/meminfo", ""),
+        }
         let missed = worker.merge_monitor.repeat_temporary_unenroll(worker.session.as_mut().unwrap()).unwrap();
         assert_eq!(missed.iter().map(|missed| missed.why.as_str()).collect::<Vec<_>>(), [why]);
         assert!(host.regions(Pid(PID)).unwrap().contains(&(RANGE, MERGED_PAGE_NAME, true)));
