@@ -57,7 +57,7 @@ bench-merge: setup ## Measure savings and cost of merging under all policies (as
 	target/release/pagefold-benchmarks merge $(ARGS)
 
 .PHONY: bench-daemon
-bench-daemon: setup ## Measure the daemon with starting and ending guests, similar programs, hostile programs, an idle host, a memory limit
+bench-daemon: setup ## Measure the daemon with starting and ending guests, large guests, similar programs, hostile programs, an idle host, a memory limit
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks daemon $(ARGS)
 

@@ -38,6 +38,7 @@ pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> an
         users,
         vm_patterns: targets.vm.clone(),
         excluded_pid: (global.host == "live").then(|| Pid(std::process::id())),
+        ..ProcessSelection::default()
     })
 }
 
