@@ -7,7 +7,6 @@
 //! - [`stable_tree`]: merged pages, chains and duplicates.
 //! - [`unstable_tree`]: unchanged pages of a scan.
 //! - [`red_black_tree`]: trees of the same shape as the kernel's.
-//! - [`advisor`]: the scan-time advisor.
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
 //! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
 //! - [`scenario`]: a host and the machines that arrive on it, as data.
@@ -15,7 +14,6 @@
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
-pub mod advisor;
 pub mod cost;
 pub mod counters;
 pub mod entry_runs;
