@@ -37,6 +37,7 @@ fn published_schemas_are_current() {
         "vcpu-capacity",
         "vcpu-residuals",
         "sim-calibration",
+        "sim-compare",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

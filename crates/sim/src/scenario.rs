@@ -22,6 +22,20 @@ pub const MAX_RUN_PAGES: u64 = 65_536;
 /// Rounding of shares that are added.
 const SHARE_TOLERANCE: f64 = 1e-9;
 
+/// The scenarios that ship with the program: name and text.
+pub const SHIPPED: [(&str, &str); 4] = [
+    ("lab-48-slow", include_str!("../scenarios/lab-48-slow.toml")),
+    ("lab-48", include_str!("../scenarios/lab-48.toml")),
+    ("htc-4x8", include_str!("../scenarios/htc-4x8.toml")),
+    ("oltp-144", include_str!("../scenarios/oltp-144.toml")),
+];
+
+/// The text of the shipped scenario of this name.
+#[must_use]
+pub fn shipped_text(name: &str) -> Option<&'static str> {
+    SHIPPED.iter().find(|(shipped, _)| *shipped == name).map(|(_, text)| *text)
+}
+
 /// Why there is no scenario.
 #[derive(Debug, Error)]
 pub enum ScenarioError {
@@ -497,6 +511,24 @@ count = 2
         assert_eq!((template.pages, template.run_pages, template.zero), (16_384, (1, 512), 0.0));
         assert_eq!(template.writes[0].content, ContentKind::Unique);
         assert_eq!((scenario.classes[0].count, scenario.classes[0].arrival), (2, Arrival::AtOnce));
+    }
+
+    #[test]
+    fn shipped_scenarios_are_valid() {
+        for (name, text) in SHIPPED {
+            let scenario = parse_scenario(text).unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert!(!scenario.description.is_empty() && shipped_text(name) == Some(text));
+        }
+    }
+
+    #[test]
+    fn scenario_of_the_documentation_is_valid() {
+        let document = include_str!("../../../docs/simulator.md");
+        let text = document.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let scenario = parse_scenario(text).unwrap();
+        assert_eq!((scenario.classes.len(), scenario.templates[0].writes.len()), (2, 2));
+        assert_eq!(scenario.costs, default_costs(), "the document shows the defaults");
+        assert_eq!(scenario.host.ksm, KsmSettings::default());
     }
 
     #[test]

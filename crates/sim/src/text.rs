@@ -1,4 +1,6 @@
-//! The result of a calibration as text.
+//! The results of `pagefold sim` as text.
+
+pub mod comparison;
 
 use crate::wire::{CalibrationScanReport, ErrorReport, SimCalibrationReport};
 use pagefold_output::text::{TextStyle, format_number};

@@ -1,4 +1,6 @@
-//! The result of a calibration in JSON.
+//! The results of `pagefold sim` in JSON.
+
+pub mod comparison;
 
 use crate::calibration::{Calibration, CalibrationScan};
 use crate::decide::cost::Operation;

@@ -11,6 +11,9 @@
 //! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
 //! - [`scenario`]: a host and the machines that arrive on it, as data.
 //! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
+//! - [`policies`]: the policies that set ksmd's pace.
+//! - [`simulation`]: a scenario in virtual time.
+//! - [`measures`]: what a simulated run saved and cost.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
@@ -20,10 +23,13 @@ pub mod entry_runs;
 pub mod ksmd;
 pub mod layout_player;
 pub mod layouts;
+pub mod measures;
 pub mod memory;
+pub mod policies;
 pub mod red_black_tree;
 pub mod rules;
 pub mod scenario;
+pub mod simulation;
 pub mod stable_tree;
 pub mod unstable_tree;
 pub mod workload;
