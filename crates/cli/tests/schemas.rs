@@ -38,6 +38,7 @@ fn published_schemas_are_current() {
         "vcpu-residuals",
         "sim-calibration",
         "sim-compare",
+        "sim-tune",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

@@ -1,4 +1,4 @@
-//! `pagefold sim compare`: policies compared by the model of ksmd. Results follow from the seed alone, so they are
+//! `pagefold sim compare` and `sim tune`: policies compared by the model of ksmd. Results follow from the seed alone, so they are
 //! compared with files in `fixtures/expected/sim`; `UPDATE_GOLDEN=1` rewrites these.
 
 use serde_json::Value;
@@ -10,10 +10,14 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn compare(arguments: &[&str]) -> Output {
+fn sim(command: &str, arguments: &[&str]) -> Output {
     let folder = root().join("fixtures/sim");
-    let command = ["sim", "compare"].iter().chain(arguments);
-    Command::new(env!("CARGO_BIN_EXE_pagefold")).current_dir(folder).args(command).output().unwrap()
+    let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    pagefold.current_dir(folder).args(["sim", command]).args(arguments).output().unwrap()
+}
+
+fn compare(arguments: &[&str]) -> Output {
+    sim("compare", arguments)
 }
 
 fn stdout(output: &Output) -> String {
@@ -48,10 +52,47 @@ fn comparison_of_a_small_host_is_as_expected() {
 fn json_of_a_small_host_is_as_expected_and_has_its_schema() {
     let text = stdout(&compare(&["small-host.toml", "--policy", "whole:2000/20", "--json"]));
     check_golden("small-host.json", &text);
-    let schema = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", "sim-compare"]).output().unwrap();
+    check_schema("sim-compare", &text);
+}
+
+/// Returns the report.
+fn check_schema(name: &str, report: &str) -> Value {
+    let schema = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", name]).output().unwrap();
     let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
-    let report: Value = serde_json::from_str(&text).unwrap();
+    let report: Value = serde_json::from_str(report).unwrap();
     jsonschema::validate(&schema, &report).unwrap();
+    report
+}
+
+#[test]
+fn search_on_a_small_host_is_as_expected() {
+    let text = stdout(&sim("tune", &["small-host.toml", "--goal", "cpu", "--rounds", "1"]));
+    check_golden("small-host-tune.txt", &text);
+}
+
+#[test]
+fn search_marks_a_choice_within_its_bound_and_has_its_schema() {
+    let arguments = ["small-host.toml", "--goal", "saved", "--max-cpu", "0.05", "--rounds", "1", "--json"];
+    let report = check_schema("sim-tune", &stdout(&sim("tune", &arguments)));
+    let tried = report["tried"].as_array().unwrap();
+    let chosen = tried.iter().find(|policy| policy["policy"] == report["choice"]).unwrap();
+    assert!(chosen["ksmd_cores"].as_f64().unwrap() <= 0.05, "{chosen}");
+    assert!(tried.iter().any(|policy| policy["ksmd_cores"].as_f64().unwrap() > 0.05));
+    let saved = |policy: &Value| policy["saved_gib_hours"].as_f64().unwrap();
+    let within = tried.iter().filter(|policy| policy["ksmd_cores"].as_f64().unwrap() <= 0.05);
+    let most = within.map(saved).fold(0.0, f64::max);
+    assert!(saved(chosen) >= 0.99 * most, "{chosen}, and {most} GiB*h at most");
+}
+
+#[test]
+fn search_without_a_policy_within_the_bound_is_a_negative_verdict() {
+    let output = sim("tune", &["small-host.toml", "--max-cpu", "0.000001", "--rounds", "0"]);
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(text.contains("No policy saves memory within the bound"), "{text}");
+    let refused = sim("tune", &["small-host.toml", "--max-cpu", "0"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("give a number of CPUs above 0"));
 }
 
 #[test]
@@ -95,6 +136,8 @@ fn unknown_scenarios_and_policies_are_refused_with_a_remedy() {
     assert!(error.contains("neither a shipped scenario nor a file no-such-scenario: `pagefold sim compare --list`"));
     let error = stderr_of_refusal(&["lab-48", "--policy", "default,guided"]);
     assert!(error.contains("the daemon does not run in a simulation yet; compare default"), "{error}");
+    let error = stderr_of_refusal(&["lab-48", "--policy", "advisor"]);
+    assert!(error.contains("advisor: Linux 4.15 has no scan-time advisor: choose another policy"), "{error}");
 }
 
 #[test]

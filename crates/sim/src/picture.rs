@@ -24,6 +24,9 @@ const CPU_INTERVALS: usize = 60;
 const COLORS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
 const DASHES: [&str; 3] = ["none", "7 4", "2 3"];
 
+/// Space below the lowest negative value, as a part of the range of values.
+const BELOW_LOWEST: f64 = 0.02;
+
 const GIB: f64 = (1_u64 << 30) as f64;
 
 /// A policy's values over time: seconds, and the spread over its runs.
@@ -135,7 +138,9 @@ impl<'a> Panel<'a> {
         let most = spreads().map(|spread| spread.most).fold(0.0, f64::max);
         let least = spreads().map(|spread| spread.least).fold(0.0, f64::min);
         let step = round_step((most - least) / 5.0);
-        let range = ((least / step - 1e-9).floor() * step, ((most / step - 1e-9).ceil() * step).max(step));
+        // Losses are small beside savings: they get no whole step of the grid.
+        let bottom = if least < 0.0 { least - BELOW_LOWEST * (most - least) } else { 0.0 };
+        let range = (bottom, ((most / step - 1e-9).ceil() * step).max(step));
         Self { title, top: top + 20.0, seconds: seconds.max(1e-3), range, step }
     }
 
@@ -168,9 +173,9 @@ impl<'a> Panel<'a> {
 
     fn draw_axes(&self, svg: &mut String) {
         let decimals = if self.step < 1.0 { (-self.step.log10()).ceil().clamp(0.0, 6.0) as usize } else { 0 };
-        let lines = ((self.range.1 - self.range.0) / self.step).round() as u32;
-        for line in 0..=lines {
-            let value = self.range.0 + f64::from(line) * self.step;
+        let line_at = |value: f64| (value / self.step) as i32;
+        for line in line_at(self.range.0)..=line_at(self.range.1 + self.step / 2.0) {
+            let value = f64::from(line) * self.step;
             let y = self.y(value);
             let color = if value.abs() < self.step / 2.0 { "#666" } else { "#ddd" };
             let _ = writeln!(
@@ -260,6 +265,19 @@ mod tests {
         let curve = cpu_curve(&runs(&[0, 0, 0]), 120.0);
         assert_eq!(curve.len(), 4);
         assert!(curve.iter().all(|(_, spread)| (spread.mean - 0.5).abs() < 1e-9), "{curve:?}");
+    }
+
+    #[test]
+    fn grid_starts_at_zero_unless_something_is_lost() {
+        let panel = |values: [f64; 2]| {
+            let curve = values.map(|mean| (0.0, Spread { mean, least: mean, most: mean })).to_vec();
+            let svg = Panel::new("", 0.0, 60.0, std::slice::from_ref(&curve)).draw(&[curve]);
+            let labels = svg.split("text-anchor=\"end\">").skip(1);
+            labels.map(|label| label.split('<').next().unwrap().to_owned()).collect::<Vec<String>>()
+        };
+        assert_eq!(panel([0.0, 10.0]), ["0", "2", "4", "6", "8", "10", "60 s"]);
+        assert_eq!(panel([-0.5, 9.5]), ["0", "2", "4", "6", "8", "10", "60 s"]);
+        assert_eq!(panel([-6.0, 4.0]), ["-6", "-4", "-2", "0", "2", "4", "60 s"]);
     }
 
     #[test]

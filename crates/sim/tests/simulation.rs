@@ -6,7 +6,10 @@ use pagefold_sim::decide::measures::RunMeasures;
 use pagefold_sim::decide::policies::ComparedPolicy;
 use pagefold_sim::decide::scenario::Scenario;
 use pagefold_sim::decide::simulation::{Exactness, Sample, SimulatedRun, simulate};
+use pagefold_sim::decide::tuning::{TuningGoal, choose};
 use pagefold_sim::scenario::parse_scenario;
+use pagefold_sim::tuning::{PolicySearch, most_simulations, search};
+use std::sync::atomic::AtomicU64;
 
 fn scenario(duration: &str, template: &str, machines: &str) -> Scenario {
     let text = format!(
@@ -109,7 +112,7 @@ const WRITTEN: &str = "zero = 0.1\ncommon = 0.3\nunique = 0.4\nrun_pages = [1, 3
 
 #[test]
 fn the_approximation_saves_and_costs_nearly_the_same() {
-    let scenario = scenario("10min", WRITTEN, "count = 8\nwave = 2\nevery = '1min'\nlifetime = '7min'");
+    let scenario = scenario("4min", WRITTEN, "count = 6\nwave = 2\nevery = '1min'\nlifetime = '3min'");
     for policy in ["whole:2000/20", "flat-out", "default"] {
         let exact = RunMeasures::new(&run(&scenario, policy, Exactness::Exact));
         let near = RunMeasures::new(&run(&scenario, policy, Exactness::Approximate));
@@ -118,7 +121,9 @@ fn the_approximation_saves_and_costs_nearly_the_same() {
             assert!((near - exact).abs() <= part * exact.abs(), "{policy}: {what}: {exact} exactly, {near}");
         };
         within(0.01, exact.saved_byte_seconds, near.saved_byte_seconds, "saved over time");
-        within(0.03, exact.ksmd_cores, near.ksmd_cores, "CPU time");
+        // Comparisons are those of a full tree, which is the lowest that there is.
+        within(0.06, exact.ksmd_cores, near.ksmd_cores, "CPU time");
+        assert!(near.ksmd_cores <= exact.ksmd_cores, "{policy}: {} is more than {}", near.ksmd_cores, exact.ksmd_cores);
         within(0.03, exact.cow_breaks, near.cow_breaks, "COW breaks");
     }
 }
@@ -130,4 +135,31 @@ fn the_same_seed_gives_the_same_run() {
         .map(|seed| simulate(&scenario, &ComparedPolicy::FlatOut, seed, Exactness::Approximate, &mut |_| {}).unwrap());
     assert_eq!(runs[0], runs[1]);
     assert_ne!(runs[0], runs[2]);
+}
+
+#[test]
+fn a_search_finds_a_pace_that_saves_as_much_as_flat_out_for_less() {
+    let scenario = scenario("2min", WRITTEN, "count = 4\nwave = 1\nevery = '10s'");
+    let plan = |goal| PolicySearch {
+        goal,
+        max_cores: None,
+        rounds: 1,
+        seeds: vec![1],
+        exactness: Exactness::Approximate,
+        threads: 2,
+    };
+    let flat_out = RunMeasures::new(&run(&scenario, "flat-out", Exactness::Approximate));
+    let simulated_ms = AtomicU64::new(0);
+    let tried = search(&scenario, &plan(TuningGoal::Saved), &simulated_ms).unwrap();
+    assert_eq!(simulated_ms.into_inner(), tried.len() as u64 * scenario.duration_ms);
+    assert!(tried.len() as u64 > 17 && tried.len() as u64 <= most_simulations(&scenario, &plan(TuningGoal::Saved)));
+    let best = choose(&tried, TuningGoal::Saved, None).unwrap();
+    assert!(best.saved_byte_seconds >= 0.99 * flat_out.saved_byte_seconds, "{best:?}, and {flat_out:?}");
+    assert!(best.ksmd_cores < 0.9 * flat_out.ksmd_cores, "{best:?}, and {flat_out:?}");
+    let cheap = choose(&tried, TuningGoal::Cpu, None).unwrap();
+    assert!(cheap.ksmd_cores < best.ksmd_cores, "{cheap:?}, and {best:?}");
+    let mut names: Vec<String> = tried.iter().map(|tried| tried.policy.to_string()).collect();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), tried.len(), "no policy runs twice");
 }

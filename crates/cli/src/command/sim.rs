@@ -1,6 +1,8 @@
-//! `pagefold sim`: a model of ksmd, what its operations cost on this machine, and policies compared on simulated hosts.
+//! `pagefold sim`: a model of ksmd, what its operations cost on this machine, and policies compared or
+//! searched on simulated hosts.
 
 mod compare;
+mod tune;
 
 use crate::command::recover::{begin_session, check_ksm_present, check_no_tuner, open_live_host, with_remedy};
 use crate::command_line::GlobalOptions;
@@ -42,6 +44,8 @@ enum SimCommand {
     Calibrate(CalibrateArguments),
     /// Compare KSM policies on a simulated host
     Compare(compare::CompareArguments),
+    /// Search ksmd's pace for a simulated host
+    Tune(tune::TuneArguments),
     /// Hold memory with known contents until standard input ends
     #[command(hide = true)]
     StandIn(StandInArguments),

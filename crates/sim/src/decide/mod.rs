@@ -14,6 +14,7 @@
 //! - [`policies`]: the policies that set ksmd's pace.
 //! - [`simulation`]: a scenario in virtual time.
 //! - [`measures`]: what a simulated run saved and cost.
+//! - [`tuning`]: which policies a search for ksmd's pace simulates, and which of them it chooses.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
@@ -31,5 +32,6 @@ pub mod rules;
 pub mod scenario;
 pub mod simulation;
 pub mod stable_tree;
+pub mod tuning;
 pub mod unstable_tree;
 pub mod workload;

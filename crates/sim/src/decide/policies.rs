@@ -1,6 +1,8 @@
 //! The policies that a simulation compares. The published ones are those of `merge::decide::policy`.
 
 use super::ksmd::KsmSettings;
+use super::rules::{KernelVersion, KsmRules};
+use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use pagefold_merge::decide::policy::ksmtuned::KsmtunedState;
 use pagefold_merge::decide::policy::{Advisor, FLAT_OUT_PAGES_TO_SCAN, Ksmtuned, Policy};
 use std::fmt;
@@ -29,6 +31,21 @@ pub enum ComparedPolicy {
 const NAMES: &str = "default, ksmtuned, advisor, advisor:SECONDS, flat-out or whole:PAGES/SLEEPMS";
 
 impl ComparedPolicy {
+    /// The published policies that a kernel has.
+    #[must_use]
+    pub fn published(kernel: KernelVersion) -> Vec<Self> {
+        [Self::Default, Self::Ksmtuned(Ksmtuned::default()), Self::Advisor(Advisor::default()), Self::FlatOut]
+            .into_iter()
+            .filter(|policy| policy.is_present(kernel))
+            .collect()
+    }
+
+    /// Whether a kernel has what the policy needs.
+    #[must_use]
+    pub fn is_present(&self, kernel: KernelVersion) -> bool {
+        !matches!(self, Self::Advisor(_)) || KsmRules::for_version(kernel).has_advisor
+    }
+
     /// The policy of a name.
     ///
     /// # Errors
@@ -54,18 +71,26 @@ impl ComparedPolicy {
         }
     }
 
+    /// `pages_to_scan` and `sleep_millisecs` of a policy that does not change them.
+    #[must_use]
+    pub fn fixed_pace(&self) -> Option<(u64, u64)> {
+        match *self {
+            Self::Default => Some((DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS)),
+            Self::FlatOut => Some((FLAT_OUT_PAGES_TO_SCAN, 0)),
+            Self::Whole { pages, sleep_millisecs } => Some((pages, sleep_millisecs)),
+            Self::Ksmtuned(_) | Self::Advisor(_) => None,
+        }
+    }
+
     /// The settings at the start, and whether ksmd runs then. ksmtuned starts ksmd after its first interval.
     pub(crate) fn start(&self, settings: &KsmSettings) -> (KsmSettings, bool) {
         let pace = |pages_to_scan, sleep_millisecs| KsmSettings { pages_to_scan, sleep_millisecs, ..*settings };
-        let kernel = KsmSettings::default();
-        match *self {
-            Self::Default => (pace(kernel.pages_to_scan, kernel.sleep_millisecs), true),
-            Self::Ksmtuned(_) => (*settings, false),
-            Self::Advisor(rule) => {
-                (KsmSettings { advisor: Some(rule), ..pace(rule.min_pages_to_scan, kernel.sleep_millisecs) }, true)
+        match (self, self.fixed_pace()) {
+            (_, Some((pages, sleep_millisecs))) => (pace(pages, sleep_millisecs), true),
+            (&Self::Advisor(rule), _) => {
+                (KsmSettings { advisor: Some(rule), ..pace(rule.min_pages_to_scan, DEFAULT_SLEEP_MILLISECS) }, true)
             }
-            Self::FlatOut => (pace(FLAT_OUT_PAGES_TO_SCAN, 0), true),
-            Self::Whole { pages, sleep_millisecs } => (pace(pages, sleep_millisecs), true),
+            _ => (*settings, false),
         }
     }
 }
@@ -99,6 +124,16 @@ mod tests {
         {
             assert_eq!(ComparedPolicy::parse(name).unwrap().to_string(), name);
         }
+    }
+
+    #[test]
+    fn old_kernels_have_no_advisor() {
+        let names = |kernel| -> Vec<String> {
+            let kernel = KernelVersion::parse(kernel).unwrap();
+            ComparedPolicy::published(kernel).iter().map(ToString::to_string).collect()
+        };
+        assert_eq!(names("6.7"), ["default", "ksmtuned", "flat-out"]);
+        assert_eq!(names("6.8"), ["default", "ksmtuned", "advisor", "flat-out"]);
     }
 
     #[test]

@@ -375,7 +375,7 @@ fn count_duplicates(memory: &Memory) -> u64 {
     let (mut zeros, mut pages) = (0_u64, 0_u64);
     let mut ranges: Vec<(Content, u64)> = Vec::new();
     for process in memory.process_ids() {
-        for (_, vma) in &memory.process(process).vmas {
+        for vma in memory.process(process).vmas.values() {
             for (_, run) in vma.entries.runs() {
                 add_contents(memory, run, &mut zeros, &mut ranges);
             }

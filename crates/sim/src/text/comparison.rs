@@ -126,7 +126,7 @@ fn format_count(value: f64) -> String {
     format_number(value.round().max(0.0) as u64)
 }
 
-fn format_signed_bytes(value: f64) -> String {
+pub(super) fn format_signed_bytes(value: f64) -> String {
     if value < 0.0 { format_net(value.round() as i64) } else { format_bytes(value.round() as u64) }
 }
 

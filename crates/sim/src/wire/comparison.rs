@@ -1,5 +1,6 @@
 //! The result of a comparison of policies in JSON.
 
+use super::kernel_name;
 use crate::comparison::PolicyRuns;
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::measures::{RunMeasures, Spread, TIMED_SHARES};
@@ -180,13 +181,12 @@ impl SimCompareReport {
     /// The report of a comparison with these seeds.
     #[must_use]
     pub fn new(name: &str, scenario: &Scenario, seeds: &[u64], exactness: Exactness, policies: &[PolicyRuns]) -> Self {
-        let kernel = scenario.host.kernel;
         let all = || policies.iter().flat_map(|policy| &policy.runs);
         Self {
             schema: "pagefold.sim-compare/1",
             scenario: name.to_owned(),
             description: scenario.description.clone(),
-            kernel: format!("{}.{}.{}", kernel.major, kernel.minor, kernel.stable),
+            kernel: kernel_name(scenario.host.kernel),
             memory_bytes: scenario.host.memory_pages * PAGE_BYTES.cast_unsigned(),
             cpus: scenario.host.cpus,
             seconds: scenario.duration_ms as f64 / 1e3,

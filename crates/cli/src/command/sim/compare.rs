@@ -7,6 +7,7 @@ use clap::Args;
 use pagefold_output::wire;
 use pagefold_sim::comparison::compare;
 use pagefold_sim::decide::policies::ComparedPolicy;
+use pagefold_sim::decide::scenario::Scenario;
 use pagefold_sim::decide::simulation::Exactness;
 use pagefold_sim::picture;
 use pagefold_sim::scenario::{SHIPPED, parse_scenario, shipped_text};
@@ -18,7 +19,7 @@ const EXAMPLES: &str = "\
 Examples:
   pagefold sim compare --list
   pagefold sim compare lab-48 --policy default,ksmtuned,flat-out
-  pagefold sim compare lab-48 --policy advisor,advisor:60,whole:2000/20 --seeds 5 --picture lab.svg
+  pagefold sim compare lab-48 --policy whole:2000/20,whole:20000/20 --seeds 5 --picture lab.svg
   pagefold sim compare lab-48 --print > my-host.toml
   pagefold sim compare my-host.toml --json
 
@@ -41,24 +42,11 @@ pub struct CompareArguments {
     /// Print the text of the scenario, to be changed, and simulate nothing
     #[arg(long, conflicts_with = "list")]
     print: bool,
-    /// Policies to compare
-    #[arg(
-        long,
-        value_name = "POLICY",
-        value_delimiter = ',',
-        default_value = "default,ksmtuned,advisor,flat-out",
-        value_parser = ComparedPolicy::parse
-    )]
+    /// Policies to compare [default: default, ksmtuned, flat-out, and advisor if the scenario's kernel has it]
+    #[arg(long, value_name = "POLICY", value_delimiter = ',', value_parser = ComparedPolicy::parse)]
     policy: Vec<ComparedPolicy>,
-    /// Runs of each policy: with the scenario's seed and the next ones
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
-    seeds: u64,
-    /// Let pages that change during a scan act as in the kernel: slower, for hosts of some gigabytes
-    #[arg(long)]
-    exact: bool,
-    /// Simulations at the same time, each with memory of its own [default: the number of CPUs]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    threads: Option<u16>,
+    #[command(flatten)]
+    runs: PolicyRunArguments,
     /// Draw savings and ksmd's CPU time over time
     #[arg(long, value_name = "FILE")]
     picture: Option<PathBuf>,
@@ -68,6 +56,37 @@ pub struct CompareArguments {
     /// Print JSON (see `pagefold schema sim-compare`)
     #[arg(long)]
     json: bool,
+}
+
+/// How policies are simulated.
+#[derive(Args, Debug)]
+pub struct PolicyRunArguments {
+    /// Runs of each policy: with the scenario's seed and the next ones
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    seeds: u64,
+    /// Let pages that change during a scan act as in the kernel: slower, for hosts of some gigabytes
+    #[arg(long)]
+    exact: bool,
+    /// Simulations at the same time, each with memory of its own [default: the number of CPUs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    threads: Option<u16>,
+}
+
+impl PolicyRunArguments {
+    /// The scenario's seed, and the next ones.
+    pub fn seeds(&self, scenario: &Scenario) -> Vec<u64> {
+        (0..self.seeds).map(|further| scenario.seed.wrapping_add(further)).collect()
+    }
+
+    /// What ksmd does with pages that change during a scan.
+    pub fn exactness(&self) -> Exactness {
+        if self.exact { Exactness::Exact } else { Exactness::Approximate }
+    }
+
+    /// Simulations at the same time.
+    pub fn threads(&self) -> usize {
+        self.threads.map_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get), usize::from)
+    }
 }
 
 /// Compare.
@@ -87,30 +106,50 @@ pub fn run(options: &CompareArguments, global: &GlobalOptions) -> anyhow::Result
         output::print_stdout(&text)?;
         return Ok(CommandOutcome::Done);
     }
-    let scenario = parse_scenario(&text).with_context(|| format!("cannot use the scenario {name}"))?;
-    let seeds: Vec<u64> = (0..options.seeds).map(|further| scenario.seed.wrapping_add(further)).collect();
-    let threads = options
-        .threads
-        .map_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get), usize::from);
-    let exactness = if options.exact { Exactness::Exact } else { Exactness::Approximate };
-    let total_ms = scenario.duration_ms * options.policy.len() as u64 * options.seeds;
-    let policies = progress::run_comparison_with_progress(total_ms, |simulated_ms| {
-        compare(&scenario, &options.policy, &seeds, exactness, threads, simulated_ms)
+    let scenario = parse(name, &text)?;
+    let (seeds, exactness) = (options.runs.seeds(&scenario), options.runs.exactness());
+    let policies = chosen_policies(&options.policy, &scenario)?;
+    let total_ms = scenario.duration_ms * (policies.len() * seeds.len()) as u64;
+    let runs = progress::run_comparison_with_progress(total_ms, |simulated_ms| {
+        compare(&scenario, &policies, &seeds, exactness, options.runs.threads(), simulated_ms)
     })
     .with_context(|| format!("cannot simulate {name}"))?;
     if let Some(path) = &options.picture {
         let title = format!("{name}: {}", scenario.description);
-        let svg = picture::draw(&title, scenario.duration_ms as f64 / 1e3, &policies);
+        let svg = picture::draw(&title, scenario.duration_ms as f64 / 1e3, &runs);
         std::fs::write(path, svg).with_context(|| format!("cannot write the picture {}", path.display()))?;
     }
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
-        pagefold_sim::parquet::write_samples(&policies, &seeds, path)
+        pagefold_sim::parquet::write_samples(&runs, &seeds, path)
             .with_context(|| format!("cannot write the samples to {}", path.display()))?;
     }
-    let report = SimCompareReport::new(name, &scenario, &seeds, exactness, &policies);
+    let report = SimCompareReport::new(name, &scenario, &seeds, exactness, &runs);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { render_comparison(&report, style) })?;
     Ok(CommandOutcome::Done)
+}
+
+/// The policies of the command line, or the published ones.
+fn chosen_policies(given: &[ComparedPolicy], scenario: &Scenario) -> anyhow::Result<Vec<ComparedPolicy>> {
+    let kernel = scenario.host.kernel;
+    if let Some(policy) = given.iter().find(|policy| !policy.is_present(kernel)) {
+        bail!(
+            "{policy}: Linux {}.{} has no scan-time advisor: choose another policy, or give the scenario a kernel from \
+             6.8 on",
+            kernel.major,
+            kernel.minor
+        );
+    }
+    Ok(if given.is_empty() { ComparedPolicy::published(kernel) } else { given.to_vec() })
+}
+
+/// The shipped scenario of a name, or that of a file.
+pub fn read_scenario(name: &str) -> anyhow::Result<Scenario> {
+    parse(name, &scenario_text(name)?)
+}
+
+fn parse(name: &str, text: &str) -> anyhow::Result<Scenario> {
+    parse_scenario(text).with_context(|| format!("cannot use the scenario {name}"))
 }
 
 fn scenario_text(name: &str) -> anyhow::Result<String> {
