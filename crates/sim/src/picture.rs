@@ -10,8 +10,8 @@ use crate::text::comparison::format_seconds;
 use std::fmt::Write;
 
 const WIDTH: f64 = 900.0;
-const LEFT: f64 = 70.0;
-const RIGHT: f64 = 16.0;
+const LEFT_MARGIN: f64 = 70.0;
+const RIGHT_MARGIN: f64 = 16.0;
 const PANEL_HEIGHT: f64 = 230.0;
 const PANEL_GAP: f64 = 52.0;
 const TITLE_HEIGHT: f64 = 30.0;
@@ -41,7 +41,7 @@ pub fn draw(title: &str, seconds: f64, policies: &[PolicyRuns]) -> String {
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
          font-size=\"12\" fill=\"#222\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#fff\"/>\n\
-         <text x=\"{LEFT}\" y=\"20\" font-size=\"15\">{}</text>\n{legend}",
+         <text x=\"{LEFT_MARGIN}\" y=\"20\" font-size=\"15\">{}</text>\n{legend}",
         escape(title)
     );
     let saved: Vec<Curve> = policies.iter().map(|policy| saved_curve(&policy.runs)).collect();
@@ -53,12 +53,12 @@ pub fn draw(title: &str, seconds: f64, policies: &[PolicyRuns]) -> String {
 
 /// Names of the policies with their lines, and the height that they take.
 fn legend(policies: &[PolicyRuns]) -> (String, f64) {
-    let (mut text, mut x, mut y) = (String::new(), LEFT, TITLE_HEIGHT + 12.0);
+    let (mut text, mut x, mut y) = (String::new(), LEFT_MARGIN, TITLE_HEIGHT + 12.0);
     for (number, policy) in policies.iter().enumerate() {
         let name = policy.policy.to_string();
         let width = 46.0 + name.chars().count() as f64 * CHARACTER;
-        if x > LEFT && x + width > WIDTH - RIGHT {
-            (x, y) = (LEFT, y + LEGEND_ROW);
+        if x > LEFT_MARGIN && x + width > WIDTH - RIGHT_MARGIN {
+            (x, y) = (LEFT_MARGIN, y + LEGEND_ROW);
         }
         let _ = writeln!(
             text,
@@ -145,7 +145,7 @@ impl<'a> Panel<'a> {
     }
 
     fn x(&self, seconds: f64) -> f64 {
-        LEFT + seconds / self.seconds * (WIDTH - LEFT - RIGHT)
+        LEFT_MARGIN + seconds / self.seconds * (WIDTH - LEFT_MARGIN - RIGHT_MARGIN)
     }
 
     fn y(&self, value: f64) -> f64 {
@@ -153,8 +153,11 @@ impl<'a> Panel<'a> {
     }
 
     fn draw(&self, curves: &[Curve]) -> String {
-        let mut svg =
-            format!("<text x=\"{LEFT}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\n", self.top - 8.0, self.title);
+        let mut svg = format!(
+            "<text x=\"{LEFT_MARGIN}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\n",
+            self.top - 8.0,
+            self.title
+        );
         self.draw_axes(&mut svg);
         for (number, curve) in curves.iter().enumerate() {
             let color = COLORS[number % COLORS.len()];
@@ -180,10 +183,10 @@ impl<'a> Panel<'a> {
             let color = if value.abs() < self.step / 2.0 { "#666" } else { "#ddd" };
             let _ = writeln!(
                 svg,
-                "<path d=\"M{LEFT} {y:.1}H{:.1}\" stroke=\"{color}\"/><text x=\"{:.1}\" y=\"{:.1}\" \
+                "<path d=\"M{LEFT_MARGIN} {y:.1}H{:.1}\" stroke=\"{color}\"/><text x=\"{:.1}\" y=\"{:.1}\" \
                  text-anchor=\"end\">{value:.decimals$}</text>",
-                WIDTH - RIGHT,
-                LEFT - 8.0,
+                WIDTH - RIGHT_MARGIN,
+                LEFT_MARGIN - 8.0,
                 y + 4.0
             );
         }
@@ -191,7 +194,7 @@ impl<'a> Panel<'a> {
         for tick in 0..=(self.seconds / step + 1e-9) as u32 {
             let time = f64::from(tick) * step;
             let (x, bottom) = (self.x(time), self.top + PANEL_HEIGHT);
-            let anchor = if x > WIDTH - RIGHT - 20.0 { "end" } else { "middle" };
+            let anchor = if x > WIDTH - RIGHT_MARGIN - 20.0 { "end" } else { "middle" };
             let _ = writeln!(
                 svg,
                 "<path d=\"M{x:.1} {bottom:.1}v5\" stroke=\"#666\"/><text x=\"{x:.1}\" y=\"{:.1}\" \

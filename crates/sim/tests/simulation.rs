@@ -34,11 +34,11 @@ fn last(run: &SimulatedRun) -> Sample {
 }
 
 /// 16,384 pages: a quarter is common, an eighth zero, the rest unique or untouched.
-const STILL: &str = "zero = 0.125\ncommon = 0.25\nunique = 0.5";
+const WITHOUT_WRITERS: &str = "zero = 0.125\ncommon = 0.25\nunique = 0.5";
 
 #[test]
 fn everything_equal_merges_on_a_host_without_writers() {
-    let scenario = scenario("5min", STILL, "count = 4");
+    let scenario = scenario("5min", WITHOUT_WRITERS, "count = 4");
     for exactness in [Exactness::Exact, Exactness::Approximate] {
         let run = run(&scenario, "flat-out", exactness);
         // Three further copies of 4,096 pages; 8,192 zeros are 32 frames of 256 mappings.
@@ -54,7 +54,7 @@ fn everything_equal_merges_on_a_host_without_writers() {
 
 #[test]
 fn time_is_cpu_time_and_pauses() {
-    let scenario = scenario("10min", STILL, "count = 4");
+    let scenario = scenario("10min", WITHOUT_WRITERS, "count = 4");
     let run = run(&scenario, "whole:1000/20", Exactness::Approximate);
     let end = last(&run);
     // The last batch of a scan is shorter: 57,344 pages are 57 batches of 1,000, and one of 344.
@@ -68,7 +68,7 @@ fn time_is_cpu_time_and_pauses() {
 
 #[test]
 fn machines_that_exit_take_their_savings_along() {
-    let scenario = scenario("10min", STILL, "count = 4\nwave = 1\nevery = '1min'\nlifetime = '5min'");
+    let scenario = scenario("10min", WITHOUT_WRITERS, "count = 4\nwave = 1\nevery = '1min'\nlifetime = '5min'");
     let run = run(&scenario, "flat-out", Exactness::Approximate);
     let saved = |minute: usize| run.samples[6 * minute + 5].saved_pages;
     let machines = |minute: usize| run.samples[6 * minute + 5].machines;
@@ -81,23 +81,23 @@ fn machines_that_exit_take_their_savings_along() {
 #[test]
 fn ksmtuned_waits_for_its_threshold() {
     // 20 % of 1 GiB are 205 MiB: with four machines 800 MiB are free, with fifteen 184 MiB.
-    let few = run(&scenario("5min", STILL, "count = 4"), "ksmtuned", Exactness::Approximate);
+    let few = run(&scenario("5min", WITHOUT_WRITERS, "count = 4"), "ksmtuned", Exactness::Approximate);
     assert_eq!((last(&few).saved_pages, last(&few).cpu_ns), (0, 0));
-    let many = run(&scenario("5min", STILL, "count = 15"), "ksmtuned", Exactness::Approximate);
+    let many = run(&scenario("5min", WITHOUT_WRITERS, "count = 15"), "ksmtuned", Exactness::Approximate);
     assert!(last(&many).saved_pages > 0);
     assert_eq!(many.samples[..6].iter().map(|sample| sample.cpu_ns).max(), Some(0), "the first step is after a minute");
 }
 
 #[test]
 fn advisor_changes_the_pace_after_each_scan() {
-    let run = run(&scenario("5min", STILL, "count = 4"), "advisor:20", Exactness::Approximate);
+    let run = run(&scenario("5min", WITHOUT_WRITERS, "count = 4"), "advisor:20", Exactness::Approximate);
     assert!(last(&run).full_scans >= 3);
     assert!(run.samples.iter().any(|sample| sample.pages_to_scan != 500 && sample.pages_to_scan > 0));
 }
 
 #[test]
 fn a_split_frees_the_zeros_of_a_huge_page() {
-    let template = format!("{STILL}\nhuge_pages = 1.0\nrun_pages = [1, 64]");
+    let template = format!("{WITHOUT_WRITERS}\nhuge_pages = 1.0\nrun_pages = [1, 64]");
     let run = run(&scenario("5min", &template, "count = 4"), "flat-out", Exactness::Approximate);
     let end = last(&run);
     assert_eq!((run.huge_pages, end.huge_pages_split), (4 * 28, 4 * 28), "each has a common page");
