@@ -91,6 +91,7 @@ pub fn run(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<Com
     match &options.command {
         SimCommand::Calibrate(options) => calibrate(options, global),
         SimCommand::Compare(options) => compare::run(options, global),
+        SimCommand::Tune(options) => tune::run(options, global),
         SimCommand::StandIn(options) => {
             let contents = match options.contents {
                 ContentsArgument::Numbers => StandInContents::Unique,

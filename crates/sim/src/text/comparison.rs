@@ -50,7 +50,7 @@ fn savings_table(report: &SimCompareReport, style: TextStyle) -> String {
         let mut row = vec![
             policy.policy.clone(),
             show(&policy.saved_bytes, format_signed_bytes),
-            show(&policy.saved_gib_hours, |value| format!("{value:.1}")),
+            show(&policy.saved_gib_hours, format_gib_hours),
             show(&policy.ksmd_cores, |value| format!("{value:.3}")),
         ];
         row.extend(policy.times.iter().map(|time| show_time(time, report.seeds.len())));
@@ -124,6 +124,11 @@ fn show_time(time: &TimeToShareReport, seeds: usize) -> String {
 
 fn format_count(value: f64) -> String {
     format_number(value.round().max(0.0) as u64)
+}
+
+/// GiB times hours: small figures with more digits.
+pub(super) fn format_gib_hours(value: f64) -> String {
+    if value.abs() < 10.0 { format!("{value:.3}") } else { format!("{value:.1}") }
 }
 
 pub(super) fn format_signed_bytes(value: f64) -> String {

@@ -1,6 +1,6 @@
 //! The result of a search for a policy as text.
 
-use super::comparison::{format_seconds, format_signed_bytes};
+use super::comparison::{format_gib_hours, format_seconds, format_signed_bytes};
 use crate::decide::tuning::TuningGoal;
 use crate::wire::tuning::{SimTuneReport, TriedPolicyReport};
 use pagefold_output::text::{TextStyle, format_number};
@@ -49,7 +49,7 @@ fn front_table(report: &SimTuneReport, style: TextStyle) -> String {
         table.add_row([
             policy.policy.clone(),
             format!("{:.3}", policy.ksmd_cores),
-            format!("{:.1}", policy.saved_gib_hours),
+            format_gib_hours(policy.saved_gib_hours),
             format_signed_bytes(policy.saved_bytes),
             policy.seconds_to_90_percent.map_or_else(|| "-".to_owned(), format_seconds),
             format_number(policy.cow_breaks.round() as u64),
