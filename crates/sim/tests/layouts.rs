@@ -123,6 +123,18 @@ proptest! {
     }
 
     #[test]
+    fn invariants_hold_with_changes_seen_at_once(number in 0_u64..100_000, release in prop::sample::select(vec![
+        "6.1.0", "6.8.0", "6.18.0",
+    ])) {
+        let mut broken = None;
+        let model = KsmModel::new(rules_of(release), KsmSettings::default()).seeing_changes_at_once();
+        play_on(model, &further_layout(number), |model| {
+            broken = broken.take().or_else(|| model.broken_invariant());
+        });
+        prop_assert_eq!(broken, None);
+    }
+
+    #[test]
     fn a_layout_repeats_exactly(number in 0_u64..100_000) {
         prop_assert_eq!(further_layout(number), further_layout(number));
         let rules = rules_of("6.18.0");

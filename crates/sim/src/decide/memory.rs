@@ -381,6 +381,12 @@ impl Memory {
         }
     }
 
+    /// Whether this frame is a merged one that is freed and whose stable node is not yet removed.
+    pub(crate) fn is_stale(&self, frame: FrameId) -> bool {
+        let record = self.frame(frame);
+        record.is_merged && record.mappings == 0
+    }
+
     /// Whether a merged frame is freed and its stable node is not yet removed.
     pub(crate) fn has_stale_frames(&self) -> bool {
         self.stale_frames > 0

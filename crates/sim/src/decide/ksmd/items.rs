@@ -174,6 +174,19 @@ impl ItemRuns {
         before.into_iter().chain(self.runs.range(range)).any(|(_, run)| condition(run))
     }
 
+    /// The metadata of the pages of a range.
+    pub(super) fn runs_in(&self, range: Range<u64>) -> Vec<(u64, ItemRun)> {
+        let mut runs = Vec::new();
+        let mut page = range.start;
+        while let Some(start) = self.next_page(page).filter(|&start| start < range.end) {
+            let mut run = self.run_from(start).expect("the page has metadata");
+            run.pages = run.pages.min(u32::try_from(range.end - start).unwrap_or(u32::MAX));
+            runs.push((start, run));
+            page = start + u64::from(run.pages);
+        }
+        runs
+    }
+
     /// The first page with metadata from a page on.
     pub(super) fn next_page(&self, page: u64) -> Option<u64> {
         if self.run_from(page).is_some() {

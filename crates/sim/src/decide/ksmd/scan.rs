@@ -1,6 +1,7 @@
 //! The scan: which page ksmd visits next, and the metadata of pages.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use super::super::entry_runs::EntryRun;
 use super::super::memory::{Memory, PAGE_LIMIT, PageEntry, PageKey, SimulatedProcessId};
@@ -8,17 +9,29 @@ use super::super::stable_tree::{StableId, StableTree};
 use super::super::unstable_tree::UnstableTree;
 use super::items::{ItemRun, Link};
 use super::{Cursor, KsmModel, RunState, Visit};
+use pagefold_merge::decide::policy::advisor::AdvisorContext;
 
 impl KsmModel {
     /// One batch (`ksm_do_scan`): visits until `pages_to_scan` are done or the scan ends. Returns the number of visits.
     /// Does nothing unless ksmd runs and has a process on its list (`ksmd_should_run`).
     pub fn run_batch(&mut self) -> u64 {
-        if self.run != RunState::Merging || self.slots.is_empty() {
+        self.run_visits(self.settings.pages_to_scan)
+    }
+
+    /// Whether ksmd runs and has a process on its list (`ksmd_should_run`).
+    #[must_use]
+    pub fn ksmd_should_run(&self) -> bool {
+        self.run == RunState::Merging && !self.slots.is_empty()
+    }
+
+    /// A part of a batch: at most this many visits. With fewer, the scan ended, and the batch with it.
+    pub fn run_visits(&mut self, limit: u64) -> u64 {
+        if !self.ksmd_should_run() {
             return 0;
         }
         let mut visits = 0;
-        while visits < self.settings.pages_to_scan {
-            let Some(visit) = self.next_visit(self.settings.pages_to_scan - visits) else { break };
+        while visits < limit {
+            let Some(visit) = self.next_visit(limit - visits) else { break };
             self.compare_and_merge(visit);
             self.join_items(&visit);
             visits += visit.pages;
@@ -34,7 +47,8 @@ impl KsmModel {
     pub(super) fn unstable_tree(&mut self, number: u8) -> &mut UnstableTree {
         let index = usize::from(number);
         if self.unstable.len() <= index {
-            self.unstable.resize_with(index + 1, UnstableTree::default);
+            let is_index = !self.is_exact;
+            self.unstable.resize_with(index + 1, || UnstableTree::new(is_index));
         }
         &mut self.unstable[index]
     }
@@ -46,6 +60,17 @@ impl KsmModel {
             return;
         }
         let scan = self.scan_number();
+        if !self.is_exact {
+            for (page, item) in self.items[process.0 as usize].runs_in(start..start + pages) {
+                if let Link::Unstable { scan: inserted, tree } = item.link
+                    && inserted == scan
+                {
+                    let content = item.last_content().expect("a page in the tree was visited");
+                    self.unstable_tree(tree).remove(PageKey::new(process, page), item.pages.into(), content);
+                }
+            }
+            return;
+        }
         let is_in_tree =
             |item: &ItemRun| matches!(item.link, Link::Unstable { scan: inserted, .. } if inserted == scan);
         if self.items[process.0 as usize].any_in(start..start + pages, is_in_tree) {
@@ -186,10 +211,12 @@ impl KsmModel {
 
     fn end_scan(&mut self) {
         self.tally.full_scans += 1;
-        if let Some(settings) = self.settings.advisor.filter(|_| self.rules.has_advisor) {
-            let scan_ms = self.now_ms - self.scan_started_ms;
-            self.settings.pages_to_scan =
-                self.advisor.pages_to_scan(&settings, self.settings.pages_to_scan, scan_ms, self.cpu_ns);
+        if let (Some(rule), Some(context), true) = (self.settings.advisor, self.advisor, self.rules.has_advisor) {
+            let context = AdvisorContext { pages_to_scan: self.settings.pages_to_scan, ..context };
+            let scan_time = Duration::from_millis(self.now_ms - self.scan_started_ms);
+            let context = context.step(&rule, scan_time, Duration::from_nanos(self.cpu_ns));
+            self.settings.pages_to_scan = context.pages_to_scan;
+            self.advisor = Some(context);
         }
     }
 
