@@ -96,8 +96,47 @@ end_gang returned
 end_load
 ";
 
+/// CPUs go offline and come back while vCPUs run, under each policy. An ordinary task is bound to CPU 3.
+const HOTPLUG_SCENES: &str = "
+online() { echo $2 > /sys/devices/system/cpu/cpu$1/online; }
+hog_time() { echo \"HOG $1 $(cut -d ' ' -f 1 /proc/$(pidof hog)/schedstat)\"; }
+for policy in gang spread throttled-yield; do
+    load 2 4 kvm 40 1
+    taskset -p 8 $(pidof hog) > /run/pin
+    gang --policy $policy
+    measure $policy-before 80
+    hog_time $policy-before
+    for round in 1 2; do
+        online 3 0
+        measure $policy-three-$round 60
+        hog_time $policy-three-$round
+        online 3 1
+        measure $policy-four-$round 60
+    done
+    for cpu in 3 2 1; do online $cpu 0; done
+    measure $policy-one 300
+    hog_time $policy-one
+    for cpu in 1 2 3; do online $cpu 1; done
+    # CPUs come and go faster than a slot.
+    for round in 1 2 3 4; do online 2 0; online 1 0; online 2 1; online 1 1; done
+    measure $policy-after 80
+    hog_time $policy-after
+    state $policy-after
+    end_gang $policy
+    state $policy-end
+    measure $policy-end 50
+    end_load
+    echo \"LEFT $policy $(pidof gang-load hog pagefold)\"
+    echo \"BLOCKED $policy $(grep -l '^State:.D' /proc/[0-9]*/task/[0-9]*/status 2> /run/gone)\"
+done
+";
+
 /// The machine of the scenes: the CPUs 0 and 1 are on one node, 2 and 3 on the other.
 const SHAPE: MachineShape = MachineShape { cpus: 4, nodes: 2 };
+
+fn is_kernel_fault(line: &str) -> bool {
+    line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"))
+}
 
 #[test]
 fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
@@ -157,8 +196,44 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     assert_eq!(load_figures(&output, "handed-over").idle_vcpus, 0, "{output}");
     let eevdf = load_figures(&output, "eevdf");
     assert!(gang.corun >= 3.0 * eevdf.corun && gang.rate >= 1.5 * eevdf.rate, "{eevdf:?} {gang:?}");
-    let is_fault = |line: &str| line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"));
-    assert!(!output.lines().any(is_fault), "{output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+#[test]
+fn cpus_go_and_come_back_while_gangs_run() {
+    let output = match run_scenes_on(Path::new(PAGEFOLD_BINARY), SHAPE, HOTPLUG_SCENES, TIMEOUT) {
+        Ok(output) => output,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    let has = |line: &str| assert!(output.lines().any(|found| found.trim_end() == line), "no {line}: {output}");
+    // The nanoseconds on a CPU.
+    let hog_time = |name: String| -> u64 {
+        let line = output.lines().find_map(|line| line.strip_prefix(&format!("HOG {name} ")));
+        line.and_then(|time| time.trim_end().parse().ok()).unwrap_or_else(|| panic!("no HOG {name}: {output}"))
+    };
+    for policy in ["gang", "spread", "throttled-yield"] {
+        // The program stays loaded, ends when it is told to, and leaves the kernel's own scheduler behind.
+        has(&format!("STATE {policy}-after enabled pagefold_gang"));
+        has(&format!("EXIT {policy} 0"));
+        has(&format!("STATE {policy}-end disabled"));
+        // No thread hangs: each vCPU works or spins in each measurement, the bound task runs wherever the kernel lets it
+        // run, and all programs end.
+        for name in ["before", "three-1", "four-1", "three-2", "four-2", "one", "after", "end"] {
+            let figures = load_figures(&output, &format!("{policy}-{name}"));
+            assert!(figures.rate > 0.0 && figures.idle_vcpus == 0, "{policy}-{name}: {figures:?}: {output}");
+        }
+        let times = ["before", "three-1", "three-2", "one", "after"].map(|name| hog_time(format!("{policy}-{name}")));
+        assert!(times.is_sorted_by(|earlier, later| earlier < later), "{policy}: {times:?}: {output}");
+        has(&format!("LEFT {policy}"));
+        has(&format!("BLOCKED {policy}"));
+    }
+    // All four CPUs are used again.
+    let [before, after] = ["gang-before", "gang-after"].map(|name| load_figures(&output, name));
+    assert!(after.rate > 0.8 * before.rate && after.corun >= 0.6, "{before:?} {after:?}: {output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
 }
 
 #[test]
