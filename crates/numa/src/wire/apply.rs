@@ -241,7 +241,8 @@ pub struct NumaVerifyReport {
     pub machines: Vec<MachineVerifyReport>,
     /// Counters of `/proc/vmstat` since the last placement.
     pub counters: BTreeMap<String, u64>,
-    /// The share of NUMA balancing's page faults since then that found the page on the node of the CPU.
+    /// The share of NUMA balancing's page faults since then, of all processes of the host, that found the page on the node
+    /// of the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub local_hint_fault_share: Option<f64>,
     /// Whether NUMA balancing is on; absent on a kernel without it.
