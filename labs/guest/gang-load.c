@@ -476,7 +476,9 @@ int main(int count, char **arguments)
 			shared->stops = !strcmp(line, "stop\n");
 	}
 	set_hogs(0);
-	for (int vm = 0; vm < vms; vm++)
+	for (int vm = 0; vm < vms; vm++) {
 		kill(machines[vm], SIGKILL);
+		waitpid(machines[vm], NULL, 0);
+	}
 	return 0;
 }
