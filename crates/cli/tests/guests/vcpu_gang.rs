@@ -131,6 +131,24 @@ for policy in gang spread throttled-yield; do
 done
 ";
 
+/// Machines with their memory on one node each: the first and the third on node 0, the others on node 1. First all have a
+/// CPU for each vCPU, then twice as many vCPUs as CPUs, then three machines of which two have one home.
+const NODE_SCENES: &str = "
+for machines in 2 4 3; do
+    load $machines 2 threads 40 0 2
+    measure eevdf-$machines 150
+    gang
+    measure gang-$machines 300
+    end_gang gang-$machines
+    end_load
+done
+load 1 3 threads 40 0 2
+gang
+measure wide 50
+end_gang wide
+end_load
+";
+
 /// The machine of the scenes: the CPUs 0 and 1 are on one node, 2 and 3 on the other.
 const SHAPE: MachineShape = MachineShape { cpus: 4, nodes: 2 };
 
@@ -234,6 +252,35 @@ fn cpus_go_and_come_back_while_gangs_run() {
     let [before, after] = ["gang-before", "gang-after"].map(|name| load_figures(&output, name));
     assert!(after.rate > 0.8 * before.rate && after.corun >= 0.6, "{before:?} {after:?}: {output}");
     assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+#[test]
+fn gangs_run_on_the_node_of_their_memory() {
+    let output = match run_scenes_on(Path::new(PAGEFOLD_BINARY), SHAPE, NODE_SCENES, TIMEOUT) {
+        Ok(output) => output,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    for (machines, least_home_share) in [(2, 0.98), (4, 0.95), (3, 0.75)] {
+        let figures = load_figures(&output, &format!("gang-{machines}"));
+        assert!(figures.home_share >= least_home_share, "{machines}: {figures:?}: {output}");
+        assert!(figures.corun >= 0.9 && figures.fairness >= 0.95, "{machines}: {figures:?}: {output}");
+        assert_eq!(home_nodes(&output, &format!("gang-{machines}")), &["0", "1", "0", "1"][..machines]);
+    }
+    // Wider than a node: it has no home.
+    assert_eq!(home_nodes(&output, "wide"), ["-"]);
+    assert_eq!(load_figures(&output, "wide").idle_vcpus, 0, "{output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+/// The column `home node` of the table that `vcpu gang` printed at the end.
+fn home_nodes(output: &str, name: &str) -> Vec<String> {
+    let prefix = format!("SAID {name} ");
+    let rows = output.lines().filter_map(|line| line.strip_prefix(&*prefix)?.trim_start().strip_prefix("gang-load "));
+    let home = |row: &str| row.split_whitespace().nth(3).unwrap_or_else(|| panic!("no home: {output}")).to_owned();
+    rows.map(home).collect()
 }
 
 #[test]
