@@ -102,7 +102,8 @@ fn play_on_this_kernel(arguments: &[String]) -> Result<Outcome, String> {
         }
         let mut driver = Driver::start(&guard, version);
         let mut steps = layout.steps.iter().enumerate();
-        match steps.try_for_each(|(number, step)| driver.play(step).map_err(|why| format!("step {number}, {step:?}: {why}")))
+        match steps
+            .try_for_each(|(number, step)| driver.play(step).map_err(|why| format!("step {number}, {step:?}: {why}")))
         {
             Ok(()) => {
                 println!("equal: {}, {} scans, {} comparisons", layout.name, driver.scans, driver.comparisons);
