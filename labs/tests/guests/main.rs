@@ -2,7 +2,6 @@
 
 #![forbid(unsafe_code)]
 
-mod libvirt_nodes;
 mod numa_apply;
 mod placement;
 mod working_set;
