@@ -61,6 +61,12 @@ impl ItemRun {
         (self.content, self.content_ascends) = (content, ascends);
     }
 
+    /// Forget the last visit and the age.
+    pub(super) fn forget_history(&mut self) {
+        (self.content, self.content_ascends) = (NO_CONTENT, false);
+        (self.age, self.remaining_skips) = (0, 0);
+    }
+
     pub(super) fn set_link(&mut self, link: Link, ascends: bool) {
         (self.link, self.link_ascends) = (link, ascends && matches!(link, Link::Stable(_)));
     }

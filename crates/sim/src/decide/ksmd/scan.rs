@@ -114,7 +114,9 @@ impl KsmModel {
             let is_shared = matches!(entries.entry(), PageEntry::Frame(frame) if item.link != Link::Stable(frame));
             let is_run = self.visits_runs && !is_shared;
             let pages = if is_run { entries.pages.min(item.pages.into()) } else { 1 };
-            let is_skipped = self.rules.has_smart_scan && self.settings.smart_scan && !is_merged && item.skips();
+            let has_age = !self.rules.stable_tree_forgets_history || !matches!(item.link, Link::Stable(_));
+            let ages = self.rules.has_smart_scan && self.settings.smart_scan && !is_merged && has_age;
+            let is_skipped = ages && item.skips();
             let node = self.memory.node_of(process, page);
             let content = self.memory.content(entries.entry()).expect("a page that ksmd visits is present");
             let mut visit = Visit { process, page, pages, content, ascends: entries.ascends, node };

@@ -190,7 +190,13 @@ impl KsmModel {
             self.stable.append(visit.frame(target, page), self.settings.max_page_sharing, &mut self.tally);
         }
         let link = |start: u64| Link::Stable(visit.frame(target, start - visit.page));
-        self.update_items(visit, |start, item| item.set_link(link(start), visit.ascends));
+        let forgets = self.rules.stable_tree_forgets_history;
+        self.update_items(visit, |start, item| {
+            item.set_link(link(start), visit.ascends);
+            if forgets {
+                item.forget_history();
+            }
+        });
         self.memory.process_mut(visit.process).merging_pages += visit.pages.cast_signed();
     }
 

@@ -1,14 +1,17 @@
-//! Plays each layout on the model and on the real kernel, and compares all counters after each batch of ksmd.
+//! Plays each layout on the model and on the real kernel, and compares all counters after each batch of ksmd: on this
+//! host, and in emulated machines with other kernels.
 //!
 //! Needs root, and no mergeable process on the host. This program is also the stand-in process: with the argument
-//! `stand-in` it maps and writes memory as its standard input says. The argument `further=N` adds N layouts with other
-//! seeds. Other arguments are parts of names of layouts.
+//! `stand-in` it maps and writes memory as its standard input says. With other arguments it plays on this kernel only:
+//! `here` plays all layouts, `further=N` adds N layouts with other seeds, and parts of names choose layouts.
 //!
 //! ksmd scans only within [`Driver::run_batch`]: `run` 1 starts a batch at once, and the long `sleep_millisecs` ends
 //! it. A change of `sleep_millisecs` while `run` is 0 then takes ksmd back to where `run` 1 wakes it
 //! (`ksm_scan_thread`, mm/ksm.c, 6.1 and 6.12).
 
 #![forbid(unsafe_code)]
+
+mod guest_kernels;
 
 use std::collections::BTreeMap;
 use std::env;
@@ -32,62 +35,90 @@ use pagefold_sys::numa;
 
 const PAGE: u64 = 4096;
 
+/// The argument to play on this kernel only.
+const ON_THIS_KERNEL: &str = "here";
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).filter(|argument| !argument.starts_with("--")).collect();
     if arguments.first().is_some_and(|first| first == "stand-in") {
         obey();
         return ExitCode::SUCCESS;
     }
-    let guard = match KsmTestGuard::acquire() {
-        Ok(guard) => guard,
-        Err(why) => return skip(&why),
-    };
+    let mut outcome = play_on_this_kernel(&arguments).unwrap_or_else(|why| {
+        println!("skipped: {why}");
+        Outcome::default()
+    });
+    if arguments.is_empty() {
+        outcome.add(guest_kernels::play_on_guest_kernels());
+    }
+    let Outcome { equal, differing } = outcome;
+    if !differing.is_empty() {
+        println!("counters differ in {} layouts: {}", differing.len(), differing.join(", "));
+    }
+    // The line that the summary of `make test` keeps.
+    let verdict = if differing.is_empty() { "ok" } else { "FAILED" };
+    println!("test result: {verdict}. {equal} passed; {} failed", differing.len());
+    if differing.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Played layouts.
+#[derive(Default)]
+struct Outcome {
+    /// How many had equal counters throughout.
+    equal: usize,
+    /// The names of the others.
+    differing: Vec<String>,
+}
+
+impl Outcome {
+    fn add(&mut self, other: Self) {
+        self.equal += other.equal;
+        self.differing.extend(other.differing);
+    }
+}
+
+/// # Errors
+/// The reason if nothing can be played.
+fn play_on_this_kernel(arguments: &[String]) -> Result<Outcome, String> {
+    let guard = KsmTestGuard::acquire()?;
     if let Some(pid) = foreign_mergeable_process(&[]) {
-        return skip(&format!("process {pid} is enrolled in KSM, and ksmd would scan it too"));
+        return Err(format!("process {pid} is enrolled in KSM, and ksmd would scan it too"));
     }
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("the kernel has a release");
     let version = KernelVersion::parse(release.trim()).expect("the release has a version");
     let nodes = (0..u8::MAX).take_while(|node| Path::new(&format!("/sys/devices/system/node/node{node}")).exists());
     let nodes = u8::try_from(nodes.count()).expect("at most 255 nodes").max(1);
     let further = arguments.iter().find_map(|argument| argument.strip_prefix("further=")?.parse().ok()).unwrap_or(0);
-    let parts: Vec<&String> = arguments.iter().filter(|argument| !argument.contains('=')).collect();
+    let parts: Vec<&String> =
+        arguments.iter().filter(|argument| !argument.contains('=') && *argument != ON_THIS_KERNEL).collect();
     let is_chosen = |name: &str| parts.is_empty() || parts.iter().any(|part| name.contains(part.as_str()));
     let layouts = all_layouts().into_iter().chain((0..further).map(further_layout));
-    let mut played = (0_usize, 0, 0);
-    let mut differing = Vec::new();
+    let mut outcome = Outcome::default();
+    let (mut scans, mut comparisons) = (0, 0);
     for layout in layouts.filter(|layout| is_chosen(&layout.name)) {
         if layout.nodes > nodes {
             println!("skipped: this kernel has {nodes} NUMA node: layout {} needs {}", layout.name, layout.nodes);
             continue;
         }
         let mut driver = Driver::start(&guard, version);
-        match layout
-            .steps
-            .iter()
-            .enumerate()
+        let mut steps = layout.steps.iter().enumerate();
+        match steps
             .try_for_each(|(number, step)| driver.play(step).map_err(|why| format!("step {number}, {step:?}: {why}")))
         {
-            Ok(()) => println!("equal: {}, {} scans, {} comparisons", layout.name, driver.scans, driver.comparisons),
+            Ok(()) => {
+                println!("equal: {}, {} scans, {} comparisons", layout.name, driver.scans, driver.comparisons);
+                outcome.equal += 1;
+            }
             Err(why) => {
                 println!("different: {}: {why}", layout.name);
-                differing.push(layout.name.clone());
+                outcome.differing.push(layout.name.clone());
             }
         }
-        played = (played.0 + 1, played.1 + driver.scans, played.2 + driver.comparisons);
+        (scans, comparisons) = (scans + driver.scans, comparisons + driver.comparisons);
     }
-    println!("{} layouts, {} scans, {} comparisons of all counters", played.0, played.1, played.2);
-    if !differing.is_empty() {
-        println!("counters differ in {} layouts: {}", differing.len(), differing.join(" "));
-    }
-    // The line that the summary of `make test` keeps.
-    let verdict = if differing.is_empty() { "ok" } else { "FAILED" };
-    println!("test result: {verdict}. {} passed; {} failed", played.0 - differing.len(), differing.len());
-    if differing.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn skip(why: &str) -> ExitCode {
-    println!("skipped: {why}");
-    ExitCode::SUCCESS
+    let played = outcome.equal + outcome.differing.len();
+    println!("{played} layouts, {scans} scans, {comparisons} comparisons of all counters");
+    Ok(outcome)
 }
 
 /// A process that ksmd would scan and that is not one of `own`, if there is one.
