@@ -164,7 +164,7 @@ pub fn build_findings(benchmark: &LargeGuestsBenchmark, runs: &[LargeGuestsRun])
     let head =
         ["driver", "shareable MiB", "90 % after s", "ksmd alone at the bound s", "saved MiB", "ksmd s", "driver s"];
     let mut table = MarkdownTable::new(title, &head);
-    let mib_of = |pages: u64| format!("{}", pages * pagefold_sys::mapping::page_size() as u64 >> 20);
+    let mib_of = |pages: u64| format!("{}", (pages * pagefold_sys::mapping::page_size() as u64) >> 20);
     for run in runs {
         let last = run.samples.last();
         let cpu = last.map(|last| last.cpu).unwrap_or_default();
