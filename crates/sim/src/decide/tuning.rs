@@ -24,7 +24,7 @@ const ENOUGH_SAVED: f64 = 0.9;
 /// The goal `time` takes the cheapest policy that is at most this much slower than the fastest.
 const NEARLY_FASTEST: f64 = 1.1;
 /// The position of 90 % in the shares of [`RunMeasures::seconds_to_share`].
-const SHARE_OF_90_PERCENT: usize = 1;
+pub(crate) const SHARE_OF_90_PERCENT: usize = 1;
 
 /// What a search is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,6 @@
 //! The result of a comparison of policies as text.
 
+use crate::decide::tuning::SHARE_OF_90_PERCENT;
 use crate::wire::comparison::{ComparedPolicyReport, SimCompareReport, SpreadReport, TimeToShareReport};
 use pagefold_output::text::{TextStyle, format_bytes, format_net, format_number};
 
@@ -20,7 +21,7 @@ pub fn render_comparison(report: &SimCompareReport, style: TextStyle) -> String 
             format_seconds(report.seconds),
             match report.seeds.len() {
                 1 => format!("seed {}", report.seeds[0]),
-                seeds => format!("mean (range) of {seeds} seeds"),
+                seeds => format!("means of {seeds} seeds"),
             }
         ),
         0,
@@ -29,6 +30,10 @@ pub fn render_comparison(report: &SimCompareReport, style: TextStyle) -> String 
     text += &savings_table(report, style);
     text += &style.format_heading("Side effects");
     text += &effects_table(report, style);
+    if report.seeds.len() > 1 {
+        text += &style.format_heading("Range over the seeds");
+        text += &range_table(report, style);
+    }
     text += &style.format_heading("Saved over time, with the first seed");
     text += &time_table(report, style);
     text.push('\n');
@@ -49,12 +54,12 @@ fn savings_table(report: &SimCompareReport, style: TextStyle) -> String {
     for policy in &report.policies {
         let mut row = vec![
             policy.policy.clone(),
-            show(&policy.saved_bytes, format_signed_bytes),
-            show(&policy.saved_gib_hours, format_gib_hours),
-            show(&policy.ksmd_cores, |value| format!("{value:.3}")),
+            format_signed_bytes(policy.saved_bytes.mean),
+            format_gib_hours(policy.saved_gib_hours.mean),
+            format!("{:.3}", policy.ksmd_cores.mean),
         ];
         row.extend(policy.times.iter().map(|time| show_time(time, report.seeds.len())));
-        row.push(show(&policy.full_scans, format_count));
+        row.push(format_count(policy.full_scans.mean));
         table.add_row(row);
     }
     style.render_table(&table)
@@ -71,10 +76,10 @@ fn effects_table(report: &SimCompareReport, style: TextStyle) -> String {
     for policy in &report.policies {
         table.add_row([
             policy.policy.clone(),
-            show(&policy.cow_breaks, format_count),
-            show(&policy.huge_pages_split, format_count),
-            show(&policy.unmerged_duplicate_pages, format_count),
-            show(&policy.missing_bytes, format_signed_bytes),
+            format_count(policy.cow_breaks.mean),
+            format_count(policy.huge_pages_split.mean),
+            format_count(policy.unmerged_duplicate_pages.mean),
+            format_signed_bytes(policy.missing_bytes.mean),
         ]);
     }
     style.render_table(&table)
@@ -110,15 +115,32 @@ fn notes(report: &SimCompareReport) -> String {
     )
 }
 
-/// The mean, and the range where values differ.
-fn show(spread: &SpreadReport, format: impl Fn(f64) -> String) -> String {
-    let [mean, least, most] = [spread.mean, spread.least, spread.most].map(&format);
-    if least == most { mean } else { format!("{mean} ({least} to {most})") }
+fn range_table(report: &SimCompareReport, style: TextStyle) -> String {
+    let headings = ["policy", ">saved at the end", ">saved, GiB*h", ">ksmd, CPUs", ">90 % after", ">COW breaks"];
+    let mut table = style.new_table(&headings);
+    for policy in &report.policies {
+        let time = policy.times.get(SHARE_OF_90_PERCENT).and_then(|time| time.seconds);
+        table.add_row([
+            policy.policy.clone(),
+            show_range(&policy.saved_bytes, format_signed_bytes),
+            show_range(&policy.saved_gib_hours, format_gib_hours),
+            show_range(&policy.ksmd_cores, |value| format!("{value:.3}")),
+            time.map_or_else(|| "-".to_owned(), |seconds| show_range(&seconds, format_seconds)),
+            show_range(&policy.cow_breaks, format_count),
+        ]);
+    }
+    style.render_table(&table)
+}
+
+/// The least and the largest value, or the one that both are.
+fn show_range(spread: &SpreadReport, format: impl Fn(f64) -> String) -> String {
+    let [least, most] = [spread.least, spread.most].map(&format);
+    if least == most { least } else { format!("{least} to {most}") }
 }
 
 fn show_time(time: &TimeToShareReport, seeds: usize) -> String {
     let Some(seconds) = &time.seconds else { return "-".to_owned() };
-    let shown = show(seconds, format_seconds);
+    let shown = format_seconds(seconds.mean);
     if time.runs < seeds { format!("{shown}, {} of {seeds}", time.runs) } else { shown }
 }
 
@@ -166,7 +188,7 @@ mod tests {
     #[test]
     fn a_range_is_shown_where_values_differ() {
         let spread = |least, most| SpreadReport { mean: 2.0, least, most };
-        assert_eq!(show(&spread(1.0, 3.0), format_count), "2 (1 to 3)");
-        assert_eq!(show(&spread(2.0, 2.0), format_count), "2");
+        assert_eq!(show_range(&spread(1.0, 3.0), format_count), "1 to 3");
+        assert_eq!(show_range(&spread(2.0, 2.0), format_count), "2");
     }
 }
