@@ -329,7 +329,12 @@ impl DaemonState {
         let end_of = |range: Option<&AddressRange>| range.map(|range| range.end).filter(|end| *end != u64::MAX);
         let ranges = |process: &ProcessId| summary.scanned_ranges.get(process).map_or(&[][..], Vec::as_slice);
         let max_interval = self.max_scan_interval();
-        for (position, &process) in task.due.iter().enumerate() {
+        for process in &summary.left_out {
+            if let Some(tracked) = self.tracked.get_mut(process).filter(|_| task.due.contains(process)) {
+                tracked.back_off(self.now, &self.rules);
+            }
+        }
+        for (position, &process) in task.due.iter().enumerate().filter(|(_, due)| !summary.left_out.contains(due)) {
             let partner = task.partner.map(|partner| {
                 let is_itself = partner == process;
                 (partner, end_of(ranges(&partner).get(usize::from(is_itself))))

@@ -328,11 +328,17 @@ impl DaemonState {
             self.reported_pause = None;
             return;
         }
-        let Some(chosen) = self.choose_affordable(&due) else {
+        let Some(mut chosen) = self.choose_affordable(&due) else {
             return self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", effects);
         };
         self.reported_pause = None;
-        let due_chosen: Vec<ProcessId> = due.into_iter().filter(|process| chosen.contains(process)).collect();
+        let mut due_chosen: Vec<ProcessId> = due.into_iter().filter(|process| chosen.contains(process)).collect();
+        if chosen.iter().any(|process| self.is_large(&self.tracked[process])) {
+            // A part is scanned beside processes of its own trust domain only.
+            let is_beside = |process: &ProcessId| self.tracked[process].domain == self.tracked[&due_chosen[0]].domain;
+            chosen.retain(is_beside);
+            due_chosen.retain(|process| chosen.contains(process));
+        }
         let progress = &self.tracked[&due_chosen[0]].progress;
         let partner = progress.partner().map(|(partner, _)| partner);
         let is_large_partner =

@@ -259,9 +259,13 @@ impl TrackedProcess {
     }
 
     /// Record its resident memory. A growing process is scanned once it stops growing, or after the minimum interval.
+    /// Growth between two parts counts once the scan is complete.
     pub fn update_resident(&mut self, resident: Bytes, now: Duration, rules: &DaemonRules) {
         let is_filling = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
         self.resident = resident;
+        if !self.progress.is_at_start() {
+            return;
+        }
         let growth = resident.saturating_sub(self.resident_at_scan);
         let (divisor, min_growth) = if self.is_recent(now) {
             (RECENT_ARRIVAL_MIN_GROWTH.1, RECENT_ARRIVAL_MIN_GROWTH.2)
@@ -299,7 +303,7 @@ impl TrackedProcess {
             }
         } else if self.last_busy.is_some_and(|busy| now >= busy + FILL_SETTLE_TIME) && !self.is_unscanned() {
             self.last_busy = None;
-            if self.next_scan > now {
+            if self.next_scan > now && self.progress.is_at_start() {
                 (self.next_scan, self.scan_cause, self.scan_interval) =
                     (now, ScanCause::Grown, rules.min_scan_interval);
             }
@@ -431,8 +435,12 @@ impl TrackedProcess {
         f64::from(1_u32 << self.overruns)
     }
 
-    /// Delay the next scan and double the interval, since little savings are expected.
+    /// Delay the next scan and double the interval, since little savings are expected. The next part is not delayed:
+    /// other parts may save more.
     pub fn double_scan_interval(&mut self, rules: &DaemonRules) {
+        if !self.progress.is_at_start() {
+            return;
+        }
         self.next_scan += self.scan_interval;
         self.scan_interval = (self.scan_interval * 2).min(rules.max_scan_interval);
     }
@@ -500,7 +508,12 @@ impl TrackedProcess {
         if scope == UnenrollScope::AllMerged {
             (self.maybe_merged, self.maybe_shared_across_domains) = (false, false);
         }
-        self.pending_unenroll.take().filter(|pending| pending.last_failure.is_some()).map(|pending| pending.reason)
+        let pending = self.pending_unenroll.take()?;
+        if pending.reason == DecisionReason::Stopped {
+            // For the next daemon it is a new process: nothing of it is merged.
+            self.last_scan = None;
+        }
+        pending.last_failure.is_some().then_some(pending.reason)
     }
 
     /// Cancel a pending request to unenroll it, unless exclusion or its domain requires it.

@@ -26,6 +26,7 @@ mod worker;
 pub use clock::utc_offset;
 pub use fair_share::FairShareReading;
 pub use pagefold_sys::allocator::return_large_blocks_when_freed;
+pub use restart::forget_schedule;
 pub use settings::DaemonSettings;
 pub use snapshot::{CpuUsage, LoggedDecision, PassSummary, SharingHistory, Snapshot, WorkResult};
 

@@ -7,7 +7,7 @@
 use super::cgroup_shortages::CgroupShortageReader;
 use super::process_table::ProcessTable;
 use super::worker::{
-    census_plan_request, exclusion_reason, merge_candidates, pages_read, scan_costs_in_pages, scanned_ranges,
+    census_plan_request, exclusion_reason, left_out, merge_candidates, pages_read, scan_costs_in_pages, scanned_ranges,
     unstable_processes,
 };
 use super::{DaemonSettings, Error, process_label};
@@ -151,6 +151,7 @@ impl DaemonReplay {
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, &settings),
             scanned_ranges: scanned_ranges(&prepared.census),
+            left_out: left_out(parts.keys(), &prepared.census),
             sketches: prepared.sketches,
             partial: false,
         })

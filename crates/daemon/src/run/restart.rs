@@ -8,6 +8,8 @@ use pagefold_merge::merge_monitor::MonitorRecord;
 use pagefold_merge::recheck::RangeLifetime;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 /// Name of the file with the schedule.
@@ -15,6 +17,18 @@ pub(super) const SCHEDULE_FILE: &str = "daemon.schedule.json";
 
 /// Name of the file with observations of merged pages.
 pub(super) const WATCH_FILE: &str = "daemon.watch.json";
+
+/// Removes the schedule that the last daemon saved in the state directory, after its memory was unenrolled: the next one
+/// scans all processes anew.
+///
+/// # Errors
+/// If there is a file that cannot be removed.
+pub fn forget_schedule(directory: &Path) -> io::Result<()> {
+    match std::fs::remove_file(directory.join(SCHEDULE_FILE)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        result => result,
+    }
+}
 
 /// The reasons of a request to unenroll that are passed on.
 const PASSED_REASONS: [DecisionReason; 2] = [DecisionReason::NetLoss, DecisionReason::Failed];

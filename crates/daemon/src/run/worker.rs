@@ -14,7 +14,7 @@ use crate::decide::{
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageCounts, Pages, ProcessId};
+use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageCounts, Pages, Pid, ProcessId};
 use pagefold_census::results::{Census, SubjectCensus};
 use pagefold_census::{ProcessSelection, ScanPart};
 use pagefold_host::resource::ResourceClass;
@@ -332,6 +332,7 @@ impl<'h> Worker<'h> {
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, settings),
             scanned_ranges: scanned_ranges(census),
+            left_out: left_out(parts.keys(), census),
             sketches: std::mem::take(&mut prepared.sketches),
             partial: census.partial,
         };
@@ -601,6 +602,13 @@ fn sum_counts(parts: &[(AddressRange, PageCounts)]) -> PageCounts {
 pub(super) fn scanned_ranges(census: &Census) -> BTreeMap<ProcessId, Vec<AddressRange>> {
     let selected = census.subjects.iter().filter(|subject| !subject.is_foreign);
     selected.map(|subject| (subject.process.id, subject.scanned_ranges.clone())).collect()
+}
+
+/// The processes to scan that are no subject of a census, although they could be scanned.
+pub(super) fn left_out<'p>(processes: impl Iterator<Item = &'p ProcessId>, census: &Census) -> BTreeSet<ProcessId> {
+    let subjects = census.subjects.iter().map(|subject| subject.process.id.pid);
+    let known: BTreeSet<Pid> = subjects.chain(census.unscanned.iter().map(|process| process.pid)).collect();
+    processes.copied().filter(|process| !known.contains(&process.pid)).collect()
 }
 
 /// The plan request of a census of parts of some processes.

@@ -123,6 +123,77 @@ fn scan_goes_on_without_a_partner_that_exits() {
     assert!(host.state.tracked()[&id(2)].last_scan > before, "{:?}", host.state.tracked()[&id(2)].progress);
 }
 
+#[test]
+fn parts_are_scanned_beside_their_own_domain_only() {
+    let mut host = host_with_sizes(DaemonRules { cpu_rate: 1.0, ..rules_with_burst(5) }, &[12, 20]);
+    // Small processes of both domains.
+    (31..39).for_each(|pid| host.deliver(sized_arrival(pid, GIB / 8)));
+    host.run(1500);
+    let is_partial = |ranges: &Vec<AddressRange>| *ranges != [ScanPart::WHOLE.range];
+    let mixed = scanned_by_census(&host).into_iter().find(|census| {
+        let domains: BTreeSet<_> = census.keys().map(|process| process.pid.0 % 2).collect();
+        census.values().any(is_partial) && domains.len() > 1
+    });
+    assert_eq!(mixed, None);
+    let is_scanned = |pid: u32| host.state.tracked()[&id(pid)].last_scan.is_some();
+    assert!((31..39).chain([2, 4]).all(is_scanned));
+}
+
+#[test]
+fn process_that_a_census_left_out_is_not_scanned() {
+    let mut host = host_with_sizes(rules_with_burst(10), &[1]);
+    while host.state.task.is_none() {
+        host.tick();
+    }
+    let left_out = CensusSummary { left_out: [id(2)].into(), ..CensusSummary::default() };
+    host.deliver(Event::CensusDone(left_out));
+    let tracked = &host.state.tracked()[&id(2)];
+    assert!(tracked.is_unscanned() && tracked.next_scan > host.now, "{tracked:?}");
+}
+
+/// A large process of which some parts were scanned.
+fn half_scanned_process() -> (DaemonState, DaemonRules) {
+    let rules = rules_with_burst(10);
+    let mut host = host_with_sizes(rules.clone(), &[64]);
+    for _ in 0..10_000 {
+        if !host.state.tracked()[&id(2)].progress.is_at_start() && host.state.task.is_none() {
+            break;
+        }
+        host.tick();
+    }
+    assert!(!host.state.tracked()[&id(2)].progress.is_at_start());
+    (host.state, rules)
+}
+
+#[test]
+fn growth_and_a_poor_merge_of_a_part_do_not_delay_the_next_part() {
+    let (mut state, rules) = half_scanned_process();
+    let now = state.now;
+    let tracked = state.tracked.get_mut(&id(2)).unwrap();
+    let before = (tracked.next_scan, tracked.scan_cause, tracked.scan_interval);
+    tracked.double_scan_interval(&rules);
+    tracked.last_scan = Some(now);
+    for seconds in [0, 5, 60] {
+        tracked.update_resident(Bytes(100 * GIB), now + Duration::from_secs(seconds), &rules);
+    }
+    assert_eq!((tracked.next_scan, tracked.scan_cause, tracked.scan_interval), before);
+    assert_eq!(tracked.resident, Bytes(100 * GIB));
+}
+
+#[test]
+fn process_that_was_unenrolled_at_the_end_is_new_to_the_next_daemon() {
+    for (reason, is_passed_on) in [(DecisionReason::Stopped, false), (DecisionReason::Excluded, true)] {
+        let mut host = host_with_sizes(rules_with_burst(10), &[1]);
+        host.run(200);
+        let now = host.now;
+        assert_eq!(host.state.passed_state().processes.len(), 1);
+        let tracked = host.state.tracked.get_mut(&id(2)).unwrap();
+        tracked.request_unenroll(reason, now);
+        tracked.record_unenrolled(UnenrollScope::AllMerged);
+        assert_eq!(!host.state.passed_state().processes.is_empty(), is_passed_on);
+    }
+}
+
 /// Scans of new processes that arrive all the time would use up all CPU time.
 #[test]
 fn old_process_is_scanned_despite_endless_arrivals() {
