@@ -91,7 +91,7 @@ fn state(scenes: &Scenes, name: &str) -> State {
 }
 
 /// The nodes of the pages of mappings in a scene, page by page, by the status of move_pages(2), in the order of addresses.
-fn page_nodes(scenes: &Scenes, name: &str) -> Vec<Vec<u64>> {
+pub fn page_nodes(scenes: &Scenes, name: &str) -> Vec<Vec<u64>> {
     let prefix = format!("PAGES {name} ");
     let number = |text: &str| -> u64 { text.parse().unwrap_or_else(|_| panic!("{name}: {text}")) };
     let run = |word: &str| {
@@ -188,7 +188,7 @@ fn run_guest() -> Option<Scenes> {
     machine.run()
 }
 
-fn find_program(name: &str) -> PathBuf {
+pub fn find_program(name: &str) -> PathBuf {
     let folders = std::env::var_os("PATH").unwrap();
     std::env::split_paths(&folders).map(|folder| folder.join(name)).find(|path| path.exists()).unwrap()
 }
