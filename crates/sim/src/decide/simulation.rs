@@ -22,7 +22,7 @@ use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::units::Bytes;
 use std::collections::BTreeMap;
 
-/// Visits in a part of a batch at most. At a few microseconds each, a part takes less time than a tick.
+/// Visits in a part of a batch at most. At a few microseconds each, a part takes less time than a tick of a second.
 const PART_VISITS: u64 = 50_000;
 /// A batch without any visit takes this time at least, so that virtual time goes on.
 const EMPTY_BATCH_NS: u64 = 1_000_000;
