@@ -249,7 +249,7 @@ mod tests {
                 for (round, spread) in [0.9, 1.0, 1.1].into_iter().enumerate() {
                     let rate = rate * spread;
                     output += &format!(
-                        "RESULT {load}-{policy}-{round} rate={rate} jain=0.99 corun=0.96 idle=0 rates={rate},{rate}\n"
+                        "RESULT {load}-{policy}-{round} rate={rate} jain=0.99 corun=0.96 idle=0 home=0 rates={rate},{rate}\n"
                     );
                 }
             }
