@@ -36,7 +36,7 @@ soak: setup ## Enroll and unenroll busy programs, including a database under loa
 	labs/soak.sh
 	$(CARGO) build $(LOCKED) --workspace --all-features --lib --bins
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
-	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold-sim --all-features --test simulation
+	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold-sim --all-features --test simulation --test live_ksmd
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold-labs --all-features --test guests numa_apply
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine --examples
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random

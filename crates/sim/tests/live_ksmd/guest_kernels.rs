@@ -24,6 +24,9 @@ const OPTIONS: &[&str] = &[
     "node,nodeid=1,cpus=1,memdev=node1",
 ];
 
+/// The first and the third layout of each kind: 31. With `PAGEFOLD_SOAK` the machines play all.
+const PLAYED_LAYOUTS: &str = "-1\n-3\n";
+
 const TIMEOUT: Duration = Duration::from_secs(900);
 
 /// Plays the layouts on Debian's kernel and on the recent one, at the same time. Prints what they print.
@@ -50,12 +53,13 @@ fn run_machine(kernel: &PathBuf) -> Result<String, String> {
     machine::find_busybox().map_err(|why| why.to_string())?;
     let folder = tempfile::tempdir().map_err(|why| why.to_string())?;
     let program = std::env::current_exe().map_err(|why| why.to_string())?;
+    let layouts = if std::env::var_os("PAGEFOLD_SOAK").is_some() { "" } else { PLAYED_LAYOUTS };
     let init = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/guest/init-test");
     let machine = EmulatedMachine {
         kernel,
         init: &init,
         programs: &[(&program, "test/program")],
-        files: &[("test/arguments", &format!("{ON_THIS_KERNEL}\n"))],
+        files: &[("test/arguments", &format!("{ON_THIS_KERNEL}\n{layouts}"))],
         options: OPTIONS,
         kernel_arguments: "nokaslr",
     };
@@ -63,7 +67,7 @@ fn run_machine(kernel: &PathBuf) -> Result<String, String> {
 }
 
 /// # Panics
-/// If the machine did not play all layouts.
+/// If the machine did not end.
 fn read_output(output: &str) -> Outcome {
     let release = output.lines().find(|line| line.starts_with("Linux ")).unwrap_or("a machine");
     assert!(output.lines().any(|line| line.starts_with("ENDED ")), "{release} did not end in time: {output}");
