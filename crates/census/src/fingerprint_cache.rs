@@ -234,6 +234,25 @@ impl FingerprintCache {
             other_parts.push(previous.filter(|cached| !cached.blocks.is_empty()));
         }
         cacheable.compute_counts();
+        self.store_fingerprints(scope, index, &cacheable, &mut new_processes);
+        for ((cached, others), subject) in new_processes.into_iter().zip(other_parts).zip(&scope.subjects) {
+            let joined = match (others, cached) {
+                (Some(others), Some(cached)) => Some(others.with_scanned(cached)),
+                (others, cached) => others.or(cached),
+            };
+            let nonempty = joined.filter(|cached| !cached.blocks.is_empty());
+            self.processes.extend(nonempty.map(|cached| (subject.process.id, cached)));
+        }
+    }
+
+    /// Store the fingerprints of cacheable pages. The index drops its unique entries.
+    fn store_fingerprints(
+        &mut self,
+        scope: &ScanScope,
+        index: &mut PageIndex,
+        cacheable: &CacheablePages,
+        new_processes: &mut [Option<CachedProcess>],
+    ) {
         let first_positions: Vec<usize> = (0..new_processes.len())
             .map(|subject| cacheable.count_before(index.subject_ordinals(subject).start))
             .collect();
@@ -265,14 +284,6 @@ impl FingerprintCache {
         index.entries.iter().for_each(|entry| store_entry(index, *entry));
         for &(ordinal, half) in &cacheable.assumed_volatile {
             store_half(index, ordinal, half);
-        }
-        for ((cached, others), subject) in new_processes.into_iter().zip(other_parts).zip(&scope.subjects) {
-            let joined = match (others, cached) {
-                (Some(others), Some(cached)) => Some(others.with_scanned(cached)),
-                (others, cached) => others.or(cached),
-            };
-            let nonempty = joined.filter(|cached| !cached.blocks.is_empty());
-            self.processes.extend(nonempty.map(|cached| (subject.process.id, cached)));
         }
     }
 }

@@ -3,11 +3,12 @@
 use crate::comparison::PolicyRuns;
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::simulation::Sample;
+use pagefold_census::parquet::column;
 use parquet::basic::Compression;
-use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
+use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
 use parquet::errors::Result;
 use parquet::file::properties::WriterProperties;
-use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
+use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use std::fs::File;
 use std::path::Path;
@@ -66,26 +67,16 @@ pub fn write_samples(policies: &[PolicyRuns], seeds: &[u64], path: &Path) -> Res
         }
     }
     let mut group = file.next_row_group()?;
-    write_column::<ByteArrayType>(&mut group, rows.iter().map(|row| row.0.clone()))?;
-    write_column::<Int64Type>(&mut group, rows.iter().map(|row| row.1))?;
-    write_column::<DoubleType>(&mut group, rows.iter().map(|row| row.2.time_ms as f64 / 1e3))?;
-    write_column::<DoubleType>(&mut group, rows.iter().map(|row| row.2.cpu_ns as f64 / 1e9))?;
+    column::<ByteArrayType>(&mut group, &rows.iter().map(|row| row.0.clone()).collect::<Vec<_>>())?;
+    column::<Int64Type>(&mut group, &rows.iter().map(|row| row.1).collect::<Vec<_>>())?;
+    column::<DoubleType>(&mut group, &rows.iter().map(|row| row.2.time_ms as f64 / 1e3).collect::<Vec<_>>())?;
+    column::<DoubleType>(&mut group, &rows.iter().map(|row| row.2.cpu_ns as f64 / 1e9).collect::<Vec<_>>())?;
     for integer in INTEGERS {
-        write_column::<Int64Type>(&mut group, rows.iter().map(|row| integer(&row.2)))?;
+        column::<Int64Type>(&mut group, &rows.iter().map(|row| integer(&row.2)).collect::<Vec<_>>())?;
     }
     group.close()?;
     file.close()?;
     Ok(())
-}
-
-fn write_column<T: DataType>(
-    rows: &mut SerializedRowGroupWriter<'_, File>,
-    values: impl Iterator<Item = T::T>,
-) -> Result<()> {
-    let values: Vec<T::T> = values.collect();
-    let mut column = rows.next_column()?.expect("the schema has a column for each column written");
-    column.typed::<T>().write_batch(&values, None, None)?;
-    column.close()
 }
 
 #[cfg(test)]

@@ -479,7 +479,7 @@ const MAX_COST_NS: f64 = 1e9;
 mod tests {
     use super::*;
 
-    const SMALL: &str = r#"description = "two machines"
+    const TWO_MACHINES_TEXT: &str = r#"description = "two machines"
 duration = "1h"
 
 [host]
@@ -502,7 +502,7 @@ count = 2
 
     #[test]
     fn missing_values_have_defaults() {
-        let scenario = parse_scenario(SMALL).unwrap();
+        let scenario = parse_scenario(TWO_MACHINES_TEXT).unwrap();
         assert_eq!((scenario.duration_ms, scenario.tick_ms, scenario.sample_ms), (3_600_000, 1000, 60_000));
         assert_eq!((scenario.host.memory_pages, scenario.host.nodes), (262_144, 1));
         assert_eq!(scenario.host.ksm, KsmSettings::default());
@@ -533,7 +533,7 @@ count = 2
 
     #[test]
     fn arrivals_are_waves_or_random() {
-        let arrival = |keys: &str| parse_scenario(&format!("{SMALL}{keys}")).unwrap().classes[0].arrival;
+        let arrival = |keys: &str| parse_scenario(&format!("{TWO_MACHINES_TEXT}{keys}")).unwrap().classes[0].arrival;
         let waves = Arrival::Waves { machines: 3, interval_ms: 600_000 };
         assert_eq!(arrival("wave = 3\nevery = '10min'"), waves);
         assert_eq!(arrival("per_hour = 2.5"), Arrival::Poisson { machines_per_hour: 2.5 });
@@ -541,8 +541,8 @@ count = 2
 
     /// Replaces a text in the small scenario, and returns the error.
     fn error(from: &str, to: &str) -> String {
-        assert!(SMALL.contains(from), "{from}");
-        parse_scenario(&SMALL.replace(from, to)).unwrap_err().to_string()
+        assert!(TWO_MACHINES_TEXT.contains(from), "{from}");
+        parse_scenario(&TWO_MACHINES_TEXT.replace(from, to)).unwrap_err().to_string()
     }
 
     #[test]

@@ -108,8 +108,8 @@ pub struct CensusSummary {
     /// The addresses that were scanned of each process. They begin where its parts begin and end where the next parts
     /// begin.
     pub scanned_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
-    /// Processes that were not scanned, since a part of a process of another trust domain was: the domains were not yet
-    /// known to differ.
+    /// Processes that were not scanned: a part of another process was, and the census found the two in different trust
+    /// domains.
     pub left_out: BTreeSet<ProcessId>,
     /// Content sketches of each process, or of its parts.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,

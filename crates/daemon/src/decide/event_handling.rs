@@ -346,7 +346,7 @@ impl DaemonState {
                 is_unstable: summary.not_yet_stable.contains(&process),
             };
             let Some(tracked) = self.tracked.get_mut(&process) else { continue };
-            tracked.progress.met.extend(task.processes.iter().copied().filter(|other| *other != process));
+            tracked.progress.scanned_beside.extend(task.processes.iter().copied().filter(|other| *other != process));
             let is_first = tracked.is_unscanned();
             let step = tracked.progress.record(process, &result, is_first);
             self.follow_step(process, step, max_interval, position < MAX_MISSED_PARTNER_CHECKS);
@@ -364,10 +364,11 @@ impl DaemonState {
         let spread = self.random_fraction(process);
         let Some(tracked) = self.tracked.get_mut(&process) else { return };
         let Some(progress) = tracked.finish_part(self.now, step, &self.rules) else { return };
-        let mut met = progress.met;
-        met.insert(process);
-        tracked.finish_scan(self.now, progress.found, spread, &self.rules, max_interval);
-        let has_missed = checks_partners && self.has_missed_partner(process, &met);
+        let mut scanned = progress.scanned_beside;
+        scanned.insert(process);
+        let found = (progress.found_profitable, progress.found_unstable);
+        tracked.finish_scan(self.now, found, spread, &self.rules, max_interval);
+        let has_missed = checks_partners && self.has_missed_partner(process, &scanned);
         if let Some(tracked) = self.tracked.get_mut(&process).filter(|_| has_missed) {
             tracked.record_missed_partner(self.now, &self.rules);
         }

@@ -49,12 +49,14 @@ pub struct PartProgress {
     partner: Option<(ProcessId, u64)>,
     /// Censuses that repeated this part and partner.
     repeats: u32,
-    /// Whether any part so far had something to merge, and contents that are not stable yet.
-    pub found: (bool, bool),
+    /// Whether any part so far had something to merge.
+    pub found_profitable: bool,
+    /// Whether any part so far had contents that are not stable yet.
+    pub found_unstable: bool,
     /// Sketches of the parts so far.
     pub sketches: Option<ContentSketches>,
     /// The processes that were scanned beside it.
-    pub met: BTreeSet<ProcessId>,
+    pub scanned_beside: BTreeSet<ProcessId>,
 }
 
 impl Default for PartProgress {
@@ -63,9 +65,10 @@ impl Default for PartProgress {
             part: ScanPart::WHOLE.range,
             partner: None,
             repeats: 0,
-            found: (false, false),
+            found_profitable: false,
+            found_unstable: false,
             sketches: None,
-            met: BTreeSet::new(),
+            scanned_beside: BTreeSet::new(),
         }
     }
 }
@@ -89,8 +92,8 @@ impl PartProgress {
 
     /// Record a census of the current part. A first scan compares nothing.
     pub fn record(&mut self, process: ProcessId, result: &PartResult, is_first_scan: bool) -> NextStep {
-        self.found.0 |= result.is_profitable;
-        self.found.1 |= result.is_unstable;
+        self.found_profitable |= result.is_profitable;
+        self.found_unstable |= result.is_unstable;
         let was_at_start = self.is_at_start();
         if let Some(end) = result.end.filter(|end| *end > self.part.start) {
             self.part.end = end;
