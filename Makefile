@@ -20,16 +20,9 @@ help: ## List the targets
 demo: setup ## Merge memory of real programs on this machine and print the savings: guests as root, else a simulation
 	labs/demo.sh
 
-# Integration tests run last, so that the last line is the result of tests that ran: a binary may have no unit tests, and
-# a crate no documentation tests. The test runner hides the output of passed tests, including their `skipped: ` lines;
-# with --show-output, .ci/skipped filters and lists them. The exit status is cargo's (pipefail).
 .PHONY: test
 test: setup setup-watch ## Run all tests; as root also the live tests (real KSM, other processes, guests)
-	( trap "echo 'tests: all done'" EXIT; \
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --doc && \
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --lib --bins -- --show-output && \
-	$(CARGO) build $(LOCKED) --workspace --all-features --examples --lib && \
-	$(CARGO) test $(LOCKED) --workspace --all-features --no-fail-fast --test '*' -- --show-output ) | .ci/skipped
+	CARGO="$(CARGO)" .ci/tests $(LOCKED)
 
 .PHONY: soak
 soak: setup ## Enroll and unenroll busy programs, including a database under load, thousands of times (as root; minutes)
