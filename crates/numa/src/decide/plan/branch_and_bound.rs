@@ -7,7 +7,7 @@
 //! The tree is searched for each of the `TOLERANCES`, and begins with the best plan so far. If there is no time for the
 //! last of them, the ones before have bounded the gap.
 
-use super::relaxation::{Ascent, PartialPlan, Relaxation, Totals};
+use super::relaxation::{Ascent, Multipliers, PartialPlan, Relaxation, Totals};
 use super::{Column, OverloadCosts, PlacementProblem, host_excess};
 
 /// The gaps at which a part of the tree is left out, relative to the avoidable cost of the best plan.
@@ -35,7 +35,7 @@ struct Branch {
     order: Vec<(f64, usize)>,
     /// The next of them.
     next: usize,
-    multipliers: Vec<f64>,
+    multipliers: Multipliers,
     totals: Totals,
 }
 
@@ -100,12 +100,23 @@ fn equal_machines(problem: &PlacementProblem) -> Vec<Option<usize>> {
 impl Tree<'_> {
     /// Search the tree. Afterwards, no choice costs less than the bound of the best one, nor than the best one. Returns
     /// the multipliers of the root.
-    fn search(&mut self, multipliers: &[f64]) -> Vec<f64> {
-        let (root, multipliers) = self.bound(multipliers, MAX_ROOT_STEPS);
+    fn search(&mut self, multipliers: &Multipliers) -> Multipliers {
+        let (mut root, mut multipliers) = self.bound(multipliers, MAX_ROOT_STEPS);
         if self.is_left_out(root.bound) {
             return multipliers;
         }
         self.leave_out_choices(&root, &multipliers);
+        // The steps stall where many machines are equal.
+        if let Some(best) = self.plan.best_multipliers(self.cost_tolerance) {
+            let relaxed = self.plan.relax(&best);
+            if relaxed.bound > root.bound {
+                (root, multipliers) = (relaxed, best);
+                if self.is_left_out(root.bound) {
+                    return multipliers;
+                }
+                self.leave_out_choices(&root, &multipliers);
+            }
+        }
         let mut path: Vec<Branch> = self.branch(&multipliers).into_iter().collect();
         while let Some(branch) = path.last_mut() {
             self.plan.reopen(branch.vm, &branch.totals);
@@ -135,7 +146,7 @@ impl Tree<'_> {
     }
 
     /// Leave out the choices that lead to no better plan wherever they are in the tree.
-    fn leave_out_choices(&mut self, root: &Relaxation, multipliers: &[f64]) {
+    fn leave_out_choices(&mut self, root: &Relaxation, multipliers: &Multipliers) {
         let open: Vec<usize> = self.plan.open_machines().collect();
         for vm in open {
             let mut choices = std::mem::take(&mut self.plan.choices[vm]);
@@ -149,7 +160,7 @@ impl Tree<'_> {
     }
 
     /// The best bound within so many steps of the multipliers, which begin with these. Plans found on the way count.
-    fn bound(&mut self, multipliers: &[f64], max_steps: usize) -> (Relaxation, Vec<f64>) {
+    fn bound(&mut self, multipliers: &Multipliers, max_steps: usize) -> (Relaxation, Multipliers) {
         let mut ascent = Ascent::new(&self.plan, multipliers);
         self.note_completion(&ascent.last);
         for _ in 0..max_steps {
@@ -172,7 +183,7 @@ impl Tree<'_> {
     }
 
     /// Begin a node of the tree; `None` if no better plan is below it.
-    fn branch(&mut self, multipliers: &[f64]) -> Option<Branch> {
+    fn branch(&mut self, multipliers: &Multipliers) -> Option<Branch> {
         let (relaxed, multipliers) = self.bound(multipliers, MAX_STEPS);
         if self.is_left_out(relaxed.bound) {
             return None;

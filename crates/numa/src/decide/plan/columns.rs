@@ -8,6 +8,10 @@ use std::collections::BTreeMap;
 /// four nodes, are within it.
 const MAX_COLUMNS: usize = 256;
 
+/// Machines are spread over so many nodes more than suffice at most, because the room that others leave on a node may be
+/// small.
+const MORE_NODES: usize = 2;
+
 /// All columns of a machine; the first one leaves it as it is.
 pub(super) fn columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
     let mut columns = vec![leave_column(problem, vm)];
@@ -190,14 +194,18 @@ fn with_part(
     Some(longer)
 }
 
-/// All parts over the fewest nodes that suffice, but at least so many, starting from each node with the nearest others.
+/// All parts over the fewest nodes that suffice, but at least so many, or over `MORE_NODES` more at most, starting from each
+/// node with the nearest others.
 fn spread_columns(problem: &PlacementProblem, vm: &PlannedVm, allowed: &[usize], least_nodes: usize) -> Vec<Column> {
     let load = vm.parts.iter().fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0));
     let mut found: Vec<Column> = Vec::new();
     for &first in allowed {
         let mut nearest = allowed.to_vec();
         let distance = |position: usize| problem.extra_distance(problem.nodes[first].id, problem.nodes[position].id);
-        nearest.sort_by(|&left, &right| distance(left).total_cmp(&distance(right)).then(left.cmp(&right)));
+        // Of nodes at the same distance, the next ones: those with the lowest numbers would be in all columns.
+        let steps = |position: usize| (position + problem.nodes.len() - first) % problem.nodes.len();
+        nearest
+            .sort_by(|&left, &right| distance(left).total_cmp(&distance(right)).then(steps(left).cmp(&steps(right))));
         let mut room = NodeCapacity { id: problem.nodes[first].id, vcpus: 0.0, pages: 0.0, hugetlb_pages: 0.0 };
         let mut count = 0;
         while count < nearest.len() && (count < least_nodes || !load.fits(&room)) {
@@ -206,11 +214,13 @@ fn spread_columns(problem: &PlacementProblem, vm: &PlannedVm, allowed: &[usize],
             room.hugetlb_pages += problem.nodes[nearest[count]].hugetlb_pages;
             count += 1;
         }
-        let mut chosen = nearest[..count].to_vec();
-        chosen.sort_unstable();
-        let column = spread_column(problem, vm, &chosen);
-        if !found.iter().any(|other| other.pattern == column.pattern) {
-            found.push(column);
+        for count in count..=nearest.len().min(count + MORE_NODES) {
+            let mut chosen = nearest[..count].to_vec();
+            chosen.sort_unstable();
+            let column = spread_column(problem, vm, &chosen);
+            if !found.iter().any(|other| other.pattern == column.pattern) {
+                found.push(column);
+            }
         }
     }
     found

@@ -10,8 +10,15 @@
 //!
 //! The excess on the right counts for the chosen columns, and for each open machine that is added to them alone; the
 //! excess of all is not less. So a column that no longer fits costs its overload, and the bound grows as nodes fill up.
+//!
+//! This alone would fill each node to the last CPU, where three machines of 6 CPUs do not fit on 16. So the places on all
+//! nodes together are relaxed too, counted by dual feasible functions (S. P. Fekete and J. Schepers, Mathematical
+//! Programming 91, 2001): of loads larger than a `k + 1`-th of a node, `k` fit. Where the loads of a node count for more than
+//! one node, it is overloaded by [`LOAD_TOLERANCE`] at least, so that a part of its overload cost bounds the excess count.
 
-use super::{Column, Load, OverloadCosts, PlacementProblem};
+use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
+
+use super::{Column, Load, OverloadCosts, PlacementProblem, host_excess};
 
 /// Steps without a better bound after which the step length is reduced.
 const STEPS_PER_LENGTH: usize = 5;
@@ -23,11 +30,53 @@ const LENGTH_REDUCTION: f64 = 0.7;
 /// below which the bound hardly grows.
 const MIN_STEP_LENGTH: f64 = 1e-3;
 
+/// The loads of a node are counted as if they were smaller by this share. So a node whose loads count for more than one
+/// is overloaded by this share at least.
+const LOAD_TOLERANCE: f64 = 0.05;
+
+/// Loads are counted that are larger than a half of a node, a third, and so on.
+const PLACES: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
+/// A linear program with more choices takes too long.
+const MAX_CHOICES_OF_LINEAR_PROGRAM: usize = 4096;
+
+/// A smaller coefficient is left out: microlp needs those of a row within six orders of magnitude.
+const MIN_COEFFICIENT: f64 = 1e-4;
+
 /// A resource of a node. Amounts are relative to its capacity, so that all multipliers are of similar size.
 #[derive(Clone, Copy, Debug)]
 struct Resource {
     capacity: f64,
     overload_cost: f64,
+}
+
+/// The places for loads above a `places + 1`-th of a node, on all nodes together. Amounts are in nodes.
+#[derive(Clone, Debug)]
+struct PlaceCount {
+    places: f64,
+    /// The nodes' resources whose loads are counted.
+    resources: Vec<usize>,
+}
+
+impl PlaceCount {
+    /// What a load, relative to a node, counts for.
+    fn count(&self, load: f64) -> f64 {
+        (((self.places + 1.0) * (1.0 - LOAD_TOLERANCE) * load).ceil() - 1.0).max(0.0) / self.places
+    }
+
+    /// By how much the count of a node's loads exceeds one at most, relative to its overload: from
+    /// `count <= (places + 1) / places x (1 - tolerance) x load`, where the overload is at least the tolerance.
+    fn excess_per_overload(&self) -> f64 {
+        (self.places + 1.0) / self.places + 1.0 / (self.places * LOAD_TOLERANCE)
+    }
+}
+
+/// The multipliers of the resources of nodes, and of the counts of places after them.
+#[derive(Clone, Debug)]
+pub(super) struct Multipliers {
+    values: Vec<f64>,
+    /// What remains of the overload cost of each resource, after the counts of its places.
+    overload_costs: Vec<f64>,
 }
 
 /// What a column uses of a resource.
@@ -44,12 +93,15 @@ pub(super) struct Choice {
     pub(super) column: usize,
     cost: f64,
     uses: Vec<Use>,
+    /// What its loads count for in each count of places.
+    counts: Vec<f64>,
 }
 
 /// A plan of which a part is chosen.
 #[derive(Clone, Debug)]
 pub(super) struct PartialPlan {
     resources: Vec<Resource>,
+    place_counts: Vec<PlaceCount>,
     /// The choices of each machine.
     pub(super) choices: Vec<Vec<Choice>>,
     /// The chosen one of a machine's choices; `None` while the machine is open.
@@ -58,6 +110,8 @@ pub(super) struct PartialPlan {
     cost: f64,
     /// How much of each resource they use.
     used: Vec<f64>,
+    /// What they count for in each count of places.
+    counted: Vec<f64>,
 }
 
 /// Cost and use of resources of a partial plan, to which it can return.
@@ -65,6 +119,7 @@ pub(super) struct PartialPlan {
 pub(super) struct Totals {
     cost: f64,
     used: Vec<f64>,
+    counted: Vec<f64>,
 }
 
 /// A lower bound, with the choices of which it is made.
@@ -94,16 +149,24 @@ impl PartialPlan {
                 scales.push(scale);
             }
         }
+        let place_counts = place_counts(&resources, host_excess(problem));
         let choice = |(position, column): (usize, &Column)| {
             let loads = column.load.iter().flat_map(|load| [load.vcpus, load.pages, load.hugetlb_pages]);
             let amounts = loads.zip(&scales).enumerate();
             let uses = amounts.map(|(resource, (amount, scale))| Use { resource, amount: amount / scale });
-            Choice { column: position, cost: column.cost, uses: uses.filter(|used| used.amount > 0.0).collect() }
+            let uses: Vec<Use> = uses.filter(|used| used.amount > 0.0).collect();
+            let count = |places: &PlaceCount| {
+                let counted = uses.iter().filter(|used| places.resources.contains(&used.resource));
+                counted.map(|used| places.count(used.amount)).sum()
+            };
+            let counts = place_counts.iter().map(count).collect();
+            Choice { column: position, cost: column.cost, uses, counts }
         };
         let choices: Vec<Vec<Choice>> =
             columns.iter().map(|columns| columns.iter().enumerate().map(choice).collect()).collect();
-        let used = vec![0.0; resources.len()];
-        let mut plan = Self { resources, assigned: vec![None; choices.len()], choices, cost: 0.0, used };
+        let (used, counted) = (vec![0.0; resources.len()], vec![0.0; place_counts.len()]);
+        let assigned = vec![None; choices.len()];
+        let mut plan = Self { resources, place_counts, assigned, choices, cost: 0.0, used, counted };
         for vm in 0..columns.len() {
             if plan.choices[vm].len() == 1 {
                 plan.assign(vm, 0);
@@ -114,10 +177,32 @@ impl PartialPlan {
 
     /// Multipliers to begin with. A resource of which the whole host has too little costs its overload wherever it is
     /// used; any other one is free.
-    pub(super) fn first_multipliers(&self, host_excess: Load) -> Vec<f64> {
-        let scarce = [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages].map(|excess| excess > 0.0);
-        let resources = self.resources.iter().zip(scarce.into_iter().cycle());
-        resources.map(|(resource, is_scarce)| if is_scarce { resource.overload_cost } else { 0.0 }).collect()
+    pub(super) fn first_multipliers(&self, host_excess: Load) -> Multipliers {
+        let resources = self.resources.iter().zip(is_scarce(host_excess).into_iter().cycle());
+        let of_resource =
+            |(resource, is_scarce): (&Resource, bool)| if is_scarce { resource.overload_cost } else { 0.0 };
+        let mut values: Vec<f64> = resources.map(of_resource).collect();
+        values.resize(self.resources.len() + self.place_counts.len(), 0.0);
+        self.multipliers(values)
+    }
+
+    /// These multipliers, limited by the overload costs.
+    fn multipliers(&self, mut values: Vec<f64>) -> Multipliers {
+        let mut overload_costs: Vec<f64> = self.resources.iter().map(|resource| resource.overload_cost).collect();
+        let (of_resources, of_counts) = values.split_at_mut(self.resources.len());
+        for (places, multiplier) in self.place_counts.iter().zip(of_counts) {
+            let of_counted = places.resources.iter().map(|&resource| overload_costs[resource]);
+            let least = of_counted.fold(f64::INFINITY, f64::min);
+            *multiplier = multiplier.clamp(0.0, least / places.excess_per_overload());
+            for &resource in &places.resources {
+                overload_costs[resource] -= *multiplier * places.excess_per_overload();
+            }
+        }
+        for (multiplier, overload_cost) in of_resources.iter_mut().zip(&mut overload_costs) {
+            *overload_cost = overload_cost.max(0.0);
+            *multiplier = multiplier.clamp(0.0, *overload_cost);
+        }
+        Multipliers { values, overload_costs }
     }
 
     /// The machines that are open.
@@ -133,11 +218,12 @@ impl PartialPlan {
         for used in &choice.uses {
             self.used[used.resource] += used.amount;
         }
+        self.counted.iter_mut().zip(&choice.counts).for_each(|(counted, count)| *counted += count);
     }
 
     /// Cost and use of resources at present.
     pub(super) fn totals(&self) -> Totals {
-        Totals { cost: self.cost, used: self.used.clone() }
+        Totals { cost: self.cost, used: self.used.clone(), counted: self.counted.clone() }
     }
 
     /// Open a machine again, with the totals from before it was assigned.
@@ -145,13 +231,16 @@ impl PartialPlan {
         self.assigned[vm] = None;
         self.cost = totals.cost;
         self.used.clone_from(&totals.used);
+        self.counted.clone_from(&totals.counted);
     }
 
     /// What a choice of an open machine adds to the bound.
-    pub(super) fn value(&self, choice: &Choice, multipliers: &[f64]) -> f64 {
-        choice.uses.iter().fold(choice.cost, |sum, used| {
+    pub(super) fn value(&self, choice: &Choice, multipliers: &Multipliers) -> f64 {
+        let of_counts = multipliers.values[self.resources.len()..].iter().zip(&choice.counts);
+        let counted: f64 = of_counts.map(|(multiplier, count)| multiplier * count).sum();
+        choice.uses.iter().fold(choice.cost + counted, |sum, used| {
             let (fitting, excess) = self.split(used);
-            sum + multipliers[used.resource] * fitting + self.resources[used.resource].overload_cost * excess
+            sum + multipliers.values[used.resource] * fitting + multipliers.overload_costs[used.resource] * excess
         })
     }
 
@@ -164,18 +253,26 @@ impl PartialPlan {
     }
 
     /// The bound with these multipliers.
-    pub(super) fn relax(&self, multipliers: &[f64]) -> Relaxation {
+    pub(super) fn relax(&self, multipliers: &Multipliers) -> Relaxation {
         let count = self.choices.len();
         let mut relaxed = Relaxation {
             bound: self.cost,
             cheapest: vec![0; count],
             values: vec![(0.0, 0.0); count],
-            slope: Vec::with_capacity(self.resources.len()),
+            slope: Vec::with_capacity(multipliers.values.len()),
         };
-        for ((resource, used), multiplier) in self.resources.iter().zip(&self.used).zip(multipliers) {
+        let mut excess = Vec::with_capacity(self.resources.len());
+        for (position, (resource, used)) in self.resources.iter().zip(&self.used).enumerate() {
             let over = used - resource.capacity;
-            relaxed.bound += multiplier * over.min(0.0) + resource.overload_cost * over.max(0.0);
+            relaxed.bound +=
+                multipliers.values[position] * over.min(0.0) + multipliers.overload_costs[position] * over.max(0.0);
             relaxed.slope.push(over.min(0.0));
+            excess.push(over.max(0.0));
+        }
+        for (position, (places, counted)) in self.place_counts.iter().zip(&self.counted).enumerate() {
+            let over = counted - places.resources.len() as f64;
+            relaxed.bound += multipliers.values[self.resources.len() + position] * over;
+            relaxed.slope.push(over);
         }
         for vm in self.open_machines() {
             let (mut cheapest, mut value, mut next_value) = (0, f64::INFINITY, f64::INFINITY);
@@ -190,9 +287,18 @@ impl PartialPlan {
             relaxed.cheapest[vm] = cheapest;
             relaxed.values[vm] = (value, next_value);
             relaxed.bound += value;
-            for used in &self.choices[vm][cheapest].uses {
-                relaxed.slope[used.resource] += self.split(used).0;
+            let choice = &self.choices[vm][cheapest];
+            for used in &choice.uses {
+                let (fitting, beyond) = self.split(used);
+                relaxed.slope[used.resource] += fitting;
+                excess[used.resource] += beyond;
             }
+            let counts = relaxed.slope[self.resources.len()..].iter_mut().zip(&choice.counts);
+            counts.for_each(|(slope, count)| *slope += count);
+        }
+        for (slope, places) in relaxed.slope[self.resources.len()..].iter_mut().zip(&self.place_counts) {
+            let overload: f64 = places.resources.iter().map(|&resource| excess[resource]).sum();
+            *slope -= places.excess_per_overload() * overload;
         }
         relaxed
     }
@@ -216,14 +322,96 @@ impl PartialPlan {
     }
 }
 
+impl PartialPlan {
+    /// The multipliers of the highest bound, from the dual of the linear program in which machines may take shares of
+    /// choices; `None` if the program is too large, or microlp fails. `unit` is a small cost.
+    pub(super) fn best_multipliers(&self, unit: f64) -> Option<Multipliers> {
+        if self.open_machines().map(|vm| self.choices[vm].len()).sum::<usize>() > MAX_CHOICES_OF_LINEAR_PROGRAM {
+            return None;
+        }
+        let mut program = Problem::new(OptimizationDirection::Maximize);
+        let variables = self.add_multipliers(&mut program, unit);
+        for vm in self.open_machines() {
+            // The value of the cheapest choice.
+            let value = program.add_var(1.0, (f64::NEG_INFINITY, f64::INFINITY));
+            for choice in &self.choices[vm] {
+                let (cost, uses) = self.uses_of_multipliers(choice);
+                let is_used = |(_, used): &(usize, f64)| used.abs() > MIN_COEFFICIENT;
+                let uses = uses.into_iter().enumerate().filter(is_used);
+                let terms: Vec<_> =
+                    uses.map(|(position, used)| (variables[position], -used)).chain([(value, 1.0)]).collect();
+                program.add_constraint(terms.as_slice(), ComparisonOp::Le, cost / unit);
+            }
+        }
+        let solution = program.solve().ok()?.into_solution().ok()?;
+        Some(self.multipliers(variables.iter().map(|&variable| solution.var_value(variable) * unit).collect()))
+    }
+
+    /// Add the multipliers to a linear program, with what they change in the bound by the chosen columns, and their limits.
+    fn add_multipliers(&self, program: &mut Problem, unit: f64) -> Vec<Variable> {
+        let over: Vec<f64> =
+            self.resources.iter().zip(&self.used).map(|(resource, used)| used - resource.capacity).collect();
+        let mut add = |change: f64| program.add_var(change, (0.0, f64::INFINITY));
+        let mut variables: Vec<Variable> = over.iter().map(|over| add(over.min(0.0))).collect();
+        for (places, counted) in self.place_counts.iter().zip(&self.counted) {
+            let excess: f64 = places.resources.iter().map(|&resource| over[resource].max(0.0)).sum();
+            variables.push(add(counted - places.resources.len() as f64 - places.excess_per_overload() * excess));
+        }
+        for (position, resource) in self.resources.iter().enumerate() {
+            let counts = self.place_counts.iter().zip(&variables[self.resources.len()..]);
+            let counts = counts.filter(|(places, _)| places.resources.contains(&position));
+            let terms: Vec<_> = counts
+                .map(|(places, &variable)| (variable, places.excess_per_overload()))
+                .chain([(variables[position], 1.0)])
+                .collect();
+            program.add_constraint(terms.as_slice(), ComparisonOp::Le, resource.overload_cost / unit);
+        }
+        variables
+    }
+
+    /// The value of a choice with multipliers of zero, and what each multiplier adds to it.
+    fn uses_of_multipliers(&self, choice: &Choice) -> (f64, Vec<f64>) {
+        let mut uses = vec![0.0; self.resources.len()];
+        uses.extend(&choice.counts);
+        let mut cost = choice.cost;
+        for used in &choice.uses {
+            let (fitting, excess) = self.split(used);
+            uses[used.resource] = fitting;
+            cost += excess * self.resources[used.resource].overload_cost;
+            for (count, places) in uses[self.resources.len()..].iter_mut().zip(&self.place_counts) {
+                if places.resources.contains(&used.resource) {
+                    *count -= excess * places.excess_per_overload();
+                }
+            }
+        }
+        (cost, uses)
+    }
+}
+
+/// Whether the whole host has too little of each kind of resource.
+fn is_scarce(host_excess: Load) -> [bool; 3] {
+    [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages].map(|excess| excess > 0.0)
+}
+
+/// The counts of places for each kind of resource of which the whole host has enough.
+fn place_counts(resources: &[Resource], host_excess: Load) -> Vec<PlaceCount> {
+    let of_kind = |(kind, is_scarce): (usize, bool)| {
+        let counted = (kind..resources.len()).step_by(3).filter(|&resource| resources[resource].capacity >= 1.0);
+        let counted: Vec<usize> = counted.filter(|_| !is_scarce).collect();
+        PLACES.map(|places| PlaceCount { places, resources: counted.clone() })
+    };
+    let all = is_scarce(host_excess).into_iter().enumerate().flat_map(of_kind);
+    all.filter(|places| !places.resources.is_empty()).collect()
+}
+
 /// The search for the multipliers with the highest bound: steps along the slope (subgradient method).
 pub(super) struct Ascent {
     /// The best multipliers so far.
-    pub(super) multipliers: Vec<f64>,
+    pub(super) multipliers: Multipliers,
     /// Their bound.
     pub(super) best: Relaxation,
     /// The multipliers of the last step.
-    current: Vec<f64>,
+    current: Multipliers,
     /// The bound of the last step.
     pub(super) last: Relaxation,
     length: f64,
@@ -232,10 +420,10 @@ pub(super) struct Ascent {
 
 impl Ascent {
     /// Start from these multipliers.
-    pub(super) fn new(plan: &PartialPlan, multipliers: &[f64]) -> Self {
+    pub(super) fn new(plan: &PartialPlan, multipliers: &Multipliers) -> Self {
         let best = plan.relax(multipliers);
         let last = best.clone();
-        let (multipliers, current) = (multipliers.to_vec(), multipliers.to_vec());
+        let (multipliers, current) = (multipliers.clone(), multipliers.clone());
         Self { multipliers, best, current, last, length: 1.0, steps_without_progress: 0 }
     }
 
@@ -243,19 +431,18 @@ impl Ascent {
     /// bound.
     pub(super) fn step(&mut self, plan: &PartialPlan, target: f64, min_progress: f64) -> bool {
         // A multiplier that is 0 and would fall stays.
-        let slopes = self.last.slope.iter().zip(&self.current).filter(|(slope, at)| **slope > 0.0 || **at > 0.0);
+        let slopes = self.last.slope.iter().zip(&self.current.values).filter(|(slope, at)| **slope > 0.0 || **at > 0.0);
         let norm: f64 = slopes.map(|(slope, _)| slope * slope).sum();
         if norm < 1e-12 || self.length < MIN_STEP_LENGTH {
             return false;
         }
         let step = self.length * (target - self.last.bound).max(min_progress) / norm;
-        for ((multiplier, slope), resource) in self.current.iter_mut().zip(&self.last.slope).zip(&plan.resources) {
-            *multiplier = (*multiplier + step * slope).clamp(0.0, resource.overload_cost);
-        }
+        let stepped = self.current.values.iter().zip(&self.last.slope).map(|(at, slope)| at + step * slope);
+        self.current = plan.multipliers(stepped.collect());
         self.last = plan.relax(&self.current);
         if self.last.bound > self.best.bound {
             self.best.clone_from(&self.last);
-            self.multipliers.copy_from_slice(&self.current);
+            self.multipliers.clone_from(&self.current);
             self.steps_without_progress = 0;
         } else {
             self.steps_without_progress += 1;
@@ -265,5 +452,33 @@ impl Ascent {
             }
         }
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn loads_that_fit_count_for_one_node_and_others_for_a_share_of_the_overload(
+            loads in prop::collection::vec(prop_oneof![0.0..1.2, (1u32..17).prop_map(|vcpus| f64::from(vcpus) / 16.0)], 0..6),
+        ) {
+            let overload = (loads.iter().sum::<f64>() - 1.0).max(0.0);
+            for places in PLACES {
+                let places = PlaceCount { places, resources: Vec::new() };
+                let count: f64 = loads.iter().map(|&load| places.count(load)).sum();
+                let most = 1.0 + places.excess_per_overload() * overload;
+                prop_assert!(count <= most + 1e-9, "{count} > {most}: {places:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn loads_above_a_third_take_one_of_two_places() {
+        let places = PlaceCount { places: 2.0, resources: Vec::new() };
+        let counts = [5.0, 6.0, 11.0, 12.0, 16.0].map(|vcpus| places.count(vcpus / 16.0));
+        assert_eq!(counts, [0.0, 0.5, 0.5, 1.0, 1.0]);
     }
 }

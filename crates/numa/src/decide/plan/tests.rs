@@ -665,3 +665,29 @@ fn plans_at_default_prices_read_less_remotely_than_numad() {
         assert!(plan.gain.net() >= 0.0, "{plan:?}");
     }
 }
+
+#[test]
+fn equal_machines_that_leave_gaps_on_nodes_are_placed_and_proven() {
+    let all: Vec<u32> = (0..8).collect();
+    let mut problem = host(8, 16.0, 1.6e7);
+    problem.vms = (0..20).map(|i| vm(&format!("vm{i}"), vec![part(6.0, 3e6, &all, &all)])).collect();
+    let (plan, _) = plan_in_steps(&at_default_prices(problem), 2000);
+    assert_eq!((plan.gap, plan.overload), (0.0, Load::default()));
+    // Two machines fit on each node. The others share what these leave on pairs of nodes.
+    let (on_one, spread): (Vec<_>, Vec<_>) =
+        plan.moves.iter().map(|planned| &planned.pattern).partition(|pattern| matches!(pattern, Pattern::Nodes(_)));
+    assert_eq!((on_one.len(), spread.len()), (16, 4));
+    assert!(spread.iter().all(|pattern| matches!(pattern, Pattern::Spread(nodes) if nodes.len() == 2)), "{spread:?}");
+}
+
+#[test]
+fn machine_is_spread_over_more_nodes_where_each_has_little_room() {
+    // Each of the three nodes has room for four of its 10 CPUs beside the machine that is there.
+    let mut problem = host(3, 16.0, 1.6e7);
+    problem.vms = (0..3).map(|node| vm("fixed", vec![part(12.0, 1e6, &[node], &[node])])).collect();
+    problem.vms.iter_mut().for_each(|vm| vm.fixed = true);
+    problem.vms.push(vm("spread", vec![part(10.0, 3e6, &[0], &[2])]));
+    let plan = plan_quickly(&at_default_prices(problem));
+    assert_eq!(plan.moves[3].pattern, Pattern::Spread(vec![0, 1, 2]));
+    assert_eq!(plan.overload, Load::default());
+}
