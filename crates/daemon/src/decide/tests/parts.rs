@@ -221,24 +221,33 @@ fn max_wait_for_scan(state: &DaemonState) -> Duration {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12.min(ProptestConfig::default().cases)))]
 
-    /// Every due process is scanned within the stated time, whatever arrives, grows and exits, and each census stays
-    /// within the burst.
+    /// Every due process is scanned within the stated time, whatever arrives, merges, grows and exits, and each census
+    /// stays within the burst.
     #[test]
     fn every_process_is_scanned_within_the_stated_time(
-        sizes in prop::collection::vec(1u64..24, 1..5),
+        processes in prop::collection::vec((1u64..24, 0u32..2), 1..5),
         sizes_later in prop::collection::vec(1u64..24, 5),
         rate in 0.3f64..2.0,
         burst in 2u64..10,
         arrival_mib in 64u64..2048,
+        merges in any::<bool>(),
     ) {
-        let mut host = host_with_sizes(DaemonRules { cpu_rate: rate, ..rules_with_burst(burst) }, &sizes);
+        let mode = if merges { DaemonMode::Act } else { DaemonMode::Advise };
+        let mut host = host_with_sizes(DaemonRules { cpu_rate: rate, mode, ..rules_with_burst(burst) }, &[]);
+        host.net_per_process = if merges { 8 * MIB as i64 } else { 0 };
+        // Processes with odd numbers are of another trust domain.
+        let pids: Vec<u32> = (1..).zip(&processes).map(|(number, (_, domain))| 2 * number + domain).collect();
+        for (pid, (gib, _)) in pids.iter().zip(&processes) {
+            host.deliver(sized_arrival(*pid, gib * GIB));
+        }
         for second in 0..1500_u32 {
             if second % 4 == 0 {
-                host.deliver(sized_arrival(1000 + 2 * second, arrival_mib * MIB));
-                host.deliver(Event::ProcessExited(id(1000 + 2 * second.saturating_sub(40))));
+                host.deliver(sized_arrival(1000 + second / 4, arrival_mib * MIB));
+                host.enrolled.remove(&id(990 + second / 4));
+                host.deliver(Event::ProcessExited(id(990 + second / 4)));
             }
             if second == 500 {
-                let resident = (1..).zip(&sizes_later).map(|(number, gib)| (id(2 * number), Bytes(gib * GIB))).collect();
+                let resident = pids.iter().zip(&sizes_later).map(|(pid, gib)| (id(*pid), Bytes(gib * GIB))).collect();
                 let readings = TickReadings { resident, cpu_spent: host.cpu_spent, ..TickReadings::default() };
                 host.deliver(Event::Tick(readings));
             }
@@ -257,5 +266,11 @@ proptest! {
         };
         let exceeds_burst = |effect: &Effect| matches!(effect, Effect::Census(parts) if !is_within_burst(parts));
         prop_assert_eq!(host.count_effects(exceeds_burst), 0);
+        let mixes_domains = |parts: &BTreeMap<ProcessId, Vec<ScanPart>>| {
+            let domains: BTreeSet<u32> = parts.keys().map(|process| process.pid.0 % 2).collect();
+            parts.values().flatten().any(|part| *part != ScanPart::WHOLE) && domains.len() > 1
+        };
+        let is_mixed = |effect: &Effect| matches!(effect, Effect::Census(parts) if mixes_domains(parts));
+        prop_assert_eq!(host.count_effects(is_mixed), 0);
     }
 }
