@@ -153,6 +153,9 @@ impl KeeperControl {
     }
 }
 
+/// Names a running program that moves virtual machines between nodes, too, and says what to do about it.
+pub type RivalFinder = fn(&dyn Host) -> Option<String>;
+
 /// Receives each new state of the keeper.
 type ReportObserver<'o> = dyn FnMut(&KeeperReport) + 'o;
 
@@ -161,6 +164,7 @@ pub struct PlacementKeeper<'h> {
     host: &'h dyn Host,
     directory: PathBuf,
     settings: KeeperSettings,
+    find_rival: RivalFinder,
     state: KeeperState,
     started: Instant,
     /// Changes that were not undone.
@@ -185,13 +189,14 @@ impl PlannedMoves {
 }
 
 impl<'h> PlacementKeeper<'h> {
-    /// A keeper with the directory of its journals.
-    pub fn new(host: &'h dyn Host, directory: PathBuf, settings: KeeperSettings) -> Self {
+    /// A keeper with the directory of its journals. It places nothing while there is a rival.
+    pub fn new(host: &'h dyn Host, directory: PathBuf, settings: KeeperSettings, find_rival: RivalFinder) -> Self {
         let started = host.now();
         Self {
             host,
             directory,
             settings,
+            find_rival,
             state: KeeperState::default(),
             started,
             failed_undos: Vec::new(),
@@ -241,6 +246,11 @@ impl<'h> PlacementKeeper<'h> {
 
     /// Places machines if it is time for it. Returns what the next plan waits for.
     fn check_machines(&mut self, control: &KeeperControl, observe: &mut ReportObserver<'_>) -> String {
+        if self.settings.acts
+            && let Some(rival) = (self.find_rival)(self.host)
+        {
+            return rival;
+        }
         let contents = control.contents();
         let machines = match running_machines(self.host, contents.as_ref()) {
             Ok(machines) => machines,

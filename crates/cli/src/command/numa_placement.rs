@@ -170,9 +170,14 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
 
 /// Name running programs that move machines, too.
 pub(super) fn warn_of_rivals(host: &dyn Host) {
-    for Conflict { program, writes, remedy } in find_placement_rivals(&running_tuners(host)) {
-        eprintln!("pagefold: {program} runs and would move placed machines again: it changes {writes}. {remedy}");
-    }
+    placement_rivals(host).for_each(|rival| eprintln!("pagefold: {rival}"));
+}
+
+/// What running programs do to placed machines, and what to do about it.
+pub(super) fn placement_rivals(host: &dyn Host) -> impl Iterator<Item = String> + use<> {
+    find_placement_rivals(&running_tuners(host)).into_iter().map(|Conflict { program, writes, remedy }| {
+        format!("{program} runs and would move placed machines again: it changes {writes}. {remedy}")
+    })
 }
 
 fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {

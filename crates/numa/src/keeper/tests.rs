@@ -80,6 +80,15 @@ fn set_pressure(host: &FakeHost, percent: u32) {
     host.put_file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
 }
 
+const RIVAL: &str = "a rival runs";
+
+/// A rival runs while this file has a process ID.
+const RIVAL_FILE: &str = "run/rival.pid";
+
+fn find_rival(host: &dyn Host) -> Option<String> {
+    host.read(RIVAL_FILE).is_ok_and(|pid| !pid.is_empty()).then(|| RIVAL.to_owned())
+}
+
 fn settings() -> KeeperSettings {
     KeeperSettings {
         acts: true,
@@ -109,7 +118,7 @@ fn run_in(
     control: &KeeperControl,
     mut follow: impl FnMut(usize) -> bool,
 ) -> Vec<KeeperReport> {
-    let mut keeper = PlacementKeeper::new(host, directory.to_owned(), settings);
+    let mut keeper = PlacementKeeper::new(host, directory.to_owned(), settings, find_rival);
     let (mut reports, mut checks) = (Vec::new(), 0);
     keeper.run(control, &mut |report| {
         reports.push(report.clone());
@@ -319,6 +328,31 @@ fn memory_pressure_delays_the_plan() {
     });
     assert_eq!(idle_reasons(&reports), [PRESSURE, PRESSURE, PRESSURE, PRESSURE, RECENT_PLAN]);
     assert_eq!(plan_results(&reports), [PLACED]);
+}
+
+#[test]
+fn nothing_is_placed_beside_a_rival() {
+    let host = host_with_remote_machine(MANY_PAGES);
+    host.put_file(RIVAL_FILE, "9");
+    let end_of_rival = |checks| {
+        if checks == 6 {
+            host.put_file(RIVAL_FILE, "");
+        }
+        checks < 12
+    };
+    let reports = run(&host, settings(), &KeeperControl::default(), end_of_rival);
+    assert_eq!(idle_reasons(&reports)[..6], [RIVAL; 6]);
+    assert_eq!(plan_results(&reports), [PLACED]);
+    assert_eq!(pages_by_node(&host, MANY_PAGES), [0, MANY_PAGES as usize]);
+}
+
+#[test]
+fn rival_does_not_keep_the_keeper_from_advising() {
+    let host = host_with_remote_machine(MANY_PAGES);
+    host.put_file(RIVAL_FILE, "9");
+    let advising = KeeperSettings { acts: false, ..settings() };
+    let reports = run(&host, advising, &KeeperControl::default(), |checks| checks < 6);
+    assert!(plan_results(&reports)[0].starts_with("would place 1 of 1 virtual machine"), "{reports:?}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The thread of the daemon that places virtual machines on NUMA nodes.
 
 use super::log_line;
+use crate::command::numa_placement::placement_rivals;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::Context;
@@ -97,18 +98,21 @@ pub fn start(host: &'static dyn Host, global: &GlobalOptions) -> anyhow::Result<
     let (directory, own) = (global.state.clone(), Arc::clone(&shared));
     let keep = move || {
         let mut last_logged = String::new();
-        PlacementKeeper::new(host, directory, settings).run(&own.control, &mut |report| {
-            let last = {
-                let mut shared = own.report.lock().unwrap_or_else(PoisonError::into_inner);
-                std::mem::replace(&mut *shared, report.clone())
-            };
-            if let Some(news) = describe_news(&last, report)
-                && news != last_logged
-            {
-                log_line(&format!("placement on NUMA nodes: {news}"));
-                last_logged = news;
-            }
-        });
+        PlacementKeeper::new(host, directory, settings, |host| placement_rivals(host).next()).run(
+            &own.control,
+            &mut |report| {
+                let last = {
+                    let mut shared = own.report.lock().unwrap_or_else(PoisonError::into_inner);
+                    std::mem::replace(&mut *shared, report.clone())
+                };
+                if let Some(news) = describe_news(&last, report)
+                    && news != last_logged
+                {
+                    log_line(&format!("placement on NUMA nodes: {news}"));
+                    last_logged = news;
+                }
+            },
+        );
     };
     let thread = thread::Builder::new().name("placement".to_owned()).spawn(keep).context("cannot start a thread")?;
     Ok(Some(PlacementThread { shared, thread: Some(thread) }))
