@@ -255,7 +255,7 @@ impl<'s> Workload<'s> {
         for piece in pieces {
             let run = machine.touch(piece, &mut self.contents, &mut change)?;
             if let Some(writer) = piece.writer.filter(|_| run.pages > 0) {
-                machine.writers[writer].runs.push(run);
+                machine.writers[writer].add(run);
             }
         }
         Ok((machine, change))
@@ -441,6 +441,8 @@ fn select_writers(template: &Template, kind: ContentKind, files: Vec<File>) -> V
 #[derive(Clone, Debug)]
 struct Writer {
     runs: Vec<ContentRun>,
+    /// Pages of all runs.
+    pages: u64,
     pages_per_second: f64,
     /// Pages that are due.
     credit: f64,
@@ -449,6 +451,11 @@ struct Writer {
 }
 
 impl Writer {
+    fn add(&mut self, run: ContentRun) {
+        self.runs.push(run);
+        self.pages += run.pages;
+    }
+
     fn write(
         &mut self,
         elapsed_ms: u64,
@@ -460,8 +467,7 @@ impl Writer {
             return Ok(());
         }
         // ksmd sees at most one change of a page between two visits: more writes than pages show no more.
-        let pages: u64 = self.runs.iter().map(|run| run.pages).sum();
-        self.credit = (self.credit + self.pages_per_second * elapsed_ms as f64 / 1000.0).min(pages as f64);
+        self.credit = (self.credit + self.pages_per_second * elapsed_ms as f64 / 1000.0).min(self.pages as f64);
         loop {
             let chosen = *self.next.get_or_insert_with(|| random.below(self.runs.len() as u64) as usize);
             let run = &mut self.runs[chosen];
@@ -500,7 +506,8 @@ pub struct Machine {
 
 impl Machine {
     fn new(template: &Template, number: usize, pages: u64, mut random: RandomNumbers) -> Self {
-        let writer = |pages_per_second| Writer { runs: Vec::new(), pages_per_second, credit: 0.0, next: None };
+        let writer =
+            |pages_per_second| Writer { runs: Vec::new(), pages: 0, pages_per_second, credit: 0.0, next: None };
         Self {
             template: number,
             pages,
