@@ -38,6 +38,7 @@ fn published_schemas_are_current() {
         "vcpu-residuals",
         "sim-calibration",
         "sim-compare",
+        "sim-predict",
         "sim-tune",
         "config",
     ] {

@@ -46,6 +46,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 /// The schema, in the first line of `recording.toml`.
 pub const RECORDING_SCHEMA: &str = "pagefold.recording/1";
@@ -76,6 +77,7 @@ pub enum RecordingError {
 pub struct Recording {
     root: PathBuf,
     page_size: PageSize,
+    pass_interval: Option<Duration>,
     absent: BTreeMap<String, Absent>,
     /// Frames by the first frame of each line, and kinds by content. Read at the first request, like
     /// [`Recording::process_pages`], because most recordings of a trace need neither.
@@ -114,6 +116,7 @@ impl Recording {
         let page_size = toml_value(&header, "page_size")
             .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
             .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
+        let pass_seconds = toml_value(&header, "settle_seconds").and_then(|seconds| seconds.parse().ok());
         let lines = |name: &str| read_optional_text(&root.join(name));
         let mut absent = BTreeMap::new();
         for line in lines("absent.txt")?.lines() {
@@ -124,11 +127,19 @@ impl Recording {
         Ok(Self {
             root: root.to_owned(),
             page_size,
+            pass_interval: pass_seconds
+                .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+                .filter(|interval| !interval.is_zero()),
             absent,
             frames_by_first: OnceLock::new(),
             content_kinds: OnceLock::new(),
             pages_by_pid: Mutex::default(),
         })
+    }
+
+    /// The pause between the two passes that found the recorded volatile pages; `None` if there was one pass.
+    pub fn pass_interval(&self) -> Option<Duration> {
+        self.pass_interval
     }
 
     fn read_frames(&self) -> Result<BTreeMap<u64, FrameLine>, RecordingError> {

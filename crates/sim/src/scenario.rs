@@ -5,7 +5,8 @@ use crate::decide::ksmd::KsmSettings;
 use crate::decide::memory::PAGE_LIMIT;
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{
-    Arrival, ContentKind, HostSpec, MachineClass, PageCacheGrowth, Scenario, Template, WriteClass, default_costs,
+    Arrival, ContentKind, HostSpec, MachineClass, PageCacheGrowth, Scenario, SharedSet, Template, WriteClass,
+    default_costs,
 };
 use serde::Deserialize;
 use std::fmt::Display;
@@ -19,6 +20,10 @@ const PAGE_BYTES: u64 = 4096;
 pub const MAX_MACHINES: u32 = 1_000_000;
 /// Pages of a run at most.
 pub const MAX_RUN_PAGES: u64 = 65_536;
+/// Pages of a run where a scenario does not say.
+pub const DEFAULT_RUN_PAGES: (u64, u64) = (1, 512);
+/// Pages with a content of a shared set at most.
+pub const MAX_COPIES: u32 = u32::MAX;
 /// Rounding of shares that are added.
 const SHARE_TOLERANCE: f64 = 1e-9;
 
@@ -69,6 +74,8 @@ struct ScenarioText {
     #[serde(default)]
     costs: CostsText,
     template: Vec<TemplateText>,
+    #[serde(default)]
+    shared: Vec<SharedText>,
     machines: Vec<ClassText>,
 }
 
@@ -140,6 +147,17 @@ struct WritesText {
     pages_per_second: Spanned<f64>,
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SharedText {
+    templates: Vec<Spanned<String>>,
+    size: Spanned<String>,
+    copies: Option<Spanned<u32>>,
+    #[serde(default)]
+    zero: bool,
+    run_pages: Option<Spanned<(u64, u64)>>,
+}
+
 #[derive(Clone, Copy, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum ContentText {
@@ -194,6 +212,7 @@ pub fn parse_scenario(text: &str) -> Result<Scenario, ScenarioError> {
         let name = checker.new_name(&template.name, templates.iter().map(|known: &Template| &known.name))?;
         templates.push(checker.template(name, template)?);
     }
+    let shared = written.shared.iter().map(|set| checker.shared_set(set, &templates)).collect::<Result<_, _>>()?;
     let mut classes = Vec::new();
     for class in &written.machines {
         let name = checker.new_name(&class.name, classes.iter().map(|known: &MachineClass| &known.name))?;
@@ -208,6 +227,7 @@ pub fn parse_scenario(text: &str) -> Result<Scenario, ScenarioError> {
         host,
         costs: checker.costs(&written.costs)?,
         templates,
+        shared,
         classes,
     })
 }
@@ -361,16 +381,47 @@ impl Checker<'_> {
         Ok(CostModel::new(found))
     }
 
-    fn template(&self, name: String, text: &TemplateText) -> Result<Template, ScenarioError> {
-        let run_pages = text.run_pages.as_ref().map_or((1, 512), |pages| *pages.get_ref());
-        if let Some(pages) = &text.run_pages {
-            let is_valid = 1 <= run_pages.0 && run_pages.0 <= run_pages.1 && run_pages.1 <= MAX_RUN_PAGES;
-            if !is_valid {
-                let problem = format!("run_pages is [{}, {}]", run_pages.0, run_pages.1);
-                let remedy = format!("give [least, most], 1 to {MAX_RUN_PAGES}");
-                return Err(self.refuse(pages, problem, remedy));
-            }
+    fn run_pages(&self, text: Option<&Spanned<(u64, u64)>>) -> Result<(u64, u64), ScenarioError> {
+        let Some(written) = text else { return Ok(DEFAULT_RUN_PAGES) };
+        let (least, most) = *written.get_ref();
+        if 1 <= least && least <= most && most <= MAX_RUN_PAGES {
+            return Ok((least, most));
         }
+        let remedy = format!("give [least, most], 1 to {MAX_RUN_PAGES}");
+        Err(self.refuse(written, format!("run_pages is [{least}, {most}]"), remedy))
+    }
+
+    fn shared_set(&self, text: &SharedText, templates: &[Template]) -> Result<SharedSet, ScenarioError> {
+        let mut numbers = Vec::new();
+        for name in &text.templates {
+            let number = self.template_number(name, templates)?;
+            if numbers.contains(&number) {
+                return Err(self.refuse(name, format!("\"{}\" is given twice", name.get_ref()), "give it once"));
+            }
+            numbers.push(number);
+        }
+        if numbers.is_empty() {
+            return Err(self.refuse(&text.size, "the shared contents are in no template", "give templates"));
+        }
+        Ok(SharedSet {
+            templates: numbers,
+            pages: self.pages("size", &text.size, 1)?,
+            copies: self.optional("copies", text.copies.as_ref(), 1, 1..=MAX_COPIES)?,
+            is_zero: text.zero,
+            run_pages: self.run_pages(text.run_pages.as_ref())?,
+        })
+    }
+
+    fn template_number(&self, wanted: &Spanned<String>, templates: &[Template]) -> Result<usize, ScenarioError> {
+        templates.iter().position(|template| template.name == *wanted.get_ref()).ok_or_else(|| {
+            let names: Vec<&str> = templates.iter().map(|template| template.name.as_str()).collect();
+            let remedy = format!("give one of the templates: {}", names.join(", "));
+            self.refuse(wanted, format!("there is no template \"{}\"", wanted.get_ref()), remedy)
+        })
+    }
+
+    fn template(&self, name: String, text: &TemplateText) -> Result<Template, ScenarioError> {
+        let run_pages = self.run_pages(text.run_pages.as_ref())?;
         let growth = text.growth.as_ref().map(|growth| self.growth(growth)).transpose()?;
         let mut template = Template {
             name,
@@ -428,12 +479,7 @@ impl Checker<'_> {
         templates: &[Template],
         nodes: u8,
     ) -> Result<MachineClass, ScenarioError> {
-        let wanted = text.template.get_ref();
-        let template = templates.iter().position(|template| template.name == *wanted).ok_or_else(|| {
-            let names: Vec<&str> = templates.iter().map(|template| template.name.as_str()).collect();
-            let remedy = format!("give one of the templates: {}", names.join(", "));
-            self.refuse(&text.template, format!("there is no template \"{wanted}\""), remedy)
-        })?;
+        let template = self.template_number(&text.template, templates)?;
         let node = match &text.node {
             Some(node) => u8::try_from(self.range("node", node, 0..=u32::from(nodes) - 1)?).ok(),
             None => None,
@@ -576,6 +622,24 @@ count = 2
             "count = 2\nwave = 1",
             "line 17: wave needs every: give wave and every for waves, only per_hour for single arrivals, or none of them",
         );
+    }
+
+    #[test]
+    fn shared_contents_name_their_templates() {
+        let set = |keys: &str| {
+            let text = format!("{TWO_MACHINES_TEXT}[[shared]]\nsize = \"1 MiB\"\n{keys}");
+            parse_scenario(&text).map(|scenario| scenario.shared[0].clone()).map_err(|error| error.to_string())
+        };
+        let expected =
+            SharedSet { templates: vec![0], pages: 256, copies: 3, is_zero: false, run_pages: DEFAULT_RUN_PAGES };
+        assert_eq!(set("templates = [\"small\"]\ncopies = 3").unwrap(), expected);
+        let zeros = SharedSet { copies: 1, is_zero: true, run_pages: (1, 2), ..expected };
+        assert_eq!(set("templates = [\"small\"]\nzero = true\nrun_pages = [1, 2]").unwrap(), zeros);
+        let refused = |keys, expected: &str| assert_eq!(set(keys).unwrap_err(), expected);
+        refused("templates = [\"big\"]", "line 22: there is no template \"big\": give one of the templates: small");
+        refused("templates = []", "line 21: the shared contents are in no template: give templates");
+        refused("templates = [\"small\", \"small\"]", "line 22: \"small\" is given twice: give it once");
+        refused("templates = [\"small\"]\ncopies = 0", "line 23: copies is 0: give 1 to 4294967295");
     }
 
     #[test]

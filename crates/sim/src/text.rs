@@ -1,6 +1,7 @@
 //! The results of `pagefold sim` as text.
 
 pub mod comparison;
+pub mod prediction;
 pub mod tuning;
 
 use crate::wire::{CalibrationScanReport, ErrorReport, SimCalibrationReport};

@@ -1,6 +1,7 @@
 //! The results of `pagefold sim` in JSON.
 
 pub mod comparison;
+pub mod prediction;
 pub mod tuning;
 
 use crate::calibration::{Calibration, CalibrationScan};

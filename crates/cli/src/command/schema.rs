@@ -23,6 +23,7 @@ use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_sim::wire::SimCalibrationReport;
 use pagefold_sim::wire::comparison::SimCompareReport;
+use pagefold_sim::wire::prediction::SimPredictReport;
 use pagefold_sim::wire::tuning::SimTuneReport;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_vcpu::wire::map::VcpuMapReport;
@@ -78,6 +79,8 @@ enum SchemaName {
     SimCalibration,
     /// `pagefold sim compare --json`
     SimCompare,
+    /// `pagefold sim predict --json`
+    SimPredict,
     /// `pagefold sim tune --json`
     SimTune,
     /// `pagefold tune plan --json` and `pagefold tune import --json`
@@ -134,6 +137,7 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),
         SchemaName::SimCalibration => wire::json_schema::<SimCalibrationReport>(),
         SchemaName::SimCompare => wire::json_schema::<SimCompareReport>(),
+        SchemaName::SimPredict => wire::json_schema::<SimPredictReport>(),
         SchemaName::SimTune => wire::json_schema::<SimTuneReport>(),
         SchemaName::VcpuSpread => wire::json_schema::<VcpuSpreadReport>(),
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),

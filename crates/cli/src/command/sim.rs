@@ -1,7 +1,9 @@
 //! `pagefold sim`: a model of ksmd, what its operations cost on this machine, and policies compared or
-//! searched on simulated hosts.
+//! searched on simulated hosts, which real hosts can become.
 
 mod compare;
+mod from_recording;
+mod predict;
 mod tune;
 
 use crate::command::recover::{begin_session, check_ksm_present, check_no_tuner, open_live_host, with_remedy};
@@ -44,6 +46,10 @@ enum SimCommand {
     Calibrate(CalibrateArguments),
     /// Compare KSM policies on a simulated host
     Compare(compare::CompareArguments),
+    /// Write a scenario of this host or of a recorded one
+    FromRecording(from_recording::FromRecordingArguments),
+    /// Predict what policies would save on this host in the next hours
+    Predict(predict::PredictArguments),
     /// Search ksmd's pace for a simulated host
     Tune(tune::TuneArguments),
     /// Hold memory with known contents until standard input ends
@@ -91,6 +97,8 @@ pub fn run(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<Com
     match &options.command {
         SimCommand::Calibrate(options) => calibrate(options, global),
         SimCommand::Compare(options) => compare::run(options, global),
+        SimCommand::FromRecording(options) => from_recording::run(options, global),
+        SimCommand::Predict(options) => predict::run(options, global),
         SimCommand::Tune(options) => tune::run(options, global),
         SimCommand::StandIn(options) => {
             let contents = match options.contents {

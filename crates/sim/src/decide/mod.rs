@@ -10,6 +10,9 @@
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
 //! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
 //! - [`scenario`]: a host and the machines that arrive on it, as data.
+//! - [`observed_host`]: the memory of a host, as a scan found it.
+//! - [`estimate`]: a scenario from that.
+//! - [`what_if`]: changes of a scenario, as text.
 //! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
 //! - [`policies`]: the policies that set ksmd's pace.
 //! - [`simulation`]: a scenario in virtual time.
@@ -21,11 +24,13 @@
 pub mod cost;
 pub mod counters;
 pub mod entry_runs;
+pub mod estimate;
 pub mod ksmd;
 pub mod layout_player;
 pub mod layouts;
 pub mod measures;
 pub mod memory;
+pub mod observed_host;
 pub mod policies;
 pub mod red_black_tree;
 pub mod rules;
@@ -34,4 +39,5 @@ pub mod simulation;
 pub mod stable_tree;
 pub mod tuning;
 pub mod unstable_tree;
+pub mod what_if;
 pub mod workload;

@@ -25,6 +25,8 @@ pub struct Scenario {
     pub costs: CostModel,
     /// Kinds of machines.
     pub templates: Vec<Template>,
+    /// Contents that some machines have, of one template or of several.
+    pub shared: Vec<SharedSet>,
     /// Machines, by class.
     pub classes: Vec<MachineClass>,
 }
@@ -69,6 +71,39 @@ pub struct Template {
     pub growth: Option<PageCacheGrowth>,
     /// Writes, by class.
     pub writes: Vec<WriteClass>,
+}
+
+/// Contents that some machines have. Their pages come on top of the memory of the templates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SharedSet {
+    /// Numbers of the templates whose machines have them.
+    pub templates: Vec<usize>,
+    /// Different contents, or pages of zeros.
+    pub pages: u64,
+    /// Pages with each content. They are on the machines of the templates in turn.
+    pub copies: u32,
+    /// Whether all contents are zeros.
+    pub is_zero: bool,
+    /// Neighboring pages: at least and at most.
+    pub run_pages: (u64, u64),
+}
+
+impl SharedSet {
+    /// One or two sets that together have so many contents and pages: some contents have one copy more than the others.
+    /// Without contents, none.
+    #[must_use]
+    pub fn with_pages(contents: u64, pages: u64, templates: &[usize], run_pages: (u64, u64)) -> Vec<Self> {
+        let (copies, with_more) = (pages / contents.max(1), pages % contents.max(1));
+        let counts = [(contents - with_more, copies), (with_more, copies + 1)];
+        let set = |(pages, copies): (u64, u64)| Self {
+            templates: templates.to_vec(),
+            pages,
+            copies: u32::try_from(copies).unwrap_or(u32::MAX),
+            is_zero: false,
+            run_pages,
+        };
+        counts.into_iter().filter(|&(pages, _)| pages > 0).map(set).collect()
+    }
 }
 
 impl Template {

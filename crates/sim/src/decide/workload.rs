@@ -8,11 +8,14 @@
 //! contents that no page has; so a class with longer runs is written less often, with more pages at once, and each of its
 //! pages as often.
 //!
+//! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
+//! templates in turn, so that each machine has as many as the others, but for one.
+//!
 //! Limits: writes hit whole runs, never parts. A write makes common contents and zeros unique for good. Page cache is
 //! never evicted. A page of a huge page that the machine did not touch is zero.
 
 use super::memory::{CONTENT_LIMIT, Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
-use super::scenario::{Arrival, ContentKind, MachineClass, Scenario, Template};
+use super::scenario::{Arrival, ContentKind, MachineClass, Scenario, SharedSet, Template};
 use pagefold_base::splitmix::splitmix64;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -159,26 +162,39 @@ pub struct Workload<'s> {
     contents: ContentPool,
     /// Files of a template, and of the machines of a tenant.
     files: BTreeMap<(usize, Option<&'s str>), Vec<File>>,
+    /// The shared sets, once a machine needs them.
+    shared: Vec<Option<DealtSet>>,
     /// Page cache of each template, in the order in which its machines read it.
     cache: Vec<(RandomNumbers, Vec<File>)>,
+}
+
+/// A shared set whose files are dealt to machines.
+#[derive(Clone, Debug)]
+struct DealtSet {
+    files: Vec<File>,
+    /// The files of each machine, by their number; a file is there once for each copy.
+    hands: Vec<Vec<u32>>,
 }
 
 /// Parts of the random numbers of a scenario.
 const ARRIVAL_PART: u64 = 1 << 62;
 const FILE_PART: u64 = 2 << 62;
 const CACHE_PART: u64 = 3 << 62;
+const SHARED_PART: u64 = CACHE_PART | 1 << 61;
 
 impl<'s> Workload<'s> {
     /// The workload of a scenario with a seed.
     #[must_use]
     pub fn new(scenario: &'s Scenario, seed: u64) -> Self {
-        let longest = scenario.templates.iter().map(|template| template.run_pages.1).max().unwrap_or(1);
+        let of_templates = scenario.templates.iter().map(|template| template.run_pages.1);
+        let longest = of_templates.chain(scenario.shared.iter().map(|set| set.run_pages.1)).max().unwrap_or(1);
         let cache = |template: usize| (RandomNumbers::new(seed, CACHE_PART | template as u64), Vec::new());
         Self {
             scenario,
             seed,
             contents: ContentPool::new(longest),
             files: BTreeMap::new(),
+            shared: vec![None; scenario.shared.len()],
             cache: (0..scenario.templates.len()).map(cache).collect(),
         }
     }
@@ -223,20 +239,23 @@ impl<'s> Workload<'s> {
         for kind in ContentKind::ALL {
             let pages = pages_of_share(template, template.share(kind));
             let files = match kind {
-                ContentKind::Zero => cut_files(pages, template, &mut random, || Ok(Some(ZERO_CONTENT)))?,
-                ContentKind::Unique => cut_files(pages, template, &mut random, || Ok(None))?,
+                ContentKind::Zero => cut_files(pages, template.run_pages, &mut random, || Ok(Some(ZERO_CONTENT)))?,
+                ContentKind::Unique => cut_files(pages, template.run_pages, &mut random, || Ok(None))?,
                 ContentKind::Common => self.shared_files(class.template, None, pages)?,
                 ContentKind::Tenant => self.shared_files(class.template, Some(&class.tenant), pages)?,
             };
             pieces.extend(select_writers(template, kind, files));
         }
+        let dealt = self.dealt_pieces(arrival)?;
+        let pages = template.pages + dealt.iter().map(|piece| piece.pages).sum::<u64>();
+        pieces.extend(dealt);
         random.shuffle(&mut pieces);
-        let mut machine = Machine::new(template, class.template, random);
+        let mut machine = Machine::new(template, class.template, pages, random);
         let mut change = MemoryChange::default();
         for piece in pieces {
             let run = machine.touch(piece, &mut self.contents, &mut change)?;
             if let Some(writer) = piece.writer.filter(|_| run.pages > 0) {
-                machine.writers[writer].runs.push(run);
+                machine.writers[writer].add(run);
             }
         }
         Ok((machine, change))
@@ -256,10 +275,33 @@ impl<'s> Workload<'s> {
         let owner = name.fold(splitmix64(template as u64), |hash, byte| splitmix64(hash ^ u64::from(byte)));
         let mut random = RandomNumbers::new(self.seed, FILE_PART | owner >> 2);
         let contents = &mut self.contents;
-        let template_spec = &self.scenario.templates[template];
-        let files = cut_files(pages, template_spec, &mut random, || contents.take().map(Some))?;
+        let run_pages = self.scenario.templates[template].run_pages;
+        let files = cut_files(pages, run_pages, &mut random, || contents.take().map(Some))?;
         self.files.insert((template, tenant), files.clone());
         Ok(files)
+    }
+
+    /// A machine's part of the shared sets.
+    fn dealt_pieces(&mut self, arrival: &MachineArrival) -> Result<Vec<Piece>, ContentsUsedUp> {
+        let scenario = self.scenario;
+        let template = scenario.classes[arrival.class].template;
+        let mut pieces = Vec::new();
+        for (number, set) in scenario.shared.iter().enumerate().filter(|(_, set)| set.templates.contains(&template)) {
+            let dealt = match &mut self.shared[number] {
+                Some(dealt) => dealt,
+                missing => {
+                    let random = RandomNumbers::new(self.seed, SHARED_PART | number as u64);
+                    missing.insert(deal(set, &scenario.classes, random, &mut self.contents)?)
+                }
+            };
+            let earlier = &scenario.classes[..arrival.class];
+            let earlier = earlier.iter().filter(|class| set.templates.contains(&class.template));
+            let turn = earlier.map(|class| class.count as usize).sum::<usize>() + arrival.number as usize;
+            let kind = if set.is_zero { ContentKind::Zero } else { ContentKind::Common };
+            let files = dealt.hands[turn].iter().map(|&file| dealt.files[file as usize]);
+            pieces.extend(files.map(|(content, pages)| Piece { content, pages, kind, writer: None }));
+        }
+        Ok(pieces)
     }
 
     /// What a machine does in some time: its page cache grows, and it writes.
@@ -331,18 +373,35 @@ fn pages_of_share(template: &Template, share: f64) -> u64 {
 /// Cut pages into files.
 fn cut_files(
     pages: u64,
-    template: &Template,
+    run_pages: (u64, u64),
     random: &mut RandomNumbers,
     mut content: impl FnMut() -> Result<Option<Content>, ContentsUsedUp>,
 ) -> Result<Vec<File>, ContentsUsedUp> {
     let mut files = Vec::new();
     let mut left = pages;
     while left > 0 {
-        let length = random.between(template.run_pages).min(left);
+        let length = random.between(run_pages).min(left);
         files.push((content()?, length));
         left -= length;
     }
     Ok(files)
+}
+
+/// Deal the files of a shared set to the machines of its templates, in turn.
+fn deal(
+    set: &SharedSet,
+    classes: &[MachineClass],
+    mut random: RandomNumbers,
+    contents: &mut ContentPool,
+) -> Result<DealtSet, ContentsUsedUp> {
+    let content = || if set.is_zero { Ok(Some(ZERO_CONTENT)) } else { contents.take().map(Some) };
+    let files = cut_files(set.pages, set.run_pages, &mut random, content)?;
+    let of_templates = classes.iter().filter(|class| set.templates.contains(&class.template));
+    let machines: usize = of_templates.map(|class| class.count as usize).sum();
+    let mut hands = vec![Vec::new(); machines];
+    let copies = (0..files.len() as u32).flat_map(|file| (0..set.copies).map(move |_| file));
+    copies.enumerate().for_each(|(turn, file)| hands[turn % machines].push(file));
+    Ok(DealtSet { files, hands })
 }
 
 /// A run before it has a place.
@@ -382,6 +441,8 @@ fn select_writers(template: &Template, kind: ContentKind, files: Vec<File>) -> V
 #[derive(Clone, Debug)]
 struct Writer {
     runs: Vec<ContentRun>,
+    /// Pages of all runs.
+    pages: u64,
     pages_per_second: f64,
     /// Pages that are due.
     credit: f64,
@@ -390,6 +451,11 @@ struct Writer {
 }
 
 impl Writer {
+    fn add(&mut self, run: ContentRun) {
+        self.runs.push(run);
+        self.pages += run.pages;
+    }
+
     fn write(
         &mut self,
         elapsed_ms: u64,
@@ -401,8 +467,7 @@ impl Writer {
             return Ok(());
         }
         // ksmd sees at most one change of a page between two visits: more writes than pages show no more.
-        let pages: u64 = self.runs.iter().map(|run| run.pages).sum();
-        self.credit = (self.credit + self.pages_per_second * elapsed_ms as f64 / 1000.0).min(pages as f64);
+        self.credit = (self.credit + self.pages_per_second * elapsed_ms as f64 / 1000.0).min(self.pages as f64);
         loop {
             let chosen = *self.next.get_or_insert_with(|| random.below(self.runs.len() as u64) as usize);
             let run = &mut self.runs[chosen];
@@ -440,11 +505,12 @@ pub struct Machine {
 }
 
 impl Machine {
-    fn new(template: &Template, number: usize, mut random: RandomNumbers) -> Self {
-        let writer = |pages_per_second| Writer { runs: Vec::new(), pages_per_second, credit: 0.0, next: None };
+    fn new(template: &Template, number: usize, pages: u64, mut random: RandomNumbers) -> Self {
+        let writer =
+            |pages_per_second| Writer { runs: Vec::new(), pages: 0, pages_per_second, credit: 0.0, next: None };
         Self {
             template: number,
-            pages: template.pages,
+            pages,
             touched: 0,
             huge_share: template.huge_pages,
             huge_seed: random.next(),
@@ -563,6 +629,34 @@ mod tests {
             pages.values().copied().filter(|&content| content != 0).collect::<HashSet<_>>()
         });
         assert_eq!(first.intersection(&second).count(), 4096);
+    }
+
+    #[test]
+    fn copies_of_shared_contents_are_on_machines_in_turn() {
+        let text = "count = 3\n[[machines]]\nname = 'n'\ntemplate = 't'\ncount = 2\n\
+                    [[shared]]\ntemplates = ['t']\nsize = '4 MiB'\ncopies = 7\nrun_pages = [1, 16]\n\
+                    [[shared]]\ntemplates = ['t']\nsize = '12 KiB'\nzero = true\nrun_pages = [1, 1]";
+        let scenario = scenario("unique = 0.5", text);
+        let mut workload = Workload::new(&scenario, 1);
+        let mut copies: HashMap<Content, HashMap<u32, u32>> = HashMap::new();
+        for (machine, arrival) in (0..).zip(workload.arrivals()) {
+            let (started, change) = workload.start(&arrival).unwrap();
+            let mut pages = HashMap::new();
+            apply(&mut pages, &change);
+            let shared = 1024 * 7 / 5 + 1;
+            assert!(pages.len().abs_diff(8192 + shared) < 150, "{} pages", pages.len());
+            assert_eq!(started.pages(), 16_384 + pages.len() as u64 - 8192, "its memory has room for them");
+            pages
+                .into_values()
+                .for_each(|content| *copies.entry(content).or_default().entry(machine).or_default() += 1);
+        }
+        assert_eq!(copies.remove(&ZERO_CONTENT).unwrap().values().sum::<u32>(), 3);
+        copies.retain(|_, machines| machines.values().sum::<u32>() > 1);
+        assert_eq!(copies.len(), 1024);
+        for machines in copies.values() {
+            assert_eq!(machines.values().sum::<u32>(), 7);
+            assert!(machines.len() == 5 && machines.values().all(|&copies| copies <= 2), "{machines:?}");
+        }
     }
 
     #[test]

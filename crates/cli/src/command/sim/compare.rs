@@ -130,7 +130,7 @@ pub fn run(options: &CompareArguments, global: &GlobalOptions) -> anyhow::Result
 }
 
 /// The policies of the command line, or the published ones.
-fn chosen_policies(given: &[ComparedPolicy], scenario: &Scenario) -> anyhow::Result<Vec<ComparedPolicy>> {
+pub fn chosen_policies(given: &[ComparedPolicy], scenario: &Scenario) -> anyhow::Result<Vec<ComparedPolicy>> {
     let kernel = scenario.host.kernel;
     if let Some(policy) = given.iter().find(|policy| !policy.is_present(kernel)) {
         bail!(

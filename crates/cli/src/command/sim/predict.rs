@@ -1,0 +1,126 @@
+//! `pagefold sim predict`: what policies would save on this host, or on a recorded one, in the next hours.
+
+use super::compare::{PolicyRunArguments, chosen_policies};
+use super::from_recording::{ScanArguments, scan_host};
+use crate::command_line::GlobalOptions;
+use crate::{CommandOutcome, output, progress};
+use anyhow::Context;
+use clap::Args;
+use pagefold_output::wire;
+use pagefold_sim::decide::estimate::WritePattern;
+use pagefold_sim::decide::policies::ComparedPolicy;
+use pagefold_sim::decide::what_if::{Change, apply, parse_changes};
+use pagefold_sim::estimate_notes;
+use pagefold_sim::prediction::{PredictedScenarios, predict};
+use pagefold_sim::text::prediction::render_prediction;
+use pagefold_sim::wire::prediction::{PredictionContext, SimPredictReport};
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  sudo pagefold sim predict --vm '*'
+  sudo pagefold sim predict --name 'qemu-*' --policy default,whole:2000/20 --hours 2 --pass-interval 1min
+  sudo pagefold sim predict --vm 'web-*' --what-if 'ram=2x; vms+=50 template=web'
+  pagefold --host recording:/tmp/host sim predict --seeds 5 --json
+
+The host is scanned as by `pagefold sim from-recording`, and its scenario is simulated under each policy, without a \
+change of the host. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
+
+The expected values assume that the pages that changed during the scan are written again and again, and no others. The \
+ranges also have runs in which any page is written, at a rate at which as many change between two passes. A longer \
+--pass-interval brings the two closer.
+
+--what-if changes the host first, by parts separated by `;`:
+  ram=2x, ram=1TiB         its memory
+  vms+=50 template=web     more machines of a template, like the others, also in what they share
+  vms-=5 template=web      fewer machines of a template
+  writes=0.5x              all rates of writes
+`pagefold sim from-recording` shows the templates. `template=` may be missing if there is one only.
+
+Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
+
+/// Arguments of `sim predict`.
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub struct PredictArguments {
+    /// Hours to predict
+    #[arg(long, value_name = "HOURS", default_value = "24", value_parser = parse_hours)]
+    hours: Duration,
+    /// Policies, as of `sim compare` [default: default, ksmtuned, and advisor if the kernel has it]
+    #[arg(long, value_name = "POLICY", value_delimiter = ',', value_parser = ComparedPolicy::parse)]
+    policy: Vec<ComparedPolicy>,
+    /// Change the host first, such as 'ram=2x; vms+=50 template=web'
+    #[arg(long, value_name = "CHANGES", value_parser = parse_what_if)]
+    what_if: Option<WhatIf>,
+    #[command(flatten)]
+    runs: PolicyRunArguments,
+    #[command(flatten)]
+    scan: ScanArguments,
+    /// Print JSON (see `pagefold schema sim-predict`)
+    #[arg(long)]
+    json: bool,
+}
+
+/// Changes of the host, and their text.
+#[derive(Clone, Debug)]
+struct WhatIf {
+    text: String,
+    changes: Vec<Change>,
+}
+
+/// Predict.
+pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let scanned = scan_host(&options.scan, global)?;
+    let mut expected = scanned.estimate(WritePattern::SamePages, options.hours)?;
+    let mut any_pages = scanned.estimate(WritePattern::AnyPages, options.hours)?.scenario;
+    let assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
+    let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
+    for change in changes {
+        for scenario in [&mut expected.scenario, &mut any_pages] {
+            apply(scenario, change).context("--what-if")?;
+        }
+    }
+    let has_writes = any_pages.templates.iter().any(|template| !template.writes.is_empty());
+    let scenarios =
+        PredictedScenarios { expected: expected.scenario.clone(), any_pages: has_writes.then_some(any_pages) };
+    let scenario = &scenarios.expected;
+    let (seeds, exactness) = (options.runs.seeds(scenario), options.runs.exactness());
+    let mut policies = chosen_policies(&options.policy, scenario)?;
+    if options.policy.is_empty() {
+        policies.retain(|policy| *policy != ComparedPolicy::FlatOut);
+    }
+    let total_ms = scenario.duration_ms * (policies.len() * seeds.len()) as u64 * scenarios.runs();
+    let runs = progress::run_comparison_with_progress(total_ms, |simulated_ms| {
+        predict(&scenarios, &policies, &seeds, exactness, options.runs.threads(), simulated_ms)
+    })
+    .context("cannot simulate the host")?;
+    let context = PredictionContext {
+        host: scanned.name.clone(),
+        what_if: options.what_if.as_ref().map(|what_if| what_if.text.clone()),
+        seeds,
+        exactness,
+        pass_seconds: scanned.observation.host.pass_seconds,
+        assumptions,
+    };
+    let report = SimPredictReport::new(&expected, context, &runs);
+    output::print_stdout(&if options.json {
+        wire::to_json(&report)
+    } else {
+        render_prediction(&report, output::stdout_style(global))
+    })?;
+    Ok(if scanned.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+fn parse_what_if(text: &str) -> Result<WhatIf, String> {
+    let changes = parse_changes(text).map_err(|error| error.to_string())?;
+    Ok(WhatIf { text: text.trim().to_owned(), changes })
+}
+
+/// Hours in a year.
+const MAX_HOURS: f64 = 8784.0;
+
+fn parse_hours(text: &str) -> Result<Duration, String> {
+    let hours = text.parse().ok().filter(|hours: &f64| (0.01..=MAX_HOURS).contains(hours));
+    let hours = hours.ok_or_else(|| format!("{text}: give hours, 0.01 to {MAX_HOURS}, such as 24"))?;
+    Ok(Duration::from_millis((hours * 3.6e6).round() as u64))
+}

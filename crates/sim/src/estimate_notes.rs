@@ -1,0 +1,105 @@
+//! What a scenario knows of the host from which it was estimated, and what it does not.
+
+use crate::decide::estimate::{ScenarioEstimate, TemplateFacts};
+use crate::observation::Observation;
+use pagefold_census::results::Census;
+use pagefold_output::text::{escape_unprintable, format_bytes, format_number};
+
+/// Bytes of a page.
+const PAGE_BYTES: u64 = 4096;
+/// Templates that are described one by one.
+const MAX_DESCRIBED_TEMPLATES: usize = 12;
+
+/// What the scenario has of the host.
+#[must_use]
+pub fn known(estimate: &ScenarioEstimate) -> Vec<String> {
+    let machines: u64 = estimate.templates.iter().map(|template| template.machines).sum();
+    let mut lines = vec![format!(
+        "{} in {} template{}. {} pages are zeros or have contents of other pages; merging them all would free {} pages, \
+         {}. The scenario has as many.",
+        count_processes(machines),
+        estimate.templates.len(),
+        if estimate.templates.len() == 1 { "" } else { "s" },
+        format_number(estimate.mergeable_pages),
+        format_number(estimate.redundant_pages),
+        format_bytes(estimate.redundant_pages * PAGE_BYTES),
+    )];
+    let templates = estimate.scenario.templates.iter().zip(&estimate.templates);
+    lines.extend(templates.take(MAX_DESCRIBED_TEMPLATES).map(|(template, facts)| {
+        let (least, most) = facts.machine_pages;
+        let sizes = match (format_bytes(least * PAGE_BYTES), format_bytes(most * PAGE_BYTES)) {
+            (least, most) if least == most => least,
+            (least, most) => format!("{least} to {most}"),
+        };
+        let name = escape_unprintable(&template.name);
+        let mean = if facts.machines == 1 { "" } else { ", each with the mean" };
+        format!("Template {name}: {} of {sizes}{mean}.", count_processes(facts.machines))
+    }));
+    lines
+}
+
+/// A number of processes as text.
+#[must_use]
+pub fn count_processes(processes: u64) -> String {
+    if processes == 1 { "1 process".to_owned() } else { format!("{} processes", format_number(processes)) }
+}
+
+/// What the scenario does not have of the host, or assumes.
+#[must_use]
+pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &Census) -> Vec<String> {
+    let mut lines = vec![
+        "All memory of the processes that KSM can take counts as enrolled, and trust domains are not kept apart."
+            .to_owned(),
+        writes(observation.host.pass_seconds, &estimate.templates),
+        "Arrivals, exits and growth are not known: all processes stay as they are.".to_owned(),
+    ];
+    let unknown_runs: Vec<&str> = estimate
+        .scenario
+        .templates
+        .iter()
+        .zip(&estimate.templates)
+        .filter(|(_, facts)| facts.mean_run_pages.is_none())
+        .map(|(template, _)| &*template.name)
+        .collect();
+    lines.push(match unknown_runs.len() {
+        0 => "Of the lengths of runs only the means are known.".to_owned(),
+        _ => format!(
+            "Of the lengths of runs only the means are known, and for these templates none, whose pages hardly change \
+             their kind: {}.",
+            escape_unprintable(&unknown_runs.join(", "))
+        ),
+    });
+    lines.push("The costs of ksmd are those of docs/simulator.md: `pagefold sim calibrate` measures yours.".to_owned());
+    if !observation.has_cpu_count {
+        lines.push("The number of CPUs is not known: reports show one.".to_owned());
+    }
+    if observation.host.spec.nodes > 1 && observation.host.machines.iter().any(|machine| machine.node.is_none()) {
+        lines.push("Processes that are not bound to one NUMA node are put on the nodes in turn.".to_owned());
+    }
+    let figures = [
+        (observation.merged_pages, "pages are merged on the host; the scenario begins with none merged"),
+        (observation.repeated_frames, "pages share a frame with another process since a fork and are left out"),
+        (census.unknown_shared_frames.0, "pages may share frames since a fork, and each counts as a copy"),
+        (observation.unread_pages, "pages were not read and are left out"),
+        (census.swapped.0 / PAGE_BYTES, "pages are swapped out and are left out"),
+        (census.unscanned.len() as u64, "processes could not be scanned and are left out"),
+    ];
+    let figures = figures.into_iter().filter(|&(count, _)| count > 0);
+    lines.extend(figures.map(|(count, what)| format!("{} {what}.", format_number(count))));
+    lines
+}
+
+fn writes(pass_seconds: Option<f64>, templates: &[TemplateFacts]) -> String {
+    let pages: u64 = templates.iter().map(|template| template.volatile_pages).sum();
+    let Some(seconds) = pass_seconds.filter(|&seconds| seconds > 0.0) else {
+        return "There was one pass only, so writes are not known: no page is written.".to_owned();
+    };
+    match pages {
+        0 => format!("No page changed within {seconds} s between two passes. Slower writes are not known."),
+        _ => format!(
+            "{} pages changed within {seconds} s between two passes. The scenario writes these once in that time, and no \
+             others. Slower writes are not known: a longer --pass-interval shows more.",
+            format_number(pages)
+        ),
+    }
+}

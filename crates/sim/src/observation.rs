@@ -1,0 +1,240 @@
+//! What a census found, as the memory of machines.
+//!
+//! Pages count by what they hold, whether ksmd has merged them or not. A frame that processes share since a fork counts
+//! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out.
+
+use crate::decide::counters::PAGE_BYTES;
+use crate::decide::ksmd::KsmSettings;
+use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
+use crate::decide::rules::KernelVersion;
+use crate::decide::scenario::HostSpec;
+use pagefold_base::process::Process;
+use pagefold_base::{Absent, Fingerprint, PageClass, Reading};
+use pagefold_census::PageIndex;
+use pagefold_census::index::PageMark;
+use pagefold_census::results::Census;
+use pagefold_host::{Host, hold, observe, parse};
+use std::time::Duration;
+use thiserror::Error;
+
+/// The number of a page whose content no other page has.
+const NO_NUMBER: u32 = u32::MAX;
+
+/// Why there is no scenario of a host.
+#[derive(Debug, Error)]
+pub enum ObservationError {
+    /// A figure of the host is missing.
+    #[error("cannot read {what} of {host}")]
+    Figure {
+        /// The figure.
+        what: &'static str,
+        /// The host.
+        host: String,
+        /// Why it is missing.
+        source: Absent,
+    },
+    /// The model has pages of 4 KiB.
+    #[error("{host} has pages of {bytes} bytes, and the model of ksmd has pages of 4096 bytes only")]
+    PageSize {
+        /// The host.
+        host: String,
+        /// Its page size.
+        bytes: u64,
+    },
+    /// The kernel's release has no version.
+    #[error("{host} has the kernel release \"{release}\", which does not begin with a version such as 6.12")]
+    Kernel {
+        /// The host.
+        host: String,
+        /// Its release.
+        release: String,
+    },
+}
+
+/// The memory of a host's processes, and what of it is left out.
+#[derive(Clone, Debug)]
+pub struct Observation {
+    /// The host.
+    pub host: ObservedHost,
+    /// Pages that ksmd has merged, which count as if it had not.
+    pub merged_pages: u64,
+    /// Pages that share the frame of an earlier one since a fork, which are left out.
+    pub repeated_frames: u64,
+    /// Pages that were not read, which are left out.
+    pub unread_pages: u64,
+    /// Whether the number of CPUs is known. It only appears in reports; without it, the host has one.
+    pub has_cpu_count: bool,
+}
+
+/// Joins a census with figures of the host. `pass_interval` is the pause between the two passes, if there were two.
+///
+/// # Errors
+/// If the host's kernel or memory are not known, or its pages are not of 4 KiB.
+pub fn observe_machines(
+    host: &dyn Host,
+    census: &Census,
+    index: &PageIndex,
+    pass_interval: Option<Duration>,
+) -> Result<Observation, ObservationError> {
+    let nodes = numa_nodes(host);
+    let (numbers, numbered_contents) = number_contents(index);
+    let cpus = observe::online_cpu_count(host).ok();
+    let spec = host_spec(host, nodes.len(), cpus.unwrap_or(1))?;
+    let mut observation = Observation {
+        host: ObservedHost {
+            spec,
+            machines: Vec::new(),
+            numbered_contents,
+            pass_seconds: pass_interval.map(|interval| interval.as_secs_f64()),
+        },
+        merged_pages: 0,
+        repeated_frames: 0,
+        unread_pages: 0,
+        has_cpu_count: cpus.is_some(),
+    };
+    for (subject, process) in census.subjects.iter().map(|subject| &subject.process).enumerate() {
+        let node = bound_node(host, process, &nodes);
+        let mut machine = ObservedMachine { family: family(process), node, runs: Vec::new() };
+        for (run, first) in index.runs(index.subject_ordinals(subject)) {
+            for page in first..first + run.pages {
+                if let Some(content) = observation.content(index, page, &numbers) {
+                    machine.push(content, run.huge);
+                }
+            }
+        }
+        observation.host.machines.push(machine);
+    }
+    let spec = &mut observation.host.spec;
+    let observed: u64 = observation.host.machines.iter().map(ObservedMachine::pages).sum();
+    spec.used_pages = spec.used_pages.saturating_sub(observed).min(spec.memory_pages.saturating_sub(1));
+    Ok(observation)
+}
+
+impl Observation {
+    /// What a page holds; `None` for one that is left out, which is counted.
+    fn content(&mut self, index: &PageIndex, page: u32, numbers: &[u32]) -> Option<ObservedContent> {
+        let mark = index.mark(page);
+        let Some(class) = mark.class() else {
+            self.unread_pages += u64::from(mark != PageMark::NOT_RESIDENT);
+            return None;
+        };
+        if index.first_page_of_frame(page) != page {
+            self.repeated_frames += 1;
+            return None;
+        }
+        self.merged_pages += u64::from(class == PageClass::Merged);
+        Some(match (class, numbers[page as usize]) {
+            (PageClass::Zero, _) | (PageClass::Merged, ZERO_NUMBER) => ObservedContent::Zero,
+            (PageClass::Volatile, _) => ObservedContent::Volatile,
+            (_, NO_NUMBER) => ObservedContent::Unique,
+            (_, number) => ObservedContent::Numbered(number),
+        })
+    }
+}
+
+/// The number of the content of merged pages of zeros.
+const ZERO_NUMBER: u32 = NO_NUMBER - 1;
+
+/// The number of the content of each page that may have a duplicate, and how many numbers there are.
+fn number_contents(index: &PageIndex) -> (Vec<u32>, u32) {
+    let mut numbers = vec![NO_NUMBER; index.page_count()];
+    let mut next = 0;
+    for group in index.paired().chunk_by(|a, b| a.fingerprint() == b.fingerprint()) {
+        let is_zero = group[0].fingerprint() == Fingerprint::ZERO_PAGE;
+        if group.len() > 1 || is_zero {
+            group.iter().for_each(|entry| numbers[entry.ordinal as usize] = if is_zero { ZERO_NUMBER } else { next });
+            next += u32::from(!is_zero);
+        }
+    }
+    (numbers, next)
+}
+
+/// Processes of one family may be of one template: those of one program, and virtual machines whose names differ in the
+/// number at the end.
+fn family(process: &Process) -> String {
+    let vm = process.identity.vm.as_ref();
+    let name = vm.and_then(|vm| vm.name.as_ref().or(vm.uuid.as_ref()));
+    name.map_or_else(|| process.comm.clone(), |name| without_number(name).to_owned())
+}
+
+/// A name without the number at its end and what separates it, unless nothing else is left.
+fn without_number(name: &str) -> &str {
+    let base = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    let base = if base.len() < name.len() { base.trim_end_matches(['-', '_', '.', ':', ' ']) } else { base };
+    if base.is_empty() { name } else { base }
+}
+
+/// The numbers of the NUMA nodes with memory.
+fn numa_nodes(host: &dyn Host) -> Vec<u32> {
+    host.read("sys/devices/system/node/has_memory").and_then(|list| parse::number_list(&list)).unwrap_or_default()
+}
+
+/// The position of the one node to which the memory of a process is bound.
+fn bound_node(host: &dyn Host, process: &Process, nodes: &[u32]) -> Option<u8> {
+    let handle = hold(host, process.id).ok()?;
+    let bound = observe::bound_nodes(&*handle, nodes)?;
+    let node: u32 = bound.trim().parse().ok()?;
+    u8::try_from(nodes.iter().position(|&known| known == node)?).ok()
+}
+
+/// The host; `used_pages` is all that is not available.
+fn host_spec(host: &dyn Host, nodes: usize, cpus: usize) -> Result<HostSpec, ObservationError> {
+    let describe = || host.describe();
+    let bytes = host.page_size().bytes();
+    if bytes != PAGE_BYTES.cast_unsigned() {
+        return Err(ObservationError::PageSize { host: describe(), bytes });
+    }
+    let figure = |what| move |source| ObservationError::Figure { what, host: describe(), source };
+    let memory = observe::memory(host).map_err(figure("the memory"))?;
+    let total = memory.total.map_err(figure("MemTotal"))?;
+    let available = memory.available.map_err(figure("MemAvailable"))?;
+    let release = observe::kernel_release(host).map_err(figure("the kernel's release"))?;
+    let kernel = KernelVersion::parse(&release);
+    Ok(HostSpec {
+        memory_pages: total.0 / bytes,
+        used_pages: total.0.saturating_sub(available.0) / bytes,
+        cpus: u32::try_from(cpus).unwrap_or(u32::MAX),
+        nodes: u8::try_from(nodes.clamp(1, 64)).unwrap_or(1),
+        kernel: kernel.ok_or_else(|| ObservationError::Kernel { host: host.describe(), release })?,
+        ksm: ksm_settings(host),
+    })
+}
+
+/// KSM's settings; those that the kernel does not have are the defaults.
+fn ksm_settings(host: &dyn Host) -> KsmSettings {
+    let otherwise = KsmSettings::default();
+    let Ok(ksm) = observe::ksm(host) else { return otherwise };
+    let switch = |value: Reading<u64>, otherwise| value.map_or(otherwise, |value| value != 0);
+    let prune = host.read("sys/kernel/mm/ksm/stable_node_chains_prune_millisecs");
+    KsmSettings {
+        pages_to_scan: ksm.pages_to_scan.unwrap_or(otherwise.pages_to_scan).max(1),
+        sleep_millisecs: ksm.sleep_millisecs.unwrap_or(otherwise.sleep_millisecs),
+        max_page_sharing: ksm
+            .max_page_sharing
+            .ok()
+            .and_then(|pages| usize::try_from(pages).ok())
+            .unwrap_or(otherwise.max_page_sharing),
+        stable_node_chains_prune_millisecs: prune
+            .and_then(|value| parse::number(&value))
+            .unwrap_or(otherwise.stable_node_chains_prune_millisecs),
+        use_zero_pages: switch(ksm.use_zero_pages, otherwise.use_zero_pages),
+        smart_scan: switch(ksm.smart_scan, false),
+        merge_across_nodes: switch(ksm.merge_across_nodes, otherwise.merge_across_nodes),
+        advisor: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machines_of_one_family_differ_in_the_number_at_the_end_of_their_name() {
+        let check = |name, expected| assert_eq!(without_number(name), expected);
+        check("web-12", "web");
+        check("web12", "web");
+        check("web-a", "web-a");
+        check("web-", "web-");
+        check("-12", "-12");
+    }
+}
