@@ -25,6 +25,8 @@ const MAX_SIMULATED_BLOCKS: usize = 100;
 const RESAMPLES: usize = 1_000;
 /// The permitted rate of differences in A/A.
 const MAX_FALSE_FINDINGS: f64 = 0.05;
+/// The permitted rate of "no effect larger than the margin" where the effect is as large as the margin.
+const MAX_FALSE_EQUIVALENCE: f64 = 0.05;
 /// The permitted coverage of the intervals, whose confidence is 95 %.
 const COVERAGE: std::ops::RangeInclusive<f64> = 0.93..=0.97;
 
@@ -51,7 +53,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             eprintln!("{}, {blocks} blocks: {campaigns} campaigns", model.name());
         }
     }
-    let mut findings = Findings::new("model,blocks,effect_percent,rule,campaigns,findings,covered");
+    let mut findings = Findings::new("model,blocks,effect_percent,rule,campaigns,findings,covered,equivalent");
     for cell in &cells {
         record(&mut findings.samples, cell);
     }
@@ -77,13 +79,13 @@ fn percent_with_interval(rate: Rate) -> String {
 fn record(lines: &mut Vec<String>, cell: &Cell) {
     for (effect, percent) in cell.rates.effects.iter().zip(EFFECT_PERCENTS) {
         let (model, blocks) = (cell.model.name(), cell.blocks);
-        let mut line = |rule: &str, found: Rate, covered: String| {
-            lines.push(format!("{model},{blocks},{percent},{rule},{},{},{covered}", found.trials, found.hits));
+        let mut line = |rule: &str, found: Rate, others: String| {
+            lines.push(format!("{model},{blocks},{percent},{rule},{},{},{others}", found.trials, found.hits));
         };
-        line("pagefold", effect.found, effect.covered.hits.to_string());
+        line("pagefold", effect.found, format!("{},{}", effect.covered.hits, effect.equivalent.hits));
         for (rival, (same, sequence)) in Rival::ALL.iter().zip(effect.rivals.iter().zip(&effect.rivals_in_sequence)) {
-            line(rival.name(), *same, String::new());
-            line(&format!("{} in sequence", rival.name()), *sequence, String::new());
+            line(rival.name(), *same, ",".to_owned());
+            line(&format!("{} in sequence", rival.name()), *sequence, ",".to_owned());
         }
     }
 }
@@ -99,6 +101,8 @@ fn rate_table(cells: &[Cell], campaigns: u64) -> MarkdownTable {
             "finds 2 %",
             "finds 5 %",
             "coverage of 95 % intervals",
+            "A/A: equivalent",
+            "1 %: falsely equivalent",
         ],
     );
     for cell in cells {
@@ -106,11 +110,13 @@ fn rate_table(cells: &[Cell], campaigns: u64) -> MarkdownTable {
         row.push(percent_with_interval(cell.rates.effects[0].found));
         row.extend(cell.rates.effects[1..].iter().map(|effect| percent(effect.found.share())));
         row.push(percent_with_interval(cell.rates.coverage()));
+        row.extend(cell.rates.effects[..2].iter().map(|effect| percent(effect.equivalent.share())));
         table.rows.push(row);
     }
     table.notes.push(
         "Each block is ABBA or BAAB. A finding needs an interval that excludes 1 and a sign-flip test of at most 5 %. \
-         The interval is Student's t interval of the log ratios. Coverage is over the four effects of each campaign."
+         The interval is Student's t interval of the log ratios. Coverage is over the four effects of each campaign. \
+         Equivalent is \"no effect larger than 1 %\"."
             .to_owned(),
     );
     table
@@ -198,6 +204,16 @@ fn judge(findings: &mut Findings, cells: &[Cell]) {
             ),
             measured: format!("{}; worst noise {}", percent_with_interval(all), percent_with_interval(worst)),
             met: all.share() <= MAX_FALSE_FINDINGS && worst.interval().0 <= MAX_FALSE_FINDINGS,
+        });
+        let equivalence = of_size().map(|cell| cell.rates.effects[1].equivalent);
+        let worst = equivalence.max_by(|left, right| left.share().total_cmp(&right.share())).unwrap_or_default();
+        findings.checks.push(ThresholdCheck {
+            claim: format!(
+                "{blocks} blocks: an effect of the margin's size is not shown to be called equivalent in more than {}",
+                percent(MAX_FALSE_EQUIVALENCE)
+            ),
+            measured: format!("worst noise {}", percent_with_interval(worst)),
+            met: worst.interval().0 <= MAX_FALSE_EQUIVALENCE,
         });
         let coverages: Vec<f64> = of_size().map(|cell| cell.rates.coverage().share()).collect();
         findings.checks.push(ThresholdCheck {

@@ -2,14 +2,18 @@
 //! often they find the slow-downs that they inject, and how often their intervals contain the true ratios.
 //!
 //! The workload counts in a shell, so that its time depends on the CPU alone. Each campaign gives two A/A comparisons,
-//! because its arms differ only in an unused environment variable.
+//! because its arms differ only in an unused environment variable. The campaigns run alone, and again beside a
+//! [`competitor`](crate::competitor) for the CPUs, which they must flag.
 
 use crate::BenchmarkEffort;
+use crate::competitor::{BusyTime, Competitor, busy_share};
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use anyhow::{Context, Result, ensure};
 use pagefold_ab::decide::statistics::power::{PowerGoal, blocks_needed};
 use pagefold_ab::decide::statistics::standard_deviation;
 use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::Command;
 
 const CAMPAIGNS: u64 = 40;
@@ -24,6 +28,8 @@ const MAX_FALSE_FINDINGS: f64 = 0.05;
 const INJECTED_PERCENTS: [u64; 3] = [1, 2, 5];
 /// The permitted coverage of 95 % intervals.
 const COVERAGE: std::ops::RangeInclusive<f64> = 0.93..=0.97;
+/// The share of a block's running time in which the competitor must be busy for the block to count as disturbed.
+const MIN_BUSY_SHARE: f64 = 0.1;
 /// What a number of blocks finds.
 const GOAL: PowerGoal = PowerGoal { alpha: 0.05, power: 0.8 };
 /// z of a 95 % Wilson interval.
@@ -56,7 +62,7 @@ impl Count {
         let (n, p) = (self.of.max(1) as f64, self.rate());
         let center = (p + Z * Z / (2.0 * n)) / (1.0 + Z * Z / n);
         let half = Z / (1.0 + Z * Z / n) * (p * (1.0 - p) / n + Z * Z / (4.0 * n * n)).sqrt();
-        (center - half, center + half)
+        ((center - half).max(0.0), (center + half).min(1.0))
     }
 
     fn cells(&self) -> [String; 2] {
@@ -105,9 +111,32 @@ impl ControlCounts {
     }
 }
 
-/// What all campaigns have counted.
+/// What runs beside the campaigns.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Neighbor {
+    Nothing,
+    Competitor,
+}
+
+impl Neighbor {
+    const ALL: [Self; 2] = [Self::Nothing, Self::Competitor];
+
+    /// The name in samples and claims.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "alone",
+            Self::Competitor => "beside a competitor",
+        }
+    }
+}
+
+/// What all campaigns beside one neighbor have counted.
 #[derive(Default)]
 struct CampaignCounts {
+    /// Blocks in which the competitor was busy, and those of them that were flagged.
+    flagged_disturbed: Count,
+    /// Blocks in which it was not, and those of them that were flagged.
+    flagged_undisturbed: Count,
     same_arm: ControlCounts,
     injected: [ControlCounts; INJECTED_PERCENTS.len()],
     cpu_pressures: Vec<f64>,
@@ -115,14 +144,14 @@ struct CampaignCounts {
 }
 
 impl CampaignCounts {
-    fn add(&mut self, seed: u64, report: &Value, findings: &mut Findings) -> Result<()> {
+    fn add(&mut self, key: &str, report: &Value, findings: &mut Findings) -> Result<()> {
         let metric = &report["result"]["metrics"][0];
         // A difference that A/A reaches is no verdict, but it was seen.
         let is_difference = matches!(metric["verdict"].as_str(), Some("better" | "worse"))
             || metric["is_difference_reached_by_same_arm"] == true;
         let mut note = |name: &str, estimate: &Value, is_found: bool| {
             let interval = &estimate["interval"];
-            let sample = format!("{seed},{name},{},{},{},{is_found}", estimate["ratio"], interval[0], interval[1]);
+            let sample = format!("{key},{name},{},{},{},{is_found}", estimate["ratio"], interval[0], interval[1]);
             findings.samples.push(sample);
         };
         note("comparison", &metric["comparison"], is_difference);
@@ -141,6 +170,20 @@ impl CampaignCounts {
         for block in report["environment"].as_array().into_iter().flatten() {
             self.cpu_pressures.extend(block["readings"]["cpu_pressure"].as_f64());
             self.neighbor_cpus.extend(block["readings"]["neighbor_cpus"].as_f64());
+        }
+        Ok(())
+    }
+
+    /// Counts the flags of the blocks of a campaign, whose raw samples are given.
+    fn add_flags(&mut self, key: &str, samples: &str, busy_times: &[BusyTime], findings: &mut Findings) -> Result<()> {
+        for (block, (runs, is_flagged)) in read_blocks(samples)? {
+            let share = busy_share(&runs, busy_times);
+            if share >= MIN_BUSY_SHARE {
+                self.flagged_disturbed.add(is_flagged);
+            } else if share == 0.0 {
+                self.flagged_undisturbed.add(is_flagged);
+            }
+            findings.samples.push(format!("{key},block-{block},{share:.3},,,{is_flagged}"));
         }
         Ok(())
     }
@@ -170,32 +213,82 @@ fn experiment(seed: u64, blocks: u64) -> String {
     )
 }
 
+/// For each block, from when to when its runs ran in seconds since 1970, and whether it was flagged.
+fn read_blocks(samples: &str) -> Result<BTreeMap<usize, (Vec<BusyTime>, bool)>> {
+    let mut lines = samples.lines();
+    let names: Vec<&str> = lines.next().context("no samples")?.split(',').collect();
+    let column =
+        |name: &str| names.iter().position(|&found| found == name).with_context(|| format!("no column {name}"));
+    let [block, noisy, value, end] = ["block", "noisy", "value", "unix_seconds"].map(column);
+    let (block, noisy, value, end) = (block?, noisy?, value?, end?);
+    let mut blocks: BTreeMap<usize, (Vec<BusyTime>, bool)> = BTreeMap::new();
+    for line in lines {
+        let cells: Vec<&str> = line.split(',').collect();
+        let cell = |column: usize| cells.get(column).copied().with_context(|| format!("a short line: {line}"));
+        let (end, seconds): (f64, f64) = (cell(end)?.parse()?, cell(value)?.parse()?);
+        let (runs, is_flagged) = blocks.entry(cell(block)?.parse()?).or_default();
+        runs.push((end - seconds, end));
+        *is_flagged = cell(noisy)? == "true";
+    }
+    Ok(blocks)
+}
+
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (campaigns, blocks) = if effort.quick { (QUICK_CAMPAIGNS, QUICK_BLOCKS) } else { (CAMPAIGNS, BLOCKS) };
-    let program = std::env::current_exe()?.with_file_name("pagefold");
     let directory = tempfile::tempdir()?;
-    let mut findings = Findings::new("seed,control,ratio,low,high,found");
-    let mut counts = CampaignCounts::default();
-    for seed in 0..campaigns {
-        let file = directory.path().join(format!("experiment-{seed}.toml"));
-        std::fs::write(&file, experiment(seed, blocks))?;
-        let output = Command::new(&program)
-            .arg("--state")
-            .arg(directory.path().join("state"))
-            .args(["ab", "run", "--json", "--dir"])
-            .arg(directory.path().join(format!("campaign-{seed}")))
-            .arg(&file)
-            .output()
-            .with_context(|| format!("cannot start {}: build it with `cargo build --release`", program.display()))?;
-        ensure!(matches!(output.status.code(), Some(0 | 1)), "campaign {seed}: {output:?}");
-        counts.add(seed, &serde_json::from_slice(&output.stdout)?, &mut findings)?;
-        eprintln!("campaign {} of {campaigns}", seed + 1);
+    let mut findings = Findings::new("neighbor,seed,control,ratio,low,high,found");
+    for neighbor in Neighbor::ALL {
+        let mut counts = CampaignCounts::default();
+        for seed in 0..campaigns {
+            run_campaign(directory.path(), neighbor, seed, blocks, &mut counts, &mut findings)?;
+            eprintln!("campaign {} of {campaigns}, {}", seed + 1, neighbor.name());
+        }
+        report_counts(&mut counts, neighbor, campaigns, blocks, &mut findings);
     }
-    report_counts(&mut counts, campaigns, blocks, &mut findings);
     Ok(findings)
 }
 
-fn report_counts(counts: &mut CampaignCounts, campaigns: u64, blocks: u64, findings: &mut Findings) {
+/// Runs a campaign in a new folder of `directory`, and counts what it says.
+fn run_campaign(
+    directory: &Path,
+    neighbor: Neighbor,
+    seed: u64,
+    blocks: u64,
+    counts: &mut CampaignCounts,
+    findings: &mut Findings,
+) -> Result<()> {
+    let program = std::env::current_exe()?.with_file_name("pagefold");
+    let key = format!("{},{seed}", neighbor.name());
+    let file = directory.join(format!("{key}.toml"));
+    let record = directory.join(&key);
+    std::fs::write(&file, experiment(seed, blocks))?;
+    let competitor = (neighbor == Neighbor::Competitor).then(|| Competitor::start(seed)).transpose()?;
+    let output = Command::new(&program)
+        .arg("--state")
+        .arg(directory.join("state"))
+        .args(["ab", "run", "--json", "--dir"])
+        .arg(&record)
+        .arg(&file)
+        .output()
+        .with_context(|| format!("cannot start {}: build it with `cargo build --release`", program.display()))?;
+    let busy_times = competitor.map(Competitor::stop).transpose()?;
+    ensure!(matches!(output.status.code(), Some(0 | 1)), "campaign {key}: {output:?}");
+    counts.add(&key, &serde_json::from_slice(&output.stdout)?, findings)?;
+    if let Some(busy_times) = busy_times {
+        let samples = std::fs::read_to_string(record.join("samples.csv"))?;
+        counts.add_flags(&key, &samples, &busy_times, findings)?;
+    }
+    Ok(())
+}
+
+fn report_counts(
+    counts: &mut CampaignCounts,
+    neighbor: Neighbor,
+    campaigns: u64,
+    blocks: u64,
+    findings: &mut Findings,
+) {
+    let name = neighbor.name();
     let same = &counts.same_arm;
     let mut rows = vec![same.row("A against A".to_owned(), String::new())];
     for (percent, control) in INJECTED_PERCENTS.iter().zip(&counts.injected) {
@@ -211,13 +304,13 @@ fn report_counts(counts: &mut CampaignCounts, campaigns: u64, blocks: u64, findi
     ];
     let injected = counts.injected.iter().fold(Count::default(), |sum, control| sum.plus(control.covered));
     let same_check = ThresholdCheck {
-        claim: format!("The rate of false findings is not above {:.0} %", MAX_FALSE_FINDINGS * 100.0),
+        claim: format!("{name}: the rate of false findings is not above {:.0} %", MAX_FALSE_FINDINGS * 100.0),
         measured: same.found.describe(),
         met: same.found.rate() <= MAX_FALSE_FINDINGS,
     };
-    let coverage_check = |name: &str, covered: &Count| ThresholdCheck {
+    let coverage_check = |of: &str, covered: &Count| ThresholdCheck {
         claim: format!(
-            "The 95 % intervals of {name} contain the true ratio in {:.0} to {:.0} %",
+            "{name}: the 95 % intervals of {of} contain the true ratio in {:.0} to {:.0} %",
             COVERAGE.start() * 100.0,
             COVERAGE.end() * 100.0
         ),
@@ -229,11 +322,52 @@ fn report_counts(counts: &mut CampaignCounts, campaigns: u64, blocks: u64, findi
         coverage_check("A against A", &same.covered),
         coverage_check("injected slow-downs", &injected),
     ]);
+    let mut notes = vec!["The rate of A against A is that of false findings.".to_owned(), counts.describe_load()];
+    if neighbor == Neighbor::Competitor {
+        let (disturbed, undisturbed) = (&counts.flagged_disturbed, &counts.flagged_undisturbed);
+        findings.checks.push(ThresholdCheck {
+            claim: format!(
+                "{name}: each block is flagged in which the competitor was busy for {:.0} % of the time or longer",
+                MIN_BUSY_SHARE * 100.0
+            ),
+            measured: disturbed.describe(),
+            met: disturbed.of > 0 && disturbed.with == disturbed.of,
+        });
+        notes.push(format!("Flagged blocks without the competitor: {}.", undisturbed.describe()));
+        notes.push(
+            "Samples `block-N`: how long the competitor was busy, as a share, and whether it was flagged.".to_owned(),
+        );
+    }
     findings.tables.push(MarkdownTable {
-        title: format!("{campaigns} campaigns of {blocks} blocks each"),
+        title: format!("{campaigns} campaigns of {blocks} blocks each, {name}"),
         column_names: names.map(str::to_owned).to_vec(),
         text_columns: 1,
         rows,
-        notes: vec!["The rate of A against A is that of false findings.".to_owned(), counts.describe_load()],
+        notes,
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_are_read_from_raw_samples() {
+        let samples = "block,noisy,value,unix_seconds\n0,true,0.5,100.5\n0,true,0.25,101\n3,false,1,200\n";
+        let blocks = read_blocks(samples).unwrap();
+        assert_eq!(blocks[&0], (vec![(100.0, 100.5), (100.75, 101.0)], true));
+        assert_eq!(blocks[&3], (vec![(199.0, 200.0)], false));
+        assert!(read_blocks("block,noisy\n").is_err());
+    }
+
+    #[test]
+    fn disturbed_and_other_blocks_are_counted_apart() {
+        let samples = "block,noisy,value,unix_seconds\n0,true,1,101\n1,false,1,111\n2,true,1,121\n3,true,100,300\n";
+        let (mut counts, mut findings) = (CampaignCounts::default(), Findings::new(""));
+        // The competitor is busy in half of block 0, in none of the blocks 1 and 2, and in 1 % of block 3.
+        counts.add_flags("beside,7", samples, &[(100.5, 101.5), (298.0, 299.0)], &mut findings).unwrap();
+        assert_eq!((counts.flagged_disturbed.with, counts.flagged_disturbed.of), (1, 1));
+        assert_eq!((counts.flagged_undisturbed.with, counts.flagged_undisturbed.of), (1, 2));
+        assert_eq!(findings.samples[1..3], ["beside,7,block-0,0.500,,,true", "beside,7,block-1,0.000,,,false"]);
+    }
 }

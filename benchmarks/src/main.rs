@@ -16,6 +16,7 @@ mod ab_real;
 mod audit;
 mod census_process;
 mod chart;
+mod competitor;
 mod daemon;
 mod findings;
 mod gang;
@@ -90,7 +91,7 @@ enum BenchmarkSection {
     Gang,
     /// The analysis of experiments, over simulated campaigns with known effects
     AbHarness,
-    /// Real campaigns of `pagefold ab` in which nothing differs
+    /// Real campaigns of `pagefold ab` in which nothing differs, alone and beside a competitor for the CPUs
     AbReal,
     /// The over-commit model: speed, and residuals against published measurements
     VcpuModel,

@@ -28,11 +28,13 @@ fn rates(model: RunTimeModel, blocks: usize, campaigns: u64) -> CampaignRates {
 
 #[test]
 fn false_findings_and_coverage_are_within_their_bounds() {
-    let mut false_findings = Rate::default();
+    let (mut false_findings, mut false_equivalence) = (Rate::default(), Rate::default());
     for blocks in [10, 20, 40] {
         for model in RunTimeModel::ALL {
             let rates = rates(model, blocks, 40);
             false_findings.add(rates.effects[0].found);
+            // The effect of the comparison is as large as the margin.
+            false_equivalence.add(rates.effects[1].equivalent);
             let (low, high) = bounds(rates.coverage());
             assert!(low <= 0.97 && high >= 0.93, "{}, {blocks} blocks: coverage {low} to {high}", model.name());
             let (low, _) = bounds(rates.effects[0].found);
@@ -42,6 +44,8 @@ fn false_findings_and_coverage_are_within_their_bounds() {
     assert_eq!(false_findings.trials, 1080);
     let (low, high) = bounds(false_findings);
     assert!(low <= 0.05 && high >= 0.02, "false findings {low} to {high}");
+    let (low, _) = bounds(false_equivalence);
+    assert!(false_equivalence.hits > 0 && low <= 0.05, "false equivalence {false_equivalence:?}");
 }
 
 #[test]

@@ -19,7 +19,7 @@ use rand::rngs::ChaCha8Rng;
 use rivals::{Conclusion, Rival};
 use run_times::RunTimeModel;
 
-/// The effect of the comparison blocks, in percent of a run's time.
+/// The effect of the comparison blocks, in percent of a run's time. It is also the margin of equivalence.
 pub const COMPARISON_PERCENT: u32 = 1;
 
 /// The effects that a campaign holds, in percent: none, the comparison's, and the injected ones.
@@ -72,7 +72,8 @@ pub fn simulate(model: RunTimeModel, blocks: usize, seed: u64) -> Vec<BlockSampl
 /// The options of the analysis of simulated campaigns.
 fn analysis_options(seed: u64) -> AnalysisOptions {
     let metric = Metric { name: "time".to_owned(), direction: Direction::LowerIsBetter };
-    AnalysisOptions { resamples: ANALYSIS_RESAMPLES, ..AnalysisOptions::new(vec![metric], seed) }
+    let margin = f64::from(COMPARISON_PERCENT) / 100.0;
+    AnalysisOptions { resamples: ANALYSIS_RESAMPLES, margin, ..AnalysisOptions::new(vec![metric], seed) }
 }
 
 /// What one campaign said about one effect.
@@ -82,6 +83,8 @@ pub struct EffectOutcome {
     pub is_found: bool,
     /// Whether the 95 % interval contained the true ratio.
     pub is_covered: bool,
+    /// Whether the analysis says that no effect is larger than the margin of equivalence, [`COMPARISON_PERCENT`].
+    pub is_equivalent: bool,
     /// The variance of the log ratios of the blocks.
     pub variance: f64,
     /// The same for each rival on the same runs, in the order of [`Rival::ALL`].
@@ -131,6 +134,7 @@ pub fn try_campaign(model: RunTimeModel, blocks: usize, resamples: usize, seed: 
         EffectOutcome {
             is_found,
             is_covered: estimate.interval.contains(effect),
+            is_equivalent: estimate.is_within_margin,
             variance: estimate.standard_deviation.powi(2),
             found_by_rivals: found(&a, &b),
             found_in_sequence: found(&first, &second),
@@ -220,6 +224,9 @@ pub struct EffectRates {
     pub found: Rate,
     /// Intervals that contained the true ratio.
     pub covered: Rate,
+    /// Answers that no effect is larger than the margin of equivalence. An effect as large as the margin may have it at
+    /// the level of the test, 5 %.
+    pub equivalent: Rate,
     /// The sum of the variances of the log ratios.
     pub variance_sum: f64,
     /// Differences found by each rival on the same runs.
@@ -244,6 +251,7 @@ impl CampaignRates {
         for (rates, outcome) in self.effects.iter_mut().zip(&outcome.effects) {
             rates.found.count(outcome.is_found);
             rates.covered.count(outcome.is_covered);
+            rates.equivalent.count(outcome.is_equivalent);
             rates.variance_sum += outcome.variance;
             for (rate, &is_found) in rates.rivals.iter_mut().zip(&outcome.found_by_rivals) {
                 rate.count(is_found);
@@ -264,6 +272,7 @@ impl CampaignRates {
         for (rates, other) in self.effects.iter_mut().zip(&other.effects) {
             rates.found.add(other.found);
             rates.covered.add(other.covered);
+            rates.equivalent.add(other.equivalent);
             rates.variance_sum += other.variance_sum;
             for (rate, &other) in rates.rivals.iter_mut().zip(&other.rivals) {
                 rate.add(other);
