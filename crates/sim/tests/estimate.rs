@@ -93,8 +93,8 @@ fn check_mergeable(estimate: &ScenarioEstimate, expected: (u64, u64)) {
 }
 
 fn scenario(templates: &str) -> Scenario {
-    let text = format!("description = 't'\nduration = '1h'\n[host]\nmemory = '64 GiB'\ncpus = 4\nkernel = '6.18'\n");
-    parse_scenario(&format!("{text}{templates}")).unwrap()
+    let head = "description = 't'\nduration = '1h'\n[host]\nmemory = '64 GiB'\ncpus = 4\nkernel = '6.18'\n";
+    parse_scenario(&format!("{head}{templates}")).unwrap()
 }
 
 prop_compose! {

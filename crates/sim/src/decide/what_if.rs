@@ -161,7 +161,7 @@ pub fn apply(scenario: &mut Scenario, change: &Change) -> Result<(), WhatIfError
 fn set_memory(scenario: &mut Scenario, pages: u64) -> Result<(), WhatIfError> {
     let used = scenario.host.used_pages;
     if pages <= used {
-        let mib = |pages: u64| pages * PAGE_BYTES.cast_unsigned() >> 20;
+        let mib = |pages: u64| (pages * PAGE_BYTES.cast_unsigned()) >> 20;
         return Err(WhatIfError::Memory { used_mib: mib(used), memory_mib: mib(pages) });
     }
     scenario.host.memory_pages = pages;
