@@ -10,6 +10,7 @@
 //! - [`advisor`]: the scan-time advisor.
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
 //! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
+//! - [`ksmd_time`]: when ksmd works and when it sleeps.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
@@ -18,6 +19,7 @@ pub mod cost;
 pub mod counters;
 pub mod entry_runs;
 pub mod ksmd;
+pub mod ksmd_time;
 pub mod layout_player;
 pub mod layouts;
 pub mod memory;

@@ -13,12 +13,23 @@ impl KsmModel {
     /// One batch (`ksm_do_scan`): visits until `pages_to_scan` are done or the scan ends. Returns the number of visits.
     /// Does nothing unless ksmd runs and has a process on its list (`ksmd_should_run`).
     pub fn run_batch(&mut self) -> u64 {
-        if self.run != RunState::Merging || self.slots.is_empty() {
+        self.run_visits(self.settings.pages_to_scan)
+    }
+
+    /// Whether ksmd runs and has a process on its list (`ksmd_should_run`).
+    #[must_use]
+    pub fn ksmd_should_run(&self) -> bool {
+        self.run == RunState::Merging && !self.slots.is_empty()
+    }
+
+    /// A part of a batch: at most this many visits. With fewer, the scan ended, and the batch with it.
+    pub fn run_visits(&mut self, limit: u64) -> u64 {
+        if !self.ksmd_should_run() {
             return 0;
         }
         let mut visits = 0;
-        while visits < self.settings.pages_to_scan {
-            let Some(visit) = self.next_visit(self.settings.pages_to_scan - visits) else { break };
+        while visits < limit {
+            let Some(visit) = self.next_visit(limit - visits) else { break };
             self.compare_and_merge(visit);
             self.join_items(&visit);
             visits += visit.pages;
