@@ -2,12 +2,13 @@
 //!
 //! [`decide`] holds the model: memory as the kernel maps it, ksmd's scan, its trees and its counters, and layouts that
 //! are played on the model and on the real kernel side by side. [`calibration`] measures the CPU time of the real ksmd,
-//! by which the model tells that of a scan.
+//! by which the model tells that of a scan. [`scenario`] reads scenarios: a host, and the machines that run on it.
 
 #![forbid(unsafe_code)]
 
 pub mod calibration;
 pub mod decide;
+pub mod scenario;
 pub mod stand_in;
 pub mod text;
 pub mod wire;

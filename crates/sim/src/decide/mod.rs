@@ -11,6 +11,8 @@
 //! - [`counters`]: the counters of `/sys/kernel/mm/ksm` and `/proc/PID/ksm_stat`.
 //! - [`cost`]: CPU time from what ksmd does, and its fit to measurements.
 //! - [`ksmd_time`]: when ksmd works and when it sleeps.
+//! - [`scenario`]: a host and the machines that arrive on it, as data.
+//! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
@@ -25,5 +27,7 @@ pub mod layouts;
 pub mod memory;
 pub mod red_black_tree;
 pub mod rules;
+pub mod scenario;
 pub mod stable_tree;
 pub mod unstable_tree;
+pub mod workload;

@@ -1,0 +1,179 @@
+//! A scenario: a host, templates of machines, and the machines that arrive, as plain data.
+//!
+//! [`crate::scenario`] reads it from TOML; [`super::workload`] draws machines and their memory from it.
+
+use super::cost::{CostModel, Operation};
+use super::ksmd::KsmSettings;
+use super::rules::KernelVersion;
+
+/// A host and what happens on it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scenario {
+    /// What it is, in a sentence.
+    pub description: String,
+    /// Virtual time from the start to the end, in milliseconds.
+    pub duration_ms: u64,
+    /// The seed of all random choices.
+    pub seed: u64,
+    /// Time between two rounds of writes and page-cache growth, in milliseconds.
+    pub tick_ms: u64,
+    /// Time between two samples, in milliseconds.
+    pub sample_ms: u64,
+    /// The host.
+    pub host: HostSpec,
+    /// CPU time of ksmd's operations.
+    pub costs: CostModel,
+    /// Kinds of machines.
+    pub templates: Vec<Template>,
+    /// Machines, by class.
+    pub classes: Vec<MachineClass>,
+}
+
+/// The host of a scenario.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostSpec {
+    /// Its memory, in pages.
+    pub memory_pages: u64,
+    /// Memory that the host itself uses, in pages.
+    pub used_pages: u64,
+    /// Its CPUs.
+    pub cpus: u32,
+    /// Its NUMA nodes.
+    pub nodes: u8,
+    /// Its kernel.
+    pub kernel: KernelVersion,
+    /// KSM's settings at the start.
+    pub ksm: KsmSettings,
+}
+
+/// A kind of machine. The shares are of its memory; what they leave is not touched at the start.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Template {
+    /// Its name.
+    pub name: String,
+    /// Its memory, in pages.
+    pub pages: u64,
+    /// Share of zeros.
+    pub zero: f64,
+    /// Share of contents that each machine of the template has once.
+    pub common: f64,
+    /// Share of contents that each machine of the template and of one tenant has once.
+    pub tenant: f64,
+    /// Share of contents that no other page has.
+    pub unique: f64,
+    /// Neighboring pages of one kind: at least and at most, in pages.
+    pub run_pages: (u64, u64),
+    /// Share of its memory in huge pages.
+    pub huge_pages: f64,
+    /// Page cache that fills its untouched memory.
+    pub growth: Option<PageCacheGrowth>,
+    /// Writes, by class.
+    pub writes: Vec<WriteClass>,
+}
+
+impl Template {
+    /// The share of a kind of contents.
+    #[must_use]
+    pub fn share(&self, kind: ContentKind) -> f64 {
+        match kind {
+            ContentKind::Zero => self.zero,
+            ContentKind::Common => self.common,
+            ContentKind::Tenant => self.tenant,
+            ContentKind::Unique => self.unique,
+        }
+    }
+}
+
+/// Kinds of contents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ContentKind {
+    /// Zeros.
+    Zero,
+    /// Each machine of the template has it once.
+    Common,
+    /// Each machine of the template and of one tenant has it once.
+    Tenant,
+    /// No other page has it.
+    Unique,
+}
+
+impl ContentKind {
+    /// All kinds.
+    pub const ALL: [Self; 4] = [Self::Zero, Self::Common, Self::Tenant, Self::Unique];
+}
+
+/// Growth of a machine's page cache, until all of its memory is touched.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PageCacheGrowth {
+    /// Pages a minute.
+    pub pages_per_minute: f64,
+    /// Share of contents that all machines of the template read in the same order; the rest is unique.
+    pub common: f64,
+}
+
+/// Pages that a machine writes again and again. Each write gives them contents that no other page has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WriteClass {
+    /// The kind of their contents at the start.
+    pub content: ContentKind,
+    /// Their share of the machine's memory.
+    pub share: f64,
+    /// Pages that one machine writes a second.
+    pub pages_per_second: f64,
+}
+
+/// Machines of one template and tenant that arrive by one rule.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MachineClass {
+    /// Its name.
+    pub name: String,
+    /// The number of its template.
+    pub template: usize,
+    /// Machines that arrive.
+    pub count: u32,
+    /// Their owner.
+    pub tenant: String,
+    /// Their NUMA node; without it, the nodes take turns.
+    pub node: Option<u8>,
+    /// Before this time none arrives, in milliseconds.
+    pub start_ms: u64,
+    /// How they arrive.
+    pub arrival: Arrival,
+    /// Time from the arrival to the exit, in milliseconds; without it, they stay.
+    pub lifetime_ms: Option<u64>,
+}
+
+/// How machines arrive.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arrival {
+    /// All at the start.
+    AtOnce,
+    /// Some at the start, and as many after each interval.
+    Waves {
+        /// Machines in a wave.
+        machines: u32,
+        /// Time between two waves, in milliseconds.
+        interval_ms: u64,
+    },
+    /// One by one, with exponential intervals.
+    Poisson {
+        /// The mean rate.
+        machines_per_hour: f64,
+    },
+}
+
+/// CPU time of ksmd's operations where the scenario has no costs: measured on Linux 6.18.44 by `pagefold sim calibrate
+/// --pages 8192` (docs/simulator.md), in nanoseconds.
+#[must_use]
+pub fn default_costs() -> CostModel {
+    CostModel::new([
+        (Operation::Visit, 205.0),
+        (Operation::Skip, 263.0),
+        (Operation::Checksum, 889.0),
+        (Operation::StableComparison, 29.0),
+        (Operation::UnstableComparison, 159.0),
+        (Operation::Merge, 781.0),
+        (Operation::Split, 0.0),
+        (Operation::Allocation, 11.0),
+    ])
+}

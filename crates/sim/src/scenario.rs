@@ -1,0 +1,554 @@
+//! Scenarios as TOML. Unknown keys are errors, and an error names the line and what to write instead.
+
+use crate::decide::cost::{CostModel, Operation};
+use crate::decide::ksmd::KsmSettings;
+use crate::decide::memory::PAGE_LIMIT;
+use crate::decide::rules::KernelVersion;
+use crate::decide::scenario::{
+    Arrival, ContentKind, HostSpec, MachineClass, PageCacheGrowth, Scenario, Template, WriteClass, default_costs,
+};
+use serde::Deserialize;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use thiserror::Error;
+use toml::Spanned;
+
+/// Bytes of a page.
+const PAGE_BYTES: u64 = 4096;
+/// Machines of a scenario at most.
+pub const MAX_MACHINES: u32 = 1_000_000;
+/// Pages of a run at most.
+pub const MAX_RUN_PAGES: u64 = 65_536;
+/// Rounding of shares that are added.
+const SHARE_TOLERANCE: f64 = 1e-9;
+
+/// Why there is no scenario.
+#[derive(Debug, Error)]
+pub enum ScenarioError {
+    /// The text is not a scenario.
+    #[error("not a scenario: {0}")]
+    Syntax(#[from] toml::de::Error),
+    /// A value is refused.
+    #[error("line {line}: {problem}: {remedy}")]
+    Value {
+        /// Its line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+        /// What to write instead.
+        remedy: String,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ScenarioText {
+    description: String,
+    duration: Spanned<String>,
+    #[serde(default = "one")]
+    seed: u64,
+    #[serde(default = "default_tick")]
+    tick: Spanned<String>,
+    #[serde(default = "default_sample")]
+    sample: Spanned<String>,
+    host: HostText,
+    #[serde(default)]
+    costs: CostsText,
+    template: Vec<TemplateText>,
+    machines: Vec<ClassText>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct HostText {
+    memory: Spanned<String>,
+    used: Option<Spanned<String>>,
+    cpus: Spanned<u32>,
+    nodes: Option<Spanned<u32>>,
+    kernel: Spanned<String>,
+    #[serde(default)]
+    ksm: KsmText,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KsmText {
+    pages_to_scan: Option<Spanned<u64>>,
+    sleep_millisecs: Option<Spanned<u64>>,
+    max_page_sharing: Option<Spanned<u64>>,
+    stable_node_chains_prune_millisecs: Option<Spanned<u64>>,
+    use_zero_pages: Option<bool>,
+    smart_scan: Option<bool>,
+    merge_across_nodes: Option<bool>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CostsText {
+    visit_ns: Option<Spanned<f64>>,
+    skip_ns: Option<Spanned<f64>>,
+    checksum_ns: Option<Spanned<f64>>,
+    stable_comparison_ns: Option<Spanned<f64>>,
+    unstable_comparison_ns: Option<Spanned<f64>>,
+    merge_ns: Option<Spanned<f64>>,
+    split_ns: Option<Spanned<f64>>,
+    allocation_ns: Option<Spanned<f64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TemplateText {
+    name: Spanned<String>,
+    size: Spanned<String>,
+    zero: Option<Spanned<f64>>,
+    common: Option<Spanned<f64>>,
+    tenant: Option<Spanned<f64>>,
+    unique: Option<Spanned<f64>>,
+    run_pages: Option<Spanned<(u64, u64)>>,
+    huge_pages: Option<Spanned<f64>>,
+    growth: Option<GrowthText>,
+    #[serde(default)]
+    writes: Vec<WritesText>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GrowthText {
+    per_minute: Spanned<String>,
+    common: Spanned<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WritesText {
+    content: ContentText,
+    share: Spanned<f64>,
+    pages_per_second: Spanned<f64>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum ContentText {
+    Zero,
+    Common,
+    Tenant,
+    Unique,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClassText {
+    name: Spanned<String>,
+    template: Spanned<String>,
+    #[serde(default = "one_spanned")]
+    count: Spanned<u32>,
+    tenant: Option<String>,
+    node: Option<Spanned<u32>>,
+    start: Option<Spanned<String>>,
+    wave: Option<Spanned<u32>>,
+    every: Option<Spanned<String>>,
+    per_hour: Option<Spanned<f64>>,
+    lifetime: Option<Spanned<String>>,
+}
+
+fn one() -> u64 {
+    1
+}
+
+fn one_spanned() -> Spanned<u32> {
+    Spanned::new(0..0, 1)
+}
+
+fn default_tick() -> Spanned<String> {
+    Spanned::new(0..0, "1s".to_owned())
+}
+
+fn default_sample() -> Spanned<String> {
+    Spanned::new(0..0, "1min".to_owned())
+}
+
+/// Reads a scenario.
+///
+/// # Errors
+/// Unknown or missing keys, and values out of range.
+pub fn parse_scenario(text: &str) -> Result<Scenario, ScenarioError> {
+    let written: ScenarioText = toml::from_str(text)?;
+    let checker = Checker { text };
+    let host = checker.host(&written.host)?;
+    let mut templates = Vec::new();
+    for template in &written.template {
+        let name = checker.new_name(&template.name, templates.iter().map(|known: &Template| &known.name))?;
+        templates.push(checker.template(name, template)?);
+    }
+    let mut classes = Vec::new();
+    for class in &written.machines {
+        let name = checker.new_name(&class.name, classes.iter().map(|known: &MachineClass| &known.name))?;
+        classes.push(checker.class(name, class, &templates, host.nodes)?);
+    }
+    Ok(Scenario {
+        description: written.description,
+        duration_ms: checker.milliseconds("duration", &written.duration, 1_000)?,
+        seed: written.seed,
+        tick_ms: checker.milliseconds("tick", &written.tick, 10)?,
+        sample_ms: checker.milliseconds("sample", &written.sample, 100)?,
+        host,
+        costs: checker.costs(&written.costs)?,
+        templates,
+        classes,
+    })
+}
+
+/// Checks values, and knows their lines.
+struct Checker<'a> {
+    text: &'a str,
+}
+
+impl Checker<'_> {
+    fn refuse<T>(&self, value: &Spanned<T>, problem: impl Into<String>, remedy: impl Into<String>) -> ScenarioError {
+        let before = self.text.get(..value.span().start).unwrap_or(self.text);
+        let line = 1 + before.matches('\n').count();
+        ScenarioError::Value { line, problem: problem.into(), remedy: remedy.into() }
+    }
+
+    fn range<T: Copy + PartialOrd + Display>(
+        &self,
+        key: &str,
+        value: &Spanned<T>,
+        permitted: RangeInclusive<T>,
+    ) -> Result<T, ScenarioError> {
+        let found = *value.get_ref();
+        if permitted.contains(&found) {
+            return Ok(found);
+        }
+        let remedy = format!("give {} to {}", permitted.start(), permitted.end());
+        Err(self.refuse(value, format!("{key} is {found}"), remedy))
+    }
+
+    /// A value that may be missing.
+    fn optional<T: Copy + PartialOrd + Display>(
+        &self,
+        key: &str,
+        value: Option<&Spanned<T>>,
+        otherwise: T,
+        permitted: RangeInclusive<T>,
+    ) -> Result<T, ScenarioError> {
+        value.map_or(Ok(otherwise), |value| self.range(key, value, permitted))
+    }
+
+    fn share(&self, key: &str, value: Option<&Spanned<f64>>) -> Result<f64, ScenarioError> {
+        self.optional(key, value, 0.0, 0.0..=1.0)
+    }
+
+    fn bytes(&self, key: &str, value: &Spanned<String>) -> Result<u64, ScenarioError> {
+        let text = value.get_ref();
+        match text.parse::<bytesize::ByteSize>() {
+            Ok(size) => Ok(size.as_u64()),
+            Err(_) => Err(self.refuse(value, format!("{key} is \"{text}\""), "give an amount such as \"4 GiB\"")),
+        }
+    }
+
+    /// An amount of memory as pages, at least `least`.
+    fn pages(&self, key: &str, value: &Spanned<String>, least: u64) -> Result<u64, ScenarioError> {
+        let pages = self.bytes(key, value)? / PAGE_BYTES;
+        if (least..PAGE_LIMIT).contains(&pages) {
+            return Ok(pages);
+        }
+        let remedy = format!("give {} KiB at least, and less than 4 PiB", least * PAGE_BYTES / 1024);
+        Err(self.refuse(value, format!("{key} is \"{}\"", value.get_ref()), remedy))
+    }
+
+    fn milliseconds(&self, key: &str, value: &Spanned<String>, least: u64) -> Result<u64, ScenarioError> {
+        let text = value.get_ref();
+        let found = humantime::parse_duration(text).ok().and_then(|time| u64::try_from(time.as_millis()).ok());
+        match found {
+            Some(found) if (least..=MAX_MILLISECONDS).contains(&found) => Ok(found),
+            _ => {
+                let remedy = format!("give a time such as \"2h 30min\", {least} ms at least and a year at most");
+                Err(self.refuse(value, format!("{key} is \"{text}\""), remedy))
+            }
+        }
+    }
+
+    fn new_name<'n>(
+        &self,
+        name: &Spanned<String>,
+        mut known: impl Iterator<Item = &'n String>,
+    ) -> Result<String, ScenarioError> {
+        let text = name.get_ref();
+        if text.is_empty() || known.any(|known| known == text) {
+            return Err(self.refuse(name, format!("the name \"{text}\" is empty or used before"), "give another name"));
+        }
+        Ok(text.clone())
+    }
+
+    fn host(&self, host: &HostText) -> Result<HostSpec, ScenarioError> {
+        let memory_pages = self.pages("memory", &host.memory, 16_384)?;
+        let used_pages = host.used.as_ref().map_or(Ok(0), |used| self.pages("used", used, 0))?;
+        if let Some(used) = host.used.as_ref().filter(|_| used_pages >= memory_pages) {
+            return Err(self.refuse(used, "the host uses all of its memory", "give less than memory"));
+        }
+        let text = host.kernel.get_ref();
+        let kernel = KernelVersion::parse(text).ok_or_else(|| {
+            self.refuse(&host.kernel, format!("kernel is \"{text}\""), "give a version such as \"6.12.54\"")
+        })?;
+        Ok(HostSpec {
+            memory_pages,
+            used_pages,
+            cpus: self.range("cpus", &host.cpus, 1..=8192)?,
+            nodes: u8::try_from(self.optional("nodes", host.nodes.as_ref(), 1, 1..=64)?).unwrap_or(u8::MAX),
+            kernel,
+            ksm: self.ksm(&host.ksm)?,
+        })
+    }
+
+    fn ksm(&self, ksm: &KsmText) -> Result<KsmSettings, ScenarioError> {
+        let otherwise = KsmSettings::default();
+        let unsigned_int = u64::from(u32::MAX);
+        let number = |key: &str, value: &Option<Spanned<u64>>, otherwise: u64, least: u64| {
+            self.optional(key, value.as_ref(), otherwise, least..=unsigned_int)
+        };
+        let sharing = number("max_page_sharing", &ksm.max_page_sharing, otherwise.max_page_sharing as u64, 2)?;
+        Ok(KsmSettings {
+            pages_to_scan: number("pages_to_scan", &ksm.pages_to_scan, otherwise.pages_to_scan, 1)?,
+            sleep_millisecs: number("sleep_millisecs", &ksm.sleep_millisecs, otherwise.sleep_millisecs, 0)?,
+            max_page_sharing: usize::try_from(sharing).unwrap_or(usize::MAX),
+            stable_node_chains_prune_millisecs: number(
+                "stable_node_chains_prune_millisecs",
+                &ksm.stable_node_chains_prune_millisecs,
+                otherwise.stable_node_chains_prune_millisecs,
+                0,
+            )?,
+            use_zero_pages: ksm.use_zero_pages.unwrap_or(otherwise.use_zero_pages),
+            smart_scan: ksm.smart_scan.unwrap_or(otherwise.smart_scan),
+            merge_across_nodes: ksm.merge_across_nodes.unwrap_or(otherwise.merge_across_nodes),
+            advisor: None,
+        })
+    }
+
+    fn costs(&self, costs: &CostsText) -> Result<CostModel, ScenarioError> {
+        let given = [
+            ("visit_ns", Operation::Visit, &costs.visit_ns),
+            ("skip_ns", Operation::Skip, &costs.skip_ns),
+            ("checksum_ns", Operation::Checksum, &costs.checksum_ns),
+            ("stable_comparison_ns", Operation::StableComparison, &costs.stable_comparison_ns),
+            ("unstable_comparison_ns", Operation::UnstableComparison, &costs.unstable_comparison_ns),
+            ("merge_ns", Operation::Merge, &costs.merge_ns),
+            ("split_ns", Operation::Split, &costs.split_ns),
+            ("allocation_ns", Operation::Allocation, &costs.allocation_ns),
+        ];
+        let otherwise = default_costs();
+        let mut found = Vec::new();
+        for (key, operation, value) in given {
+            found.push((
+                operation,
+                self.optional(key, value.as_ref(), otherwise.nanoseconds(operation), 0.0..=MAX_COST_NS)?,
+            ));
+        }
+        Ok(CostModel::new(found))
+    }
+
+    fn template(&self, name: String, text: &TemplateText) -> Result<Template, ScenarioError> {
+        let run_pages = text.run_pages.as_ref().map_or((1, 512), |pages| *pages.get_ref());
+        if let Some(pages) = &text.run_pages {
+            let is_valid = 1 <= run_pages.0 && run_pages.0 <= run_pages.1 && run_pages.1 <= MAX_RUN_PAGES;
+            if !is_valid {
+                let problem = format!("run_pages is [{}, {}]", run_pages.0, run_pages.1);
+                let remedy = format!("give [least, most], 1 to {MAX_RUN_PAGES}");
+                return Err(self.refuse(pages, problem, remedy));
+            }
+        }
+        let growth = text.growth.as_ref().map(|growth| self.growth(growth)).transpose()?;
+        let mut template = Template {
+            name,
+            pages: self.pages("size", &text.size, 1)?,
+            zero: self.share("zero", text.zero.as_ref())?,
+            common: self.share("common", text.common.as_ref())?,
+            tenant: self.share("tenant", text.tenant.as_ref())?,
+            unique: self.share("unique", text.unique.as_ref())?,
+            run_pages,
+            huge_pages: self.share("huge_pages", text.huge_pages.as_ref())?,
+            growth,
+            writes: Vec::new(),
+        };
+        let touched: f64 = ContentKind::ALL.iter().map(|&kind| template.share(kind)).sum();
+        if touched > 1.0 + SHARE_TOLERANCE {
+            let problem =
+                format!("zero, common, tenant and unique of {} are {touched:.3} of its memory", template.name);
+            return Err(self.refuse(&text.name, problem, "give shares of 1 together at most"));
+        }
+        for writes in &text.writes {
+            template.writes.push(self.writes(writes, &template)?);
+        }
+        Ok(template)
+    }
+
+    fn growth(&self, growth: &GrowthText) -> Result<PageCacheGrowth, ScenarioError> {
+        let bytes = self.bytes("per_minute", &growth.per_minute)?;
+        let common = self.range("common", &growth.common, 0.0..=1.0)?;
+        Ok(PageCacheGrowth { pages_per_minute: bytes as f64 / PAGE_BYTES as f64, common })
+    }
+
+    fn writes(&self, text: &WritesText, template: &Template) -> Result<WriteClass, ScenarioError> {
+        let content = match text.content {
+            ContentText::Zero => ContentKind::Zero,
+            ContentText::Common => ContentKind::Common,
+            ContentText::Tenant => ContentKind::Tenant,
+            ContentText::Unique => ContentKind::Unique,
+        };
+        let share = self.range("share", &text.share, 0.0..=1.0)?;
+        let earlier = template.writes.iter().filter(|writes| writes.content == content).map(|writes| writes.share);
+        let (together, present) = (share + earlier.sum::<f64>(), template.share(content));
+        if together > present + SHARE_TOLERANCE {
+            let problem = format!("{together:.3} of the memory of {} are written", template.name);
+            let remedy = format!("give {present:.3} at most, which has these contents");
+            return Err(self.refuse(&text.share, problem, remedy));
+        }
+        let pages_per_second = self.range("pages_per_second", &text.pages_per_second, 0.0..=1e9)?;
+        Ok(WriteClass { content, share, pages_per_second })
+    }
+
+    fn class(
+        &self,
+        name: String,
+        text: &ClassText,
+        templates: &[Template],
+        nodes: u8,
+    ) -> Result<MachineClass, ScenarioError> {
+        let wanted = text.template.get_ref();
+        let template = templates.iter().position(|template| template.name == *wanted).ok_or_else(|| {
+            let names: Vec<&str> = templates.iter().map(|template| template.name.as_str()).collect();
+            let remedy = format!("give one of the templates: {}", names.join(", "));
+            self.refuse(&text.template, format!("there is no template \"{wanted}\""), remedy)
+        })?;
+        let node = match &text.node {
+            Some(node) => u8::try_from(self.range("node", node, 0..=u32::from(nodes) - 1)?).ok(),
+            None => None,
+        };
+        let start = text.start.as_ref().map_or(Ok(0), |start| self.milliseconds("start", start, 0))?;
+        let lifetime = text.lifetime.as_ref().map(|time| self.milliseconds("lifetime", time, 1)).transpose()?;
+        Ok(MachineClass {
+            name,
+            template,
+            count: self.range("count", &text.count, 1..=MAX_MACHINES)?,
+            tenant: text.tenant.clone().unwrap_or_default(),
+            node,
+            start_ms: start,
+            arrival: self.arrival(text)?,
+            lifetime_ms: lifetime,
+        })
+    }
+
+    fn arrival(&self, text: &ClassText) -> Result<Arrival, ScenarioError> {
+        let whole = "give wave and every for waves, only per_hour for single arrivals, or none of them";
+        match (&text.wave, &text.every, &text.per_hour) {
+            (None, None, None) => Ok(Arrival::AtOnce),
+            (Some(wave), Some(every), None) => Ok(Arrival::Waves {
+                machines: self.range("wave", wave, 1..=MAX_MACHINES)?,
+                interval_ms: self.milliseconds("every", every, 1)?,
+            }),
+            (None, None, Some(rate)) => {
+                Ok(Arrival::Poisson { machines_per_hour: self.range("per_hour", rate, 1e-3..=1e6)? })
+            }
+            (Some(_), None, None) => Err(self.refuse(&text.name, "wave needs every", whole)),
+            (None, Some(_), None) => Err(self.refuse(&text.name, "every needs wave", whole)),
+            (_, _, Some(rate)) => Err(self.refuse(rate, "per_hour excludes wave and every", whole)),
+        }
+    }
+}
+
+/// Times are a year at most, in milliseconds.
+const MAX_MILLISECONDS: u64 = 366 * 24 * 3_600_000;
+/// Cost of an operation at most, in nanoseconds.
+const MAX_COST_NS: f64 = 1e9;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str = r#"description = "two machines"
+duration = "1h"
+
+[host]
+memory = "1 GiB"
+cpus = 2
+kernel = "6.18"
+
+[[template]]
+name = "small"
+size = "64 MiB"
+common = 0.5
+unique = 0.25
+writes = [{ content = "unique", share = 0.1, pages_per_second = 10.0 }]
+
+[[machines]]
+name = "a"
+template = "small"
+count = 2
+"#;
+
+    #[test]
+    fn missing_values_have_defaults() {
+        let scenario = parse_scenario(SMALL).unwrap();
+        assert_eq!((scenario.duration_ms, scenario.tick_ms, scenario.sample_ms), (3_600_000, 1000, 60_000));
+        assert_eq!((scenario.host.memory_pages, scenario.host.nodes), (262_144, 1));
+        assert_eq!(scenario.host.ksm, KsmSettings::default());
+        assert_eq!(scenario.costs, default_costs());
+        let template = &scenario.templates[0];
+        assert_eq!((template.pages, template.run_pages, template.zero), (16_384, (1, 512), 0.0));
+        assert_eq!(template.writes[0].content, ContentKind::Unique);
+        assert_eq!((scenario.classes[0].count, scenario.classes[0].arrival), (2, Arrival::AtOnce));
+    }
+
+    #[test]
+    fn arrivals_are_waves_or_random() {
+        let arrival = |keys: &str| parse_scenario(&format!("{SMALL}{keys}")).unwrap().classes[0].arrival;
+        let waves = Arrival::Waves { machines: 3, interval_ms: 600_000 };
+        assert_eq!(arrival("wave = 3\nevery = '10min'"), waves);
+        assert_eq!(arrival("per_hour = 2.5"), Arrival::Poisson { machines_per_hour: 2.5 });
+    }
+
+    /// Replaces a text in the small scenario, and returns the error.
+    fn error(from: &str, to: &str) -> String {
+        assert!(SMALL.contains(from), "{from}");
+        parse_scenario(&SMALL.replace(from, to)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn refused_values_name_their_line_and_a_remedy() {
+        let check = |from, to, expected: &str| assert_eq!(error(from, to), expected);
+        check(
+            "\"1h\"",
+            "\"long\"",
+            "line 2: duration is \"long\": give a time such as \"2h 30min\", 1000 ms at least and a year at most",
+        );
+        check("\"1 GiB\"", "\"much\"", "line 5: memory is \"much\": give an amount such as \"4 GiB\"");
+        check("cpus = 2", "cpus = 0", "line 6: cpus is 0: give 1 to 8192");
+        check("\"6.18\"", "\"new\"", "line 7: kernel is \"new\": give a version such as \"6.12.54\"");
+        check(
+            "unique = 0.25",
+            "unique = 0.75",
+            "line 10: zero, common, tenant and unique of small are 1.250 of its memory: give shares of 1 together at most",
+        );
+        check(
+            "share = 0.1",
+            "share = 0.3",
+            "line 14: 0.300 of the memory of small are written: give 0.250 at most, which has these contents",
+        );
+        check(
+            "template = \"small\"",
+            "template = \"big\"",
+            "line 18: there is no template \"big\": give one of the templates: small",
+        );
+        check(
+            "count = 2",
+            "count = 2\nwave = 1",
+            "line 17: wave needs every: give wave and every for waves, only per_hour for single arrivals, or none of them",
+        );
+    }
+
+    #[test]
+    fn unknown_keys_are_refused_with_their_line() {
+        let error = error("cpus = 2", "cpus = 2\nsocket = 1");
+        assert!(error.contains("line 7") && error.contains("unknown field `socket`"), "{error}");
+    }
+}
