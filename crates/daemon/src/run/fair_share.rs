@@ -17,11 +17,11 @@
 
 use super::{Message, WorkResult};
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
-use pagefold_host::{Host, observe, parse};
+use pagefold_host::{Host, observe, parse, receive_timeout};
 use pagefold_merge::verify;
 pub(super) use pagefold_merge::verify::MAX_ROLLUP_RSS;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, SystemTime};
 
 /// Average rate of walks, in CPUs.
@@ -171,9 +171,18 @@ impl WalkSchedule {
     }
 }
 
+/// Time after which the walker waits for a request anew.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3600);
+
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
-    for WalkRequest { process, wants_fair_share, wants_zero_pages } in requests {
+    loop {
+        let WalkRequest { process, wants_fair_share, wants_zero_pages } =
+            match receive_timeout(host, requests, REQUEST_TIMEOUT) {
+                Ok(request) => request,
+                Err(RecvTimeoutError::Timeout) => continue,
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
         let cpu_before = host.thread_cpu_time();
         let fair_share = wants_fair_share.then(|| measure_fair_share(host, process)).and_then(Reading::ok);
         let count_zero_pages = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
