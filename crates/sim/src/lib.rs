@@ -3,11 +3,13 @@
 //! [`decide`] holds the model: memory as the kernel maps it, ksmd's scan, its trees and its counters, and layouts that
 //! are played on the model and on the real kernel side by side. [`calibration`] measures the CPU time of the real ksmd,
 //! by which the model tells that of a scan. [`scenario`] reads scenarios: a host, and the machines that run on it.
+//! [`host`] puts a scenario behind the host port, so that Pagefold's commands run on it.
 
 #![forbid(unsafe_code)]
 
 pub mod calibration;
 pub mod decide;
+pub mod host;
 pub mod scenario;
 pub mod stand_in;
 pub mod text;
