@@ -164,7 +164,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let settings = resolve_settings(&config, options, host)?;
     if global.host == "live" {
         check_ksm_present(host)?;
-    } else if settings.rules.mode == DaemonMode::Act {
+    } else if host_selection::is_recording(global) && settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
     }
     std::fs::DirBuilder::new()
@@ -202,7 +202,16 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     {
         log_line(&warning);
     }
+    let end = host_selection::simulated_duration(global)?.map(|duration| host.now() + duration);
+    let end_sender = sender.clone();
+    let mut has_ended = false;
     let mut on_alive = |state: &DaemonState| {
+        if !has_ended && end.is_some_and(|end| host.now() >= end) {
+            has_ended = true;
+            log_line("the scenario is over");
+            // The main loop may be ending already.
+            let _ = end_sender.send(Message::Event(Event::Stop { unmerge: options.unmerge_on_exit }));
+        }
         notify.notify_alive(&state.status().1);
         if let Some(placement) = &placement {
             placement.set_paused(state.is_paused());
