@@ -36,6 +36,7 @@ soak: setup ## Enroll and unenroll busy programs, including a database under loa
 	labs/soak.sh
 	$(CARGO) build $(LOCKED) --workspace --all-features --lib --bins
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold --all-features --test killed
+	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold-sim --all-features --test simulation --test live_ksmd
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) -p pagefold-labs --all-features --test guests numa_apply
 	$(CARGO) build $(LOCKED) --release -p pagefold-engine --examples
 	PAGEFOLD_SOAK=1 $(CARGO) test $(LOCKED) --release -p pagefold-engine --test members random
@@ -57,7 +58,7 @@ bench-merge: setup ## Measure savings and cost of merging under all policies (as
 	target/release/pagefold-benchmarks merge $(ARGS)
 
 .PHONY: bench-daemon
-bench-daemon: setup ## Measure the daemon with starting and ending guests, similar programs, hostile programs, an idle host, a memory limit
+bench-daemon: setup ## Measure the daemon with starting and ending guests, large guests, similar programs, hostile programs, an idle host, a memory limit
 	$(CARGO) build $(LOCKED) --release -p pagefold -p pagefold-labs -p pagefold-benchmarks
 	target/release/pagefold-benchmarks daemon $(ARGS)
 

@@ -109,7 +109,7 @@ run() {
     [ $# -eq 0 ] || printf '%s\n' "$@" > "$work/own/test/arguments"
     # The kernel unpacks one archive after the other.
     { cat "$cache/base.cpio"; archive "$work/own"; } > "$work/initramfs.cpio"
-    local machine=(-M virt,mem-merge=off -cpu "${CPU:-max,pauth-impdef=on}" -smp 2 -m 2G -nographic -no-reboot -nodefaults
+    local machine=(-M "virt,mem-merge=off" -cpu "${CPU:-max,pauth-impdef=on}" -smp 2 -m 2G -nographic -no-reboot -nodefaults
         -chardev "stdio,id=console,logfile=$work/output" -serial chardev:console)
     # In the background, so that signals arrive here. Huge pages with madvise only, so that tests control them.
     timeout "${SECONDS_AT_MOST:-1800}" qemu-system-aarch64 "${machine[@]}" -kernel "$cache/vmlinuz" \

@@ -135,11 +135,6 @@ impl SampleSpread {
     pub fn format_percent(self) -> String {
         format!("{:.1} % ({:.1} to {:.1})", self.median * 100.0, self.min * 100.0, self.max * 100.0)
     }
-
-    /// As a factor: `1.93 (1.90 to 1.95)`.
-    pub fn format_factor(self) -> String {
-        format!("{:.2} ({:.2} to {:.2})", self.median, self.min, self.max)
-    }
 }
 
 /// The ratio of two variants that ran in turns, by the analysis of `pagefold ab` with a round as a block.
@@ -147,15 +142,18 @@ impl SampleSpread {
 pub struct PairedRatio {
     /// The geometric mean of the ratios of the rounds.
     pub ratio: f64,
-    /// Its 95 % interval; `None` for one round.
+    /// Its 95 % interval; `None` for one round, or if a ratio is 0 or infinite.
     pub interval: Option<(f64, f64)>,
 }
 
 impl PairedRatio {
-    /// The ratio from that of each round. `None` without rounds.
+    /// The ratio from that of each round. `None` without rounds. A ratio of 0 makes the mean 0.
     pub fn from_rounds(ratios: impl IntoIterator<Item = f64>) -> Option<Self> {
         let log_ratios: Vec<f64> = ratios.into_iter().map(f64::ln).collect();
         let rounds = log_ratios.len();
+        if log_ratios.iter().any(|log_ratio| log_ratio.is_infinite()) {
+            return Some(Self { ratio: log_ratios.iter().sum::<f64>().exp(), interval: None });
+        }
         let options = AnalysisOptions::new(Vec::new(), 0);
         let estimate = (rounds > 0).then(|| estimate_effect(log_ratios, &options, options.control_goal()))?;
         let interval = (rounds > 1).then_some((estimate.interval.low, estimate.interval.high));
@@ -164,14 +162,43 @@ impl PairedRatio {
 
     /// As percentages: `91.3 % (90.8 to 92.0)`.
     pub fn format_percent(self) -> String {
-        let interval = self.interval.map(|(low, high)| format!(" ({:.1} to {:.1})", low * 100.0, high * 100.0));
-        format!("{:.1} %{}", self.ratio * 100.0, interval.unwrap_or_default())
+        Self::format_share(self.ratio, self.interval)
+    }
+
+    /// By how much the ratio exceeds 1.
+    pub fn increase(self) -> f64 {
+        self.ratio - 1.0
+    }
+
+    /// By how much the ratio exceeds 1, as percentages: `2.8 % (1.1 to 3.9)`.
+    pub fn format_increase(self) -> String {
+        Self::format_share(self.increase(), self.interval.map(|(low, high)| (low - 1.0, high - 1.0)))
+    }
+
+    /// By how much the ratio is below 1.
+    pub fn decrease(self) -> f64 {
+        1.0 - self.ratio
+    }
+
+    /// By how much the ratio is below 1, as percentages: `9.4 % (8.9 to 9.9)`.
+    pub fn format_decrease(self) -> String {
+        Self::format_share(self.decrease(), self.interval.map(|(low, high)| (1.0 - high, 1.0 - low)))
+    }
+
+    fn format_share(share: f64, interval: Option<(f64, f64)>) -> String {
+        let interval = interval.map(|(low, high)| format!(" ({:.1} to {:.1})", low * 100.0, high * 100.0));
+        format!("{:.1} %{}", share * 100.0, interval.unwrap_or_default())
     }
 
     /// As a factor: `1.93 (1.90 to 1.95)`.
     pub fn format_factor(self) -> String {
-        let interval = self.interval.map(|(low, high)| format!(" ({low:.2} to {high:.2})"));
-        format!("{:.2}{}", self.ratio, interval.unwrap_or_default())
+        self.format_factor_to(2)
+    }
+
+    /// As a factor with this number of digits after the point.
+    pub fn format_factor_to(self, digits: usize) -> String {
+        let interval = self.interval.map(|(low, high)| format!(" ({low:.digits$} to {high:.digits$})"));
+        format!("{:.digits$}{}", self.ratio, interval.unwrap_or_default())
     }
 }
 
@@ -226,6 +253,16 @@ mod tests {
         let once = PairedRatio::from_rounds([2.0]).unwrap();
         assert_eq!((once.format_factor(), once.format_percent()), ("2.00".to_owned(), "200.0 %".to_owned()));
         assert_eq!(PairedRatio::from_rounds([]), None);
+        let never = PairedRatio::from_rounds([2.0, 0.0, 3.0]).unwrap();
+        assert_eq!(never, PairedRatio { ratio: 0.0, interval: None });
+    }
+
+    #[test]
+    fn increase_and_decrease_are_relative_to_one() {
+        let paired = PairedRatio { ratio: 0.9, interval: Some((0.85, 0.95)) };
+        assert_eq!(paired.format_decrease(), "10.0 % (5.0 to 15.0)");
+        assert_eq!(paired.format_increase(), "-10.0 % (-15.0 to -5.0)");
+        assert!((paired.increase() + 0.1).abs() < 1e-12 && (paired.decrease() - 0.1).abs() < 1e-12);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! virtual. `pagefold` must be built with the feature `gang`.
 
 use crate::BenchmarkEffort;
-use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
 use anyhow::{Result, anyhow};
 use pagefold_labs::gang_machine::{LoadFigures, load_figures, machine_rates, run_gang_scenes};
 use std::time::Duration;
@@ -95,13 +95,16 @@ impl SceneFigures<'_> {
         self.samples(load, policy).iter().map(figure).fold(f64::INFINITY, f64::min)
     }
 
-    /// The rate of a load under a policy relative to that of another one: the ratio of the medians.
-    fn ratio(self, [load, policy]: [&str; 2], [base, base_policy]: [&str; 2]) -> f64 {
-        let rate = |load, policy| {
-            SampleSpread::from_samples(self.samples(load, policy).iter().map(|sample| sample.rate)).median
-        };
-        rate(load, policy) / rate(base, base_policy)
+    /// The rate of a load under a policy relative to that of another one.
+    fn ratio(self, [load, policy]: [&str; 2], [base, base_policy]: [&str; 2]) -> PairedRatio {
+        let rates = |load, policy| self.samples(load, policy).into_iter().map(|sample| sample.rate);
+        pair_rounds(rates(load, policy), rates(base, base_policy))
     }
+}
+
+/// The ratio of the rates of rounds. Each scheduler measures all its rounds in a row: virtual time does not drift.
+fn pair_rounds(rates: impl Iterator<Item = f64>, base: impl Iterator<Item = f64>) -> PairedRatio {
+    PairedRatio::from_rounds(rates.zip(base).map(|(rate, base)| rate / base)).expect("a run has a round at least")
 }
 
 fn evaluate(figures: SceneFigures<'_>) -> Findings {
@@ -160,8 +163,8 @@ fn check_over_commit(figures: SceneFigures<'_>) -> impl Iterator<Item = Threshol
             claim: format!(
                 "{load}: at least {MIN_RATE} of one VM alone, fairness at least {MIN_FAIRNESS}, co-run at least {MIN_CORUN}"
             ),
-            measured: format!("{ratio:.3}, {fairness:.3}, {corun:.3}"),
-            met: ratio >= MIN_RATE && fairness >= MIN_FAIRNESS && corun >= MIN_CORUN,
+            measured: format!("{}, {fairness:.3}, {corun:.3}", ratio.format_factor_to(3)),
+            met: ratio.ratio >= MIN_RATE && fairness >= MIN_FAIRNESS && corun >= MIN_CORUN,
         }
     })
 }
@@ -184,23 +187,22 @@ fn check_rates(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdCheck
         let ratio = figures.ratio(rate, base);
         ThresholdCheck {
             claim: format!("{claim}: at least {target} of the rate"),
-            measured: format!("{ratio:.3}"),
-            met: ratio >= target,
+            measured: ratio.format_factor_to(3),
+            met: ratio.ratio >= target,
         }
     })
 }
 
 /// The wider of two VMs, which needs more slots than the narrower one.
 fn check_wider_of_two(figures: SceneFigures<'_>) -> ThresholdCheck {
-    let rate = |policy: &str| {
-        let rate = |round| machine_rates(figures.output, &format!("kvm-8+4-ple-{policy}-{round}"))[0];
-        SampleSpread::from_samples((0..figures.rounds).map(rate)).median
+    let rates = |policy| {
+        (0..figures.rounds).map(move |round| machine_rates(figures.output, &format!("kvm-8+4-ple-{policy}-{round}"))[0])
     };
-    let ratio = rate("gang") / rate(KERNEL);
+    let ratio = pair_rounds(rates("gang"), rates(KERNEL));
     ThresholdCheck {
         claim: "the wider of two, KVM with PLE: at least 1 of the rate".to_owned(),
-        measured: format!("{ratio:.3}"),
-        met: ratio >= 1.0,
+        measured: ratio.format_factor_to(3),
+        met: ratio.ratio >= 1.0,
     }
 }
 
@@ -211,7 +213,7 @@ fn check_hand_over(figures: SceneFigures<'_>) -> impl Iterator<Item = ThresholdC
         let line = format!("SAID {load}-gang handed over to the kernel's scheduler");
         ThresholdCheck {
             claim: format!("{load}: wider than the machine and alone: handed over to the kernel's scheduler"),
-            measured: format!("{:.3} of its rate", figures.ratio([load, "gang"], [load, KERNEL])),
+            measured: format!("{} of its rate", figures.ratio([load, "gang"], [load, KERNEL]).format_factor_to(3)),
             met: figures.output.contains(&line),
         }
     })
@@ -247,7 +249,7 @@ mod tests {
                 for (round, spread) in [0.9, 1.0, 1.1].into_iter().enumerate() {
                     let rate = rate * spread;
                     output += &format!(
-                        "RESULT {load}-{policy}-{round} rate={rate} jain=0.99 corun=0.96 idle=0 rates={rate},{rate}\n"
+                        "RESULT {load}-{policy}-{round} rate={rate} jain=0.99 corun=0.96 idle=0 home=0 rates={rate},{rate}\n"
                     );
                 }
             }

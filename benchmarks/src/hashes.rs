@@ -3,6 +3,7 @@
 
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Context, Result, ensure};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -81,9 +82,9 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let mut with_read = fresh.clone();
     let mut cached = fresh.clone();
     // The round before the first one warms up and is not counted.
-    for round in 0..=rounds {
-        for position in 0..candidates.len() {
-            let chosen = (position + round) % candidates.len();
+    let indices: Vec<usize> = (0..candidates.len()).collect();
+    for (round, order) in draw_orders(&indices, rounds + 1).into_iter().enumerate() {
+        for chosen in order {
             let HashCandidate { name, hash, .. } = &candidates[chosen];
             let (mut reading, mut hashing, mut in_cache) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
             for offset in (0..bytes).step_by(BATCH_BYTES) {

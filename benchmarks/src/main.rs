@@ -1,9 +1,9 @@
 //! Measures the claims about speed in Pagefold's documentation.
 //!
-//! Each section measures its alternatives side by side in one run, in turns, and reports medians of the ratios within
-//! rounds. A run is kept in a folder below `benchmarks/runs/`: `settings.toml`, every sample as CSV, and `summary.md`,
-//! which is also printed. Exit status: 0 all targets are met, 1 a target is missed, 2 a measurement failed. A quick run
-//! is too short to judge.
+//! Each section measures its alternatives side by side in one run. Their order in each round ([`rounds`]) and the
+//! analysis of their ratios ([`findings::PairedRatio`]) are those of `pagefold ab`. A run is kept in a folder below
+//! `benchmarks/runs/`: `settings.toml`, every sample as CSV, and `summary.md`, which is also printed. Exit status: 0 all
+//! targets are met, 1 a target is missed, 2 a measurement failed. A quick run is too short to judge.
 //!
 //! The measured processes are children of this program ([`target_process`]); whole censuses run in children too
 //! ([`census_process`]). Memory is allocated only as far as it is available. The argument `merge` measures merging
@@ -29,6 +29,7 @@ mod numad_advice;
 mod numad_hosts;
 mod read_rates;
 mod rescan;
+mod rounds;
 mod run_settings;
 mod scaling;
 mod target_process;

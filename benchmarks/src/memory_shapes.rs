@@ -7,6 +7,7 @@
 use crate::BenchmarkEffort;
 use crate::census_process::CensusJob;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Context, Result};
 use pagefold_sys::mapping::page_size;
@@ -23,7 +24,7 @@ const MAX_MAP_COUNT_FILE: &str = "/proc/sys/vm/max_map_count";
 /// An upper bound on the regions of a program besides those of the layout.
 const SPARE_REGIONS: usize = 1000;
 
-/// Censuses of two sets of processes in turns, a plain and a shaped one.
+/// Compares censuses of two sets of processes, a plain and a shaped one.
 struct ShapeBenchmark<'a> {
     findings: &'a mut Findings,
     rounds: usize,
@@ -32,9 +33,9 @@ struct ShapeBenchmark<'a> {
 impl ShapeBenchmark<'_> {
     fn run_rounds(&mut self, shape: &str, count: usize, plain_and_shaped: [Vec<u32>; 2]) -> Result<Vec<[f64; 2]>> {
         let mut pairs = Vec::new();
-        for round in 1..=self.rounds {
+        for (round, order) in (1..).zip(draw_orders(&[0, 1], self.rounds)) {
             let mut pair = [0.0; 2];
-            for which in if round % 2 == 1 { [0, 1] } else { [1, 0] } {
+            for which in order {
                 let outcome =
                     CensusJob { pids: plain_and_shaped[which].clone(), threads: 1, phases: true }.run_in_child()?;
                 let steps: Vec<String> = outcome.phases.iter().map(|(_, s)| format!("{s:.4}")).collect();

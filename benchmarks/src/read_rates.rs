@@ -12,6 +12,7 @@
 
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Context, Result, ensure};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -98,20 +99,19 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         let mut bench = ReadLoopBench::new(&host, &targets, bytes, case.read_method)?;
         let mut samples: Vec<Vec<f64>> = vec![Vec::new(); READ_LOOPS.len()];
         // The round before the first one warms up and is not counted.
-        for round in 0..=rounds {
-            for position in 0..READ_LOOPS.len() {
-                let chosen = (position + round) % READ_LOOPS.len();
-                if READ_LOOPS[chosen] == ReadLoop::Census && case.read_method != ReadMethod::ProcessVmReadv {
+        for (round, order) in draw_orders(&READ_LOOPS, rounds + 1).into_iter().enumerate() {
+            for (position, chosen) in order.into_iter().enumerate() {
+                if chosen == ReadLoop::Census && case.read_method != ReadMethod::ProcessVmReadv {
                     continue;
                 }
                 let cpu = thread_cpu_seconds();
                 let started = Instant::now();
-                bench.run_loop(READ_LOOPS[chosen])?;
+                bench.run_loop(chosen)?;
                 let seconds = started.elapsed().as_secs_f64();
                 let cpu = thread_cpu_seconds() - cpu;
                 if round > 0 {
-                    samples[chosen].push(seconds);
-                    let name = READ_LOOPS[chosen].name();
+                    samples[chosen as usize].push(seconds);
+                    let name = chosen.name();
                     findings
                         .samples
                         .push(format!("\"{}\",{round},{position},{name},{bytes},{seconds:.6},{cpu:.6}", case.name));

@@ -1,9 +1,10 @@
 //! CPU time of scanning a process again, by the activity of the process between the scans. A census that reuses earlier
-//! scans takes turns with a census that reads everything.
+//! scans is compared with a census that reads everything.
 
 use crate::BenchmarkEffort;
 use crate::census_process::cpu_seconds;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetActivity, TargetLayout, TargetProcesses};
 use anyhow::{Context, Result, ensure};
 use pagefold_base::Pid;
@@ -57,7 +58,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             [0, 1].map(|which: usize| SampleSpread::from_samples(warm_samples().map(|sample| sample[which].0)));
         let cpu = PairedRatio::from_rounds(warm_samples().map(|[full, repeated]| repeated.0 / full.0))
             .context("no scan after those that warm up")?;
-        let read = SampleSpread::from_samples(warm_samples().map(|[full, repeated]| repeated.1 as f64 / full.1 as f64));
+        let read = PairedRatio::from_rounds(warm_samples().map(|[full, repeated]| repeated.1 as f64 / full.1 as f64))
+            .context("no scan after those that warm up")?;
         table.rows.push(vec![
             activity.to_owned(),
             format!("{:.3}", full.median),
@@ -100,10 +102,9 @@ fn scan_repeatedly(
     };
     let stop = AtomicBool::new(false);
     let mut samples = Vec::new();
-    for scan in 1..=scans {
+    for (scan, order) in (1..).zip(draw_orders(&[false, true], scans)) {
         let mut sample = [(0.0, 0); 2];
-        for turn in 0..2 {
-            let is_repeated = (scan + turn) % 2 == 1;
+        for is_repeated in order {
             let (progress, cpu) = (ScanProgress::default(), cpu_seconds());
             let (cache, hasher) = ages.cache_and_hasher();
             let (census, _) = if is_repeated {

@@ -6,6 +6,7 @@
 use crate::BenchmarkEffort;
 use crate::census_process::{CensusJob, CensusMeasurement};
 use crate::findings::{Findings, LinearFit, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::Result;
 
@@ -28,9 +29,9 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let pids = targets.pids();
     let mut findings = Findings::new("round,threads,processes,pages,seconds,cpu_seconds,index_bytes,peak_bytes");
     let mut trials = Vec::new();
-    for round in 1..=rounds {
+    for (round, order) in (1..).zip(draw_orders(&[1, 2], rounds)) {
         for &processes in &process_counts {
-            for threads in if round % 2 == 1 { [1, 2] } else { [2, 1] } {
+            for &threads in &order {
                 let census = CensusJob { pids: pids[..processes].to_vec(), threads, phases: false }.run_in_child()?;
                 let CensusMeasurement { seconds, cpu_seconds, pages, index_bytes, peak_bytes, .. } = census;
                 findings.samples.push(format!(

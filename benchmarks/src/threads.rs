@@ -6,6 +6,7 @@
 use crate::BenchmarkEffort;
 use crate::census_process::CensusJob;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Context, Result};
 use pagefold_base::{AddressRange, Pid, Reading};
@@ -29,11 +30,9 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let mut phases: [Vec<Vec<f64>>; 2] = Default::default();
     let mut names = Vec::new();
     let mut read_seconds = [Vec::new(), Vec::new()];
-    for round in 1..=rounds {
-        for position in 0..4 {
-            // The orders 1, 2, 2, 1 and 2, 1, 1, 2 take turns, so that a drift favors neither.
-            let second = (position == 1 || position == 2) == (round % 2 == 1);
-            let (threads, with_phases) = (1 + usize::from(second), position >= 2);
+    let kinds = [(1, false), (2, false), (1, true), (2, true)];
+    for (round, order) in (1..).zip(draw_orders(&kinds, rounds)) {
+        for (threads, with_phases) in order {
             let outcome = CensusJob { pids: targets.pids(), threads, phases: with_phases }.run_in_child()?;
             let steps: Vec<f64> = outcome.phases.iter().map(|(_, seconds)| *seconds).collect();
             let cells =

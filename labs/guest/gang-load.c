@@ -1,18 +1,20 @@
 // The load of tests of `pagefold vcpu gang`: virtual machines whose vCPUs contend for one ticket lock each.
 //
-// Usage: gang-load VMS VCPUS[,VCPUS...] kvm|threads [SPINS [HOGS]]
+// Usage: gang-load VMS VCPUS[,VCPUS...] kvm|threads [SPINS [HOGS [NODES]]]
 //
 // The machines have these numbers of vCPUs, the last number for all others.
 //
 // kvm: real guests of KVM, of a few instructions without paging. threads: stand-ins, processes with threads that do the
 // same. With SPINS, a vCPU that has spun this often yields: a guest by Hyper-V's hypercall for long spin waits, which KVM
 // treats like a pause-loop exit (kvm_hv_hypercall, arch/x86/kvm/hyperv.c), a stand-in by sched_yield(2). HOGS ordinary
-// processes use a CPU each. Prints READY with the process numbers of the machines; then serves lines of standard input:
+// processes use a CPU each. With NODES, the machine with the number N, from 0 on, has 8 MiB of memory on the NUMA node
+// N modulo NODES, which is its home. Prints READY with the process numbers of the machines; then serves lines of standard input:
 //
 //   measure NAME MS    runs for so long and prints RESULT NAME with operations a second, Jain's fairness index of the
 //                      machines, and the co-run fraction: of the time in which a machine has CPUs, the share in which it
 //                      has as many as it can use. It is computed from the events sched_switch and sched_wakeup. idle is
-//                      the number of vCPUs that neither worked nor spun.
+//                      the number of vCPUs that neither worked nor spun. home is the share of the CPU time of the
+//                      machines on CPUs of their homes, and 0 without NODES. CPUs are divided evenly among nodes.
 //   stop, go           stops and continues the machines (and the hogs): they sleep.
 //   hogs N             starts or ends hogs
 //   ext                gives all vCPUs the policy SCHED_EXT
@@ -33,6 +35,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -57,7 +60,7 @@ static struct shared {
 	int tids[MAX_VMS][MAX_VCPUS];
 } *shared;
 static struct memory *memories[MAX_VMS];
-static int vms, vcpus[MAX_VMS], is_kvm, max_spins;
+static int vms, vcpus[MAX_VMS], is_kvm, max_spins, nodes;
 static pid_t machines[MAX_VMS], hogs[MAX_HOGS];
 
 // The guest. edi: its cell. A turn is 40 rounds of a loop and a pause. It works for 12 to 27 turns, takes the lock, works
@@ -228,6 +231,16 @@ static void write_operations(int file)
 
 static void ignore(int signal) { (void)signal; }
 
+static void put_memory_on(int node)
+{
+	size_t size = 8 << 20;
+	unsigned long mask = 1ul << node;
+	char *memory = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (syscall(SYS_mbind, memory, size, 2 /* MPOL_BIND */, &mask, 64, 0))
+		die("mbind");
+	memset(memory, 1, size);
+}
+
 static void run_machine(int number)
 {
 	pthread_t threads[MAX_VCPUS];
@@ -235,6 +248,8 @@ static void run_machine(int number)
 	prctl(PR_SET_PDEATHSIG, SIGKILL);
 	sigaction(SIGUSR1, &action, NULL);
 	this_vm = number;
+	if (nodes)
+		put_memory_on(number % nodes);
 	if (is_kvm) {
 		int kvm = open("/dev/kvm", O_RDWR | O_CLOEXEC);
 		if (kvm < 0)
@@ -315,6 +330,9 @@ static void write_file(const char *path, const char *text)
 
 static struct { int running, runnable; double full, partial; } machine_times[MAX_VMS];
 static char is_running[MAX_VMS][MAX_VCPUS], is_runnable[MAX_VMS][MAX_VCPUS];
+static int running_cpu[MAX_VMS][MAX_VCPUS];
+// The share of CPU time on the CPUs of homes, of the last measurement.
+static double home_share;
 
 static int find_thread(int tid, int *vm, int *vcpu)
 {
@@ -325,7 +343,7 @@ static int find_thread(int tid, int *vm, int *vcpu)
 	return 0;
 }
 
-static void set_state(int tid, int runs, int can_run)
+static void set_state(int tid, int cpu, int runs, int can_run)
 {
 	int vm, vcpu;
 	if (!find_thread(tid, &vm, &vcpu))
@@ -333,6 +351,7 @@ static void set_state(int tid, int runs, int can_run)
 	machine_times[vm].running += runs - is_running[vm][vcpu];
 	machine_times[vm].runnable += can_run - is_runnable[vm][vcpu];
 	is_running[vm][vcpu] = runs;
+	running_cpu[vm][vcpu] = cpu;
 	is_runnable[vm][vcpu] = can_run;
 }
 
@@ -341,7 +360,8 @@ static double corun_fraction(double begin, long cpus)
 {
 	FILE *trace = fopen(TRACING "trace", "r");
 	char line[512];
-	double last = 0, full = 0, partial = 0;
+	double last = 0, full = 0, partial = 0, used = 0, used_at_home = 0;
+	long configured_cpus = sysconf(_SC_NPROCESSORS_CONF);
 	memset(machine_times, 0, sizeof machine_times);
 	memset(is_running, 0, sizeof is_running);
 	memset(is_runnable, 0, sizeof is_runnable);
@@ -354,12 +374,21 @@ static double corun_fraction(double begin, long cpus)
 		field = strrchr(line, ' ');
 		now = field ? atof(field + 1) : 0;
 		event += 2;
+		// The CPU is in the brackets before the time: [002].
+		field = strrchr(line, '[');
+		int cpu = field ? atoi(field + 1) : 0;
 		for (int vm = 0; vm < vms && last >= begin; vm++) {
 			long usable = machine_times[vm].runnable < cpus ? machine_times[vm].runnable : cpus;
 			if (usable && machine_times[vm].running >= usable)
 				full += now - last;
 			else if (usable && machine_times[vm].running)
 				partial += now - last;
+			for (int i = 0; nodes && i < vcpus[vm]; i++)
+				if (is_running[vm][i]) {
+					used += now - last;
+					if (running_cpu[vm][i] * nodes / configured_cpus == vm % nodes)
+						used_at_home += now - last;
+				}
 		}
 		last = now;
 		if (!strncmp(event, "sched_switch", 12)) {
@@ -368,16 +397,17 @@ static double corun_fraction(double begin, long cpus)
 			field = strstr(event, "prev_state=");
 			state = field ? field[11] : 'R';
 			field = strstr(event, "next_pid=");
-			set_state(previous, 0, state == 'R');
-			set_state(field ? atoi(field + 9) : 0, 1, 1);
+			set_state(previous, cpu, 0, state == 'R');
+			set_state(field ? atoi(field + 9) : 0, cpu, 1, 1);
 		} else if (!strncmp(event, "sched_wakeup", 12) && (field = strstr(event, " pid="))) {
 			int vm, vcpu, tid = atoi(field + 5);
 			if (find_thread(tid, &vm, &vcpu) && !is_running[vm][vcpu])
-				set_state(tid, 0, 1);
+				set_state(tid, cpu, 0, 1);
 		}
 	}
 	if (trace)
 		fclose(trace);
+	home_share = used > 0 ? used_at_home / used : 0;
 	return full + partial > 0 ? full / (full + partial) : 0;
 }
 
@@ -416,9 +446,9 @@ static void measure(const char *name, int milliseconds)
 		sum += rate;
 		squares += rate * rate;
 	}
-	printf("RESULT %s rate=%.0f jain=%.4f corun=%.4f spins=%llu yields=%llu idle=%d rates=", name, sum,
+	printf("RESULT %s rate=%.0f jain=%.4f corun=%.4f spins=%llu yields=%llu idle=%d home=%.4f rates=", name, sum,
 	       squares > 0 ? sum * sum / (vms * squares) : 0, corun, (unsigned long long)spins, (unsigned long long)yields,
-	       idle);
+	       idle, home_share);
 	for (int vm = 0; vm < vms; vm++)
 		printf("%s%.0f", vm ? "," : "", (after[vm] - before[vm]) / time);
 	printf("\n");
@@ -443,6 +473,7 @@ int main(int count, char **arguments)
 	}
 	is_kvm = !strcmp(arguments[3], "kvm");
 	max_spins = count > 4 ? atoi(arguments[4]) : 0;
+	nodes = count > 6 ? atoi(arguments[6]) : 0;
 	shared = mmap(0, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	for (int vm = 0; vm < vms; vm++)
 		memories[vm] = mmap(0, 0x10000, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -476,7 +507,9 @@ int main(int count, char **arguments)
 			shared->stops = !strcmp(line, "stop\n");
 	}
 	set_hogs(0);
-	for (int vm = 0; vm < vms; vm++)
+	for (int vm = 0; vm < vms; vm++) {
 		kill(machines[vm], SIGKILL);
+		waitpid(machines[vm], NULL, 0);
+	}
 	return 0;
 }

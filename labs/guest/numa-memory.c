@@ -6,12 +6,14 @@
 //   pinned=N   private memory that io_uring pins as registered buffers, as a device driver does (FOLL_LONGTERM)
 //   counted=N  the same as an ordinary user, so that the kernel counts it in VmPin
 //   bound=N    private memory with the policy MPOL_BIND for the node where the process runs; half of it is written
+//   busy=N     private memory in a mapping of its own, which the process reads all the time
 //
 // It prints `READY pid=PID`. For each line on standard input it writes the rest of the bound memory and prints `FILLED`.
 // It ends when standard input closes. It checks then that all memory has its content, and prints `INTACT`.
 #define _GNU_SOURCE
 #include <linux/io_uring.h>
 #include <linux/mempolicy.h>
+#include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -68,16 +70,37 @@ static void bind_to_own_node(const struct region *region) {
         fail("mbind");
 }
 
+/* Memory that ends in a page without access, so that the kernel does not join it with the next mapping. */
+static char *map_apart(unsigned long pages) {
+    char *memory = map(pages + 1, 0);
+    if (mprotect(memory + pages * PAGE_BYTES, PAGE_BYTES, PROT_NONE))
+        fail("mprotect");
+    return memory;
+}
+
+static void read_until_input(const struct region *regions, int count) {
+    struct pollfd input = {STDIN_FILENO, POLLIN, 0};
+    while (!poll(&input, 1, 0))
+        for (int i = 0; i < count; i++)
+            for (unsigned long page = 0; page < regions[i].written; page++)
+                (void)*(volatile unsigned long *)(regions[i].memory + page * PAGE_BYTES);
+}
+
 int main(int count, char **arguments) {
     struct region regions[MAX_REGIONS], *bound = NULL;
-    int region_count = 0;
+    int region_count = 0, is_busy = 0;
     for (int i = 1; i < count && region_count < MAX_REGIONS; i++) {
         char kind[16];
         struct region *region = &regions[region_count++];
         region->written = 0;
         if (sscanf(arguments[i], "%15[a-z]=%lu", kind, &region->pages) != 2)
             exit(2);
-        region->memory = map(region->pages, strcmp(kind, "hugetlb") ? 0 : MAP_HUGETLB);
+        if (!strcmp(kind, "busy")) {
+            is_busy = 1;
+            region->memory = map_apart(region->pages);
+        } else {
+            region->memory = map(region->pages, strcmp(kind, "hugetlb") ? 0 : MAP_HUGETLB);
+        }
         if (!strcmp(kind, "bound")) {
             bind_to_own_node(region);
             bound = region;
@@ -92,7 +115,11 @@ int main(int count, char **arguments) {
     printf("READY pid=%d\n", getpid());
     fflush(stdout);
     char line[16];
-    while (fgets(line, sizeof line, stdin)) {
+    for (;;) {
+        if (is_busy)
+            read_until_input(regions, region_count);
+        if (!fgets(line, sizeof line, stdin))
+            break;
         if (bound)
             write_pages(bound, bound->pages);
         puts("FILLED");

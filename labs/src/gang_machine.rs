@@ -115,6 +115,8 @@ pub struct LoadFigures {
     pub corun: f64,
     /// vCPUs that neither worked nor spun.
     pub idle_vcpus: u32,
+    /// The share of the machines' CPU time on CPUs of the node of their memory; 0 for a load without nodes.
+    pub home_share: f64,
 }
 
 /// The figures of a measurement.
@@ -135,5 +137,6 @@ pub fn load_figures(output: &str, name: &str) -> LoadFigures {
         fairness: number("jain"),
         corun: number("corun"),
         idle_vcpus: word("idle").parse().unwrap_or_else(|error| panic!("idle: {error}: {line}")),
+        home_share: number("home"),
     }
 }

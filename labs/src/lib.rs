@@ -10,6 +10,7 @@ pub mod assets;
 pub mod campaigns;
 pub mod client;
 pub mod content;
+pub mod fault_points;
 pub mod gang_machine;
 pub mod ksm;
 pub mod layout_spec;

@@ -5,7 +5,7 @@
 //! written.
 
 use super::driver::{DriverCpuSeconds, KsmDriver, KsmDriverKind};
-use super::guest::{self, ChurnGuest, GUEST_NAME_PREFIX, ReadyGuest};
+use super::guest::{self, ChurnGuest, GUEST_NAME_PREFIX, GuestShape, ReadyGuest};
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use crate::merge::trial::sleep_unless_signaled;
 use anyhow::Result;
@@ -135,7 +135,7 @@ impl ChurnBenchmark {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         // The reference guest has ended before a driver starts or the clock runs.
         ksm.write_setting("run", 0);
-        let unwritten = guest::measure_unwritten_pages(self.mib, driver_kind.enrolls_whole_qemu())?;
+        let unwritten = guest::measure_unwritten_pages(GuestShape::small(self.mib), driver_kind.enrolls_whole_qemu())?;
         let mut driver = match driver_kind {
             KsmDriverKind::Policy(policy) => KsmDriver::start_policy(policy, &ksm)?,
             KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &daemon_config(), log, &ksm)?,
@@ -158,7 +158,7 @@ impl ChurnBenchmark {
             if elapsed >= self.arrival_interval * started_guests {
                 population.guests.push(ChurnGuest::start(
                     started_guests as usize,
-                    self.mib,
+                    GuestShape::small(self.mib),
                     driver_kind.enrolls_whole_qemu(),
                 )?);
                 started_guests += 1;

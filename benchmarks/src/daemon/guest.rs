@@ -31,6 +31,27 @@ pub const GUEST_NAME_PREFIX: &str = "churn";
 /// The interval between checks whether a guest is ready.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Time limit for a guest to boot and to fill its memory, beside others.
+const BOOT_TIMEOUT_SECONDS: u32 = 1200;
+
+/// The memory of a guest, in MiB.
+#[derive(Clone, Copy, Debug)]
+pub struct GuestShape {
+    /// All memory.
+    pub mib: u32,
+    /// Data that all guests have, in the page cache.
+    pub shared_mib: u32,
+    /// Data that only this guest has, in the page cache.
+    pub unique_mib: u32,
+}
+
+impl GuestShape {
+    /// A guest with little data.
+    pub fn small(mib: u32) -> Self {
+        Self { mib, shared_mib: 16, unique_mib: 16 }
+    }
+}
+
 /// A guest.
 pub struct ChurnGuest {
     process: RunningProgram,
@@ -92,8 +113,8 @@ fn count_shareable(contents: &ContentCounts, others: &[&ContentCounts], unwritte
 
 /// Pages that map the kernel's zero page when a guest is ready. The function boots a reference guest, which has ended
 /// when it returns. These pages were never written, provided that KSM is off; the caller ensures that.
-pub fn measure_unwritten_pages(mib: u32, enrolled: bool) -> Result<u64> {
-    let mut guest = ChurnGuest::start(0, mib, enrolled)?;
+pub fn measure_unwritten_pages(shape: GuestShape, enrolled: bool) -> Result<u64> {
+    let mut guest = ChurnGuest::start(0, shape, enrolled)?;
     let pid = guest.wait_until_ready()?;
     let scan = scan_page_tables(&LiveHost::new(), pid, &mut HashSet::new())?;
     Ok(scan.zero_pages.saturating_sub(merged_zero_pages(pid)?))
@@ -101,9 +122,11 @@ pub fn measure_unwritten_pages(mib: u32, enrolled: bool) -> Result<u64> {
 
 impl ChurnGuest {
     /// Start a guest, with all memory of QEMU enrolled or only the guest memory, which QEMU itself enrolls.
-    pub fn start(number: usize, mib: u32, enrolled: bool) -> Result<Self> {
+    pub fn start(number: usize, shape: GuestShape, enrolled: bool) -> Result<Self> {
         let mut command = command_through_hold(pagefold_labs::client::lab_binary()?, enrolled)?;
-        command.args(["fleet", "--guests", "1", "--memory", &mib.to_string(), "--timeout", "300"]);
+        command.args(["fleet", "--guests", "1", "--timeout", &BOOT_TIMEOUT_SECONDS.to_string()]);
+        command.args(["--memory", &shape.mib.to_string()]);
+        command.args(["--shared-mib", &shape.shared_mib.to_string(), "--unique-mib", &shape.unique_mib.to_string()]);
         command.args(["--name-prefix", &format!("{GUEST_NAME_PREFIX}-{number}")]).stderr(Stdio::null());
         let mut process = RunningProgram::start(command)?;
         let output = process.take_output().context("a guest has no output")?;

@@ -9,6 +9,7 @@ mod churn;
 mod driver;
 mod guest;
 mod hostile_mix;
+mod large_guests;
 mod oom;
 mod plot;
 mod quiet_host;
@@ -23,7 +24,9 @@ use anyhow::{Context, Result, bail, ensure};
 use churn::ChurnBenchmark;
 use clap::{Parser, ValueEnum};
 use driver::KsmDriverKind;
+use guest::GuestShape;
 use hostile_mix::HostileMixBenchmark;
+use large_guests::LargeGuestsBenchmark;
 use oom::OomBenchmark;
 use quiet_host::QuietHostBenchmark;
 use serde::Serialize;
@@ -57,6 +60,9 @@ pub struct DaemonBenchmarkArguments {
     /// Memory of a guest, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 128)]
     memory: u32,
+    /// Number of large guests, of 1.75 GiB each
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    large_guests: usize,
     /// Measure the daemon alone, without the policies beside it
     #[arg(long)]
     daemon_only: bool,
@@ -90,6 +96,8 @@ pub struct DaemonBenchmarkArguments {
 enum DaemonSection {
     /// QEMU guests that come and go
     Churn,
+    /// Large QEMU guests with the files of a common image in their page cache (an hour with all drivers)
+    LargeGuests,
     /// Programs with similar names and sizes, of which few have equal pages
     SimilarPrograms,
     /// A host without further changes
@@ -104,6 +112,7 @@ impl DaemonSection {
     fn name(self) -> &'static str {
         match self {
             Self::Churn => "churn",
+            Self::LargeGuests => "large-guests",
             Self::SimilarPrograms => "similar-programs",
             Self::Quiet => "quiet",
             Self::Hostile => "hostile",
@@ -202,6 +211,7 @@ impl DaemonSectionRecorder<'_> {
     fn measure_section(&self, section: DaemonSection) -> Result<Findings> {
         match section {
             DaemonSection::Churn => self.measure_churn(),
+            DaemonSection::LargeGuests => self.measure_large_guests(),
             DaemonSection::SimilarPrograms => self.measure_similar_programs(),
             DaemonSection::Quiet => self.measure_quiet_host(),
             DaemonSection::Hostile => self.measure_hostile_mix(),
@@ -237,6 +247,24 @@ impl DaemonSectionRecorder<'_> {
             write_findings(self.folder, DaemonSection::Churn, &findings, self.arguments.quick)?;
         }
         Ok(churn::build_findings(&churn, &runs))
+    }
+
+    fn measure_large_guests(&self) -> Result<Findings> {
+        let (guests, shape, timeout_seconds) = if self.arguments.quick {
+            (2, GuestShape::small(128), 60)
+        } else {
+            (self.arguments.large_guests, GuestShape { mib: 1792, shared_mib: 900, unique_mib: 600 }, 1800)
+        };
+        let timeout = Duration::from_secs(timeout_seconds);
+        let large = LargeGuestsBenchmark { guests, shape, timeout, pagefold: self.program.to_owned() };
+        let mut runs = Vec::new();
+        for driver in self.compared_drivers() {
+            eprintln!("large guests: {}", driver.name());
+            runs.push(large.run(driver, &self.daemon_log())?);
+            let findings = large_guests::build_findings(&large, &runs);
+            write_findings(self.folder, DaemonSection::LargeGuests, &findings, self.arguments.quick)?;
+        }
+        Ok(large_guests::build_findings(&large, &runs))
     }
 
     fn measure_similar_programs(&self) -> Result<Findings> {

@@ -3,7 +3,7 @@
 //! because it works a little.
 
 use super::driver::{DaemonProcess, KsmDriver};
-use super::guest::{ChurnGuest, GUEST_NAME_PREFIX};
+use super::guest::{ChurnGuest, GUEST_NAME_PREFIX, GuestShape};
 use super::hostile_mix::{ProgramFolder, count_merged_pages};
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use crate::merge::running_program::RunningProgram;
@@ -114,7 +114,7 @@ impl QuietHostBenchmark {
     /// Start the guests, and wait until each is ready.
     fn start_guests(&self) -> Result<Vec<(ChurnGuest, u32)>> {
         let start_guest = |number| {
-            let mut guest = ChurnGuest::start(number, self.guest_mib, false)?;
+            let mut guest = ChurnGuest::start(number, GuestShape::small(self.guest_mib), false)?;
             let pid = guest.wait_until_ready()?;
             Ok((guest, pid))
         };

@@ -1,7 +1,7 @@
 //! Measures all policies on one workload, in rounds, and derives table, samples, checks and chart.
 //!
-//! In each round the policies run in a random order, on fresh processes. Guided merging is compared with whole-process
-//! merging of the same round. The slow policies are measured once, in the first round, for a limited window. Beyond the
+//! In each round the policies run on fresh processes, in an order that is drawn. Guided merging is compared with
+//! whole-process merging of the same round. The slow policies are measured once, in the first round, for a limited window. Beyond the
 //! window their savings are extrapolated: a policy has saved as much as flat-out merging had saved after the same
 //! number of scanned pages, because all of them scan the same pages in the same order. The slow-down of a probe beside
 //! each policy is measured in rounds of its own, for slow policies only in the first of these.
@@ -12,12 +12,11 @@ use super::readings::KsmSample;
 use super::thresholds::{self, MergeMeasure};
 use super::trial::{PolicyTrial, TrialConditions, run_trial};
 use super::workloads::{MergeWorkload, SavingsGauge};
-use crate::findings::{Findings, MarkdownTable, SampleSpread};
+use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread};
+use crate::rounds::draw_orders;
 use anyhow::Result;
-use pagefold_labs::content::ContentOrigin;
 use pagefold_merge::decide::policy::HostObservation;
 use std::collections::BTreeMap;
-use std::time::SystemTime;
 
 const BYTES_PER_MIB: f64 = (1 << 20) as f64;
 const BYTES_PER_GIB: f64 = (1 << 30) as f64;
@@ -57,11 +56,9 @@ impl PolicyComparison {
             (true, true) => 1,
             (true, false) => PROBE_ROUNDS,
         };
-        for round in 1..=rounds + probes {
+        for (round, order) in (1..).zip(draw_orders(&MergePolicy::SLOW_FIRST, rounds + probes)) {
             let with_slow_policies = workload.all_policies && (round == 1 || round == rounds + 1);
-            let policies: Vec<MergePolicy> =
-                MergePolicy::SLOW_FIRST.into_iter().filter(|policy| with_slow_policies || !policy.is_slow()).collect();
-            for policy in shuffle(policies) {
+            for policy in order.into_iter().filter(|policy| with_slow_policies || !policy.is_slow()) {
                 eprint!("{} round {round}: {} ... ", workload.name, policy.name());
                 let trial = run_trial(&workload, policy, round, round > rounds, conditions)?;
                 let last = trial.last_sample();
@@ -267,19 +264,11 @@ impl PolicyComparison {
         ])
     }
 
-    /// The slowdown of the probe, with its range if it was measured more than once.
+    /// The slowdown of the probe, with its interval if it was measured more than once.
     fn format_slowdown(&self, policy: MergePolicy) -> String {
-        let slowdowns: Vec<f64> = self
-            .trials
-            .iter()
-            .filter(|trial| trial.policy == policy)
-            .filter_map(|trial| trial.probe_slowdown)
-            .collect();
-        match slowdowns[..] {
-            [] => "-".to_owned(),
-            [once] => format!("{:.1} %", once * 100.0),
-            _ => SampleSpread::from_samples(slowdowns).format_percent(),
-        }
+        let trials = self.trials.iter().filter(|trial| trial.policy == policy);
+        let relative_times = trials.filter_map(|trial| Some(1.0 + trial.probe_slowdown?));
+        PairedRatio::from_rounds(relative_times).map_or("-".to_owned(), PairedRatio::format_increase)
     }
 
     /// A note for each trial in which pagefold missed something.
@@ -350,7 +339,8 @@ impl PolicyComparison {
                  batches as measured; the advisor continues from its state in the kernel, as if ksmd had used no \
                  CPU before. Their CPU is that of flat-out merging after as many pages, plus the excess \
                  measured in that time. \"Probe slower\": a program of one thread beside it, in separate rounds, over \
-                 the time of merging: the median and its range; for the slow policies one value, over 10 s at most.",
+                 the time of merging: the geometric mean and its 95 % interval; for the slow policies one value, \
+                 over 10 s at most.",
                 self.describe_windows()
             ));
         }
@@ -407,15 +397,6 @@ fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {
         }
     }
     ends
-}
-
-/// The items in a random order.
-pub fn shuffle<T>(items: Vec<T>) -> Vec<T> {
-    let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
-    let order = ContentOrigin::from_names(&[&now.to_string()]);
-    let mut keyed: Vec<(u64, T)> = (0..).map(|i| order.random_number(i)).zip(items).collect();
-    keyed.sort_by_key(|(number, _)| *number);
-    keyed.into_iter().map(|(_, item)| item).collect()
 }
 
 #[cfg(test)]
@@ -532,14 +513,15 @@ mod tests {
     }
 
     #[test]
-    fn probe_slowdown_is_reported_with_its_range() {
+    fn probe_slowdown_is_reported_with_its_interval() {
         let mut comparison = sample_comparison();
-        for slow_down in [0.1, 0.3, 0.2] {
+        for slow_down in [0.0, 0.02_f64.exp_m1()] {
             let probed = sample_trial(MergePolicy::Guided, 0.5, 0.5, 1.0, 1000.0);
             comparison.trials.push(PolicyTrial { probe_slowdown: Some(slow_down), ..probed });
         }
         let guided = table_row(&comparison, MergePolicy::Guided);
-        assert_eq!((guided[1].as_str(), guided[13].as_str()), ("1", "20.0 % (10.0 to 30.0)"));
+        // Logarithms 0 and 0.02: the margin is 0.01 times the quantile 0.975 for one degree of freedom, 12.706.
+        assert_eq!((guided[1].as_str(), guided[13].as_str()), ("1", "1.0 % (-11.0 to 14.7)"));
         assert_eq!(table_row(&comparison, MergePolicy::Whole)[13], "-");
     }
 

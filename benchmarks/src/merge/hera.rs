@@ -12,7 +12,6 @@
 //! is the metadata of ksmd for each page it has scanned (`struct ksm_rmap_item`, 64 bytes; mm/ksm.c, 6.18), which no
 //! control group includes.
 
-use super::compare::shuffle;
 use super::policies::PagefoldProgram;
 use super::readings::{KsmCounters, ksmd_pid};
 use super::running_program::command_through_hold;
@@ -21,6 +20,7 @@ use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
 use super::writable_ksm_settings;
 use crate::chart::{self, text_style};
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use pagefold_labs::ksm::KsmTestGuard;
@@ -217,10 +217,9 @@ fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
 /// Run a case in all modes, round by round.
 pub fn measure_case(case: HeraCase, rounds: usize, conditions: &HeraConditions) -> Result<Vec<HeraRun>> {
     let mut runs: Vec<HeraRun> = Vec::new();
-    for round in 1..=rounds + conditions.extra_rounds {
-        let modes =
-            if round <= rounds { HeraMode::EVERY_MODE.to_vec() } else { vec![HeraMode::Plain, HeraMode::UserEngine] };
-        for mode in shuffle(modes) {
+    for (round, order) in (1..).zip(draw_orders(&HeraMode::EVERY_MODE, rounds + conditions.extra_rounds)) {
+        let is_measured = |mode: &HeraMode| round <= rounds || [HeraMode::Plain, HeraMode::UserEngine].contains(mode);
+        for mode in order.into_iter().filter(is_measured) {
             eprint!("{} round {round}: {} ... ", case.name, mode.name());
             let run = run_mode(case, mode, round, conditions)?;
             eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.mean_memory() / BYTES_PER_MIB);
@@ -367,18 +366,19 @@ fn pairs_with_plain(runs: &[HeraRun], mode: HeraMode) -> Vec<(&HeraRun, &HeraRun
     runs.iter().filter(|run| run.mode == mode).filter_map(|run| Some((run, plain(run.round)?))).collect()
 }
 
-/// The share of memory that a mode saves against plain, and its slow-down, over all rounds.
-fn memory_gain(runs: &[HeraRun], mode: HeraMode) -> SampleSpread {
-    SampleSpread::from_samples(
-        pairs_with_plain(runs, mode).iter().map(|(run, plain)| 1.0 - run.mean_memory() / plain.mean_memory()),
-    )
+/// A figure of a mode relative to plain. `None` without rounds that have both.
+fn ratio_to_plain(runs: &[HeraRun], mode: HeraMode, figure: impl Fn(&HeraRun) -> f64) -> Option<PairedRatio> {
+    PairedRatio::from_rounds(pairs_with_plain(runs, mode).iter().map(|(run, plain)| figure(run) / figure(plain)))
 }
 
-fn slowdown(runs: &[HeraRun], mode: HeraMode) -> (f64, Option<(f64, f64)>) {
-    let paired =
-        PairedRatio::from_rounds(pairs_with_plain(runs, mode).iter().map(|(run, plain)| run.seconds / plain.seconds));
-    let interval = paired.and_then(|paired| paired.interval).map(|(low, high)| (low - 1.0, high - 1.0));
-    (paired.map_or(f64::NAN, |paired| paired.ratio - 1.0), interval)
+/// The share of memory that a mode saves against plain.
+fn memory_gain(runs: &[HeraRun], mode: HeraMode) -> f64 {
+    ratio_to_plain(runs, mode, HeraRun::mean_memory).map_or(f64::NAN, PairedRatio::decrease)
+}
+
+/// The share by which a mode is slower than plain.
+fn slowdown(runs: &[HeraRun], mode: HeraMode) -> f64 {
+    ratio_to_plain(runs, mode, |run| run.seconds).map_or(f64::NAN, PairedRatio::increase)
 }
 
 /// The table, the checks and the samples of a case.
@@ -386,7 +386,6 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
     let mut findings = Findings::new(
         "case,round,mode,seconds,memory_bytes,metadata_bytes,faults,ksmd_cpu_seconds,pagefold_cpu_seconds",
     );
-    let percent = |share: f64| format!("{:+.1} %", share * 100.0);
     let mut table = MarkdownTable::new(
         case.title,
         &[
@@ -396,7 +395,6 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
             "in the second half",
             "run s",
             "slower",
-            "95 % interval",
             "faults",
             "ksmd CPU s",
             "pagefold CPU s",
@@ -407,23 +405,17 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
         let median = |value: &dyn Fn(&HeraRun) -> f64| {
             SampleSpread::from_samples(pairs_with_plain(runs, mode).iter().map(|(run, _)| value(run))).median
         };
-        let later = SampleSpread::from_samples(
-            pairs_with_plain(runs, mode)
-                .iter()
-                .map(|(run, plain)| 1.0 - run.mean_later_memory() / plain.mean_later_memory()),
-        );
-        let (slowdown_mean, interval) = slowdown(runs, mode);
-        let unless_plain = |words: String| if mode == HeraMode::Plain { "-".to_owned() } else { words };
+        let relative = |figure: &dyn Fn(&HeraRun) -> f64, format: fn(PairedRatio) -> String| {
+            let ratio = ratio_to_plain(runs, mode, figure).filter(|_| mode != HeraMode::Plain);
+            ratio.map_or("-".to_owned(), format)
+        };
         table.rows.push(vec![
             mode.name(),
             format!("{:.0}", median(&HeraRun::mean_memory) / BYTES_PER_MIB),
-            unless_plain(memory_gain(runs, mode).format_percent()),
-            unless_plain(later.format_percent()),
+            relative(&HeraRun::mean_memory, PairedRatio::format_decrease),
+            relative(&HeraRun::mean_later_memory, PairedRatio::format_decrease),
             format!("{:.1}", median(&|run| run.seconds)),
-            unless_plain(percent(slowdown_mean)),
-            unless_plain(
-                interval.map_or("-".to_owned(), |(low, high)| format!("{} to {}", percent(low), percent(high))),
-            ),
+            relative(&|run| run.seconds, PairedRatio::format_increase),
             format!("{:.0}", median(&|run| run.last_sample().faults as f64)),
             format!("{:.2}", median(&|run| run.ksmd_seconds)),
             format!("{:.2}", median(&|run| run.last_sample().pagefold_seconds)),
@@ -432,8 +424,9 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
     }
     table.notes.push(format!(
         "`hera {}`. Memory is the mean over the run, of the whole job, with the engine's store and index and ksmd's \
-         metadata; savings and slow-down are against the plain run of the same round. The engine had a bound of \
-         {:.1} %, with the allowance of {} s available at the start; guided merging had one of {} % of a CPU. \
+         metadata; savings and slow-down are against the plain run of the same round, with 95 % intervals. The engine \
+         had a bound of {:.1} %, with the allowance of {} s available at the start; guided merging had one of {} % of \
+         a CPU. \
          \"engine s\" is its time on the slowest rank. {} of {} rounds had plain and engine only. All \
          modes computed the same to the last bit.",
         case.arguments,
@@ -467,9 +460,8 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
 fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> {
     let percent = |share: f64| format!("{:.1} %", share * 100.0);
     let name = case.name;
-    let (engine, blocks) =
-        (memory_gain(runs, HeraMode::UserEngine).median, memory_gain(runs, HeraMode::BlockIndirection).median);
-    let slower = slowdown(runs, HeraMode::UserEngine).0;
+    let (engine, blocks) = (memory_gain(runs, HeraMode::UserEngine), memory_gain(runs, HeraMode::BlockIndirection));
+    let slower = slowdown(runs, HeraMode::UserEngine);
     let mut bars = vec![
         ThresholdCheck {
             claim: format!(
@@ -484,13 +476,13 @@ fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> 
             measured: format!(
                 "{}; the indirection by {}",
                 percent(slower),
-                percent(slowdown(runs, HeraMode::BlockIndirection).0)
+                percent(slowdown(runs, HeraMode::BlockIndirection))
             ),
             met: slower <= MAX_ENGINE_SLOWDOWN,
         },
     ];
     for mode in HeraMode::EVERY_MODE.into_iter().filter(|mode| mode.uses_ksmd()) {
-        let (mode_gain, mode_slowdown) = (memory_gain(runs, mode).median, slowdown(runs, mode).0);
+        let (mode_gain, mode_slowdown) = (memory_gain(runs, mode), slowdown(runs, mode));
         bars.push(ThresholdCheck {
             claim: format!("{name}: the engine saves more than {} and slows down less", mode.name()),
             measured: format!(
@@ -582,8 +574,10 @@ mod tests {
             sample_run(HeraMode::UserEngine, 1, 101.0, 750.0),
             sample_run(HeraMode::UserEngine, 2, 202.0, 1500.0),
         ]);
-        let gain = memory_gain(&runs, HeraMode::UserEngine);
-        assert!((gain.min - 0.25).abs() < 1e-9 && (gain.max - 0.25).abs() < 1e-9, "{gain:?}");
-        assert!((slowdown(&runs, HeraMode::UserEngine).0 - 0.01).abs() < 1e-9);
+        let gain = ratio_to_plain(&runs, HeraMode::UserEngine, HeraRun::mean_memory).unwrap();
+        let (low, high) = gain.interval.unwrap();
+        assert!((low - 0.75).abs() < 1e-9 && (high - 0.75).abs() < 1e-9, "{gain:?}");
+        assert!((memory_gain(&runs, HeraMode::UserEngine) - 0.25).abs() < 1e-9);
+        assert!((slowdown(&runs, HeraMode::UserEngine) - 0.01).abs() < 1e-9);
     }
 }

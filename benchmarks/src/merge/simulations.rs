@@ -36,7 +36,6 @@
 //! Memory is `rss` of memory.stat in a control group of version 1, or `anon` in version 2. It falls by exactly the
 //! frames that merging frees, and costs nothing to read.
 
-use super::compare::shuffle;
 use super::policies::PagefoldProgram;
 use super::readings::{KsmCounters, cpu_seconds, ksmd_pid};
 use super::running_program::command_through_hold;
@@ -45,6 +44,7 @@ use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
 use super::workloads::lab_file;
 use super::writable_ksm_settings;
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use anyhow::{Context, Result, ensure};
 use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
 use pagefold_labs::ksm::KsmTestGuard;
@@ -167,8 +167,8 @@ pub fn measure_code(code: SimulationCode, rounds: usize, conditions: &Simulation
     let mut findings =
         Findings::new("code,round,mode,seconds,memory_bytes,faults,ksmd_cpu_seconds,pagefold_cpu_seconds");
     let mut runs: Vec<SimulationRun> = Vec::new();
-    for round in 1..=rounds {
-        for mode in shuffle(SimulationMode::modes_of(code)) {
+    for (round, order) in (1..).zip(draw_orders(&SimulationMode::modes_of(code), rounds)) {
+        for mode in order {
             eprint!("{} round {round}: {} ... ", code.name, mode.name());
             let run = run_code(code, mode, round, conditions, &mut findings.samples)?;
             eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.mean_memory / BYTES_PER_MIB);
@@ -232,17 +232,18 @@ impl SimulationRuns<'_> {
         in_mode.filter_map(|run| Some(figure(run, off(run.round)?))).collect()
     }
 
-    fn slowdowns(&self, mode: SimulationMode) -> Vec<f64> {
-        self.figures(mode, |run, off| run.seconds / off.seconds)
+    /// A figure relative to runs without merging. `None` without rounds.
+    fn ratio_to_off(&self, mode: SimulationMode, figure: fn(&SimulationRun) -> f64) -> Option<PairedRatio> {
+        PairedRatio::from_rounds(self.figures(mode, |run, off| figure(run) / figure(off)))
     }
 
-    fn mean_savings(&self, mode: SimulationMode) -> Vec<f64> {
-        self.figures(mode, |run, off| 1.0 - run.mean_memory / off.mean_memory)
+    fn relative_time(&self, mode: SimulationMode) -> Option<PairedRatio> {
+        self.ratio_to_off(mode, |run| run.seconds)
     }
 
-    /// Savings in the last quarter of the runs.
-    fn lasting_savings(&self, mode: SimulationMode) -> Vec<f64> {
-        self.figures(mode, |run, off| 1.0 - run.mean_late_memory / off.mean_late_memory)
+    /// Memory in the last quarter of the runs.
+    fn lasting_memory(&self, mode: SimulationMode) -> Option<PairedRatio> {
+        self.ratio_to_off(mode, |run| run.mean_late_memory)
     }
 
     fn build_table(&self, cpu_percent: u32, cpus: usize) -> MarkdownTable {
@@ -251,8 +252,7 @@ impl SimulationRuns<'_> {
             &[
                 "mode",
                 "run s",
-                "relative to off",
-                "95 % interval",
+                "slower",
                 "memory MiB",
                 "saved on average",
                 "in the last quarter",
@@ -268,7 +268,8 @@ impl SimulationRuns<'_> {
         };
         let result = self.runs.first().map_or("", |run| &run.result).split_whitespace().collect::<Vec<_>>().join(" ");
         table.notes.push(format!(
-            "Geometric means of the ratios within rounds. Results agree {agreement}: {result}. Guided is repeated while \
+            "Slowdown and savings are geometric means of the ratios to the run without merging of the same round, with \
+             95 % intervals. Results agree {agreement}: {result}. Guided is repeated while \
              the program runs, within {cpu_percent} % of one of {cpus} CPUs, by `pagefold run`, whose own memory is \
              counted too."
         ));
@@ -279,30 +280,16 @@ impl SimulationRuns<'_> {
         let median = |value: fn(&SimulationRun) -> f64| {
             SampleSpread::from_samples(self.figures(mode, |run, _| value(run))).median
         };
-        let percent = |ratio: f64| format!("{:+.1} %", (ratio - 1.0) * 100.0);
-        // Figures relative to runs without merging.
-        let [relative, interval, mean_savings, lasting_savings] = if mode == SimulationMode::Off {
-            ["-"; 4].map(str::to_owned)
-        } else {
-            let slowdown = PairedRatio::from_rounds(self.slowdowns(mode));
-            let interval = slowdown.and_then(|slowdown| slowdown.interval);
-            let interval = interval.map(|(low, high)| format!("{} to {}", percent(low), percent(high)));
-            let spread = |savings| SampleSpread::from_samples(savings).format_percent();
-            [
-                slowdown.map_or("-".to_owned(), |slowdown| percent(slowdown.ratio)),
-                interval.unwrap_or_else(|| "-".to_owned()),
-                spread(self.mean_savings(mode)),
-                spread(self.lasting_savings(mode)),
-            ]
+        let relative = |ratio: Option<PairedRatio>, format: fn(PairedRatio) -> String| {
+            ratio.filter(|_| mode != SimulationMode::Off).map_or("-".to_owned(), format)
         };
         vec![
             mode.name(),
             format!("{:.1}", median(|run| run.seconds)),
-            relative,
-            interval,
+            relative(self.relative_time(mode), PairedRatio::format_increase),
             format!("{:.0}", median(|run| run.mean_memory) / BYTES_PER_MIB),
-            mean_savings,
-            lasting_savings,
+            relative(self.ratio_to_off(mode, |run| run.mean_memory), PairedRatio::format_decrease),
+            relative(self.lasting_memory(mode), PairedRatio::format_decrease),
             format!("{:.0}", median(|run| run.faults as f64)),
             format!("{:.2}", median(|run| run.ksmd_seconds)),
             format!("{:.2}", median(|run| run.pagefold_seconds)),
@@ -312,9 +299,8 @@ impl SimulationRuns<'_> {
     fn build_checks(&self, cpu_percent: u32, cpus: usize) -> Vec<ThresholdCheck> {
         let SimulationCode { name, is_held_out, .. } = self.code;
         let max_slowdown = f64::from(cpu_percent) / 100.0 / cpus as f64 + MAX_SIMULATION_SLOWDOWN;
-        let slowdown = PairedRatio::from_rounds(self.slowdowns(SimulationMode::Guided));
-        let slowdown = slowdown.map_or(f64::NAN, |slowdown| slowdown.ratio - 1.0);
-        let lasting = |mode| SampleSpread::from_samples(self.lasting_savings(mode)).median;
+        let slowdown = self.relative_time(SimulationMode::Guided).map_or(f64::NAN, PairedRatio::increase);
+        let lasting = |mode| self.lasting_memory(mode).map_or(f64::NAN, PairedRatio::decrease);
         let whole = self.code.whole_pages_to_scan.iter().map(|&pages| lasting(SimulationMode::Whole(pages)));
         let best_whole = whole.fold(0.0, f64::max);
         let guided = lasting(SimulationMode::Guided);

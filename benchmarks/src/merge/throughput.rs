@@ -16,11 +16,11 @@
 //! The processes run the engine's `examples/member`, which fills memory on command. The time of a merge that runs alone
 //! is the time that the member reports.
 
-use super::compare::shuffle;
 use super::readings::{KsmCounters, ksmd_pid};
 use super::running_program::command_through_hold;
 use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
 use crate::findings::{Findings, MarkdownTable, PairedRatio, SampleSpread, ThresholdCheck};
+use crate::rounds::draw_orders;
 use anyhow::{Context, Result, ensure};
 use pagefold_labs::ksm::KsmTestGuard;
 use std::io::{BufRead, BufReader, Write};
@@ -129,9 +129,9 @@ impl ThroughputTrial {
 pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
     let pages = if quick { 2048 } else { 16_384 };
     let mut trials = Vec::new();
-    for round in 1..=rounds {
+    for (round, order) in (1..).zip(draw_orders(&ThroughputMethod::EVERY_METHOD, rounds)) {
         for memory in ThroughputMemory::all_shapes(pages) {
-            for method in shuffle(ThroughputMethod::EVERY_METHOD.to_vec()) {
+            for &method in &order {
                 let trial = run_trial(memory, method, round)?;
                 eprintln!(
                     "round {round}: {} processes, {} pages{}, {}: {:.2} GB/s",

@@ -2,12 +2,13 @@
 
 use crate::decide::noise::{EnvironmentReadings, NoiseFlag, ReadingKind, judge_start};
 use pagefold_host::Host;
+use pagefold_host::ksmd_thread::KsmdThread;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What a host is, as far as it matters to a measurement. A field that the host does not tell is absent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -106,7 +107,7 @@ fn find_git_commit(host: &dyn Host, path: &Path) -> Option<String> {
 pub struct BlockEnvironment {
     /// Share of CPU time that the hypervisor withheld.
     pub steal: Option<f64>,
-    /// CPU seconds of other processes per second.
+    /// CPU seconds of other processes per second, without those of ksmd, which an arm may start.
     pub neighbor_cpus: Option<f64>,
     /// Share of time in which a task waited for a CPU.
     pub cpu_pressure: Option<f64>,
@@ -162,6 +163,8 @@ pub struct EnvironmentCounters {
     taken: Instant,
     /// Busy, stolen and all CPU time in ticks.
     cpu: Option<(u64, u64, u64)>,
+    /// CPU time of ksmd; zero if there is none.
+    ksmd: Duration,
     /// Microseconds of waiting: CPU, memory, storage.
     pressure: [Option<u64>; 3],
 }
@@ -182,6 +185,7 @@ impl EnvironmentCounters {
         Self {
             taken: host.now(),
             cpu: text("proc/stat").and_then(|text| parse_cpu_times(&text)),
+            ksmd: KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()).unwrap_or_default(),
             pressure: ["cpu", "memory", "io"].map(pressure),
         }
     }
@@ -190,6 +194,7 @@ impl EnvironmentCounters {
     #[must_use]
     pub fn readings_since(&self, host: &dyn Host, own_cpu_seconds: f64) -> BlockEnvironment {
         let now = Self::read(host);
+        let own_cpu_seconds = own_cpu_seconds + now.ksmd.saturating_sub(self.ksmd).as_secs_f64();
         let seconds = now.taken.saturating_duration_since(self.taken).as_secs_f64().max(1e-3);
         let cpu = self.cpu.zip(now.cpu).map(|(before, after)| {
             let all = after.2.saturating_sub(before.2).max(1) as f64;
@@ -258,6 +263,27 @@ mod tests {
         assert_eq!(readings.steal, Some(0.1));
         assert_eq!((readings.neighbor_cpus, readings.memory_pressure), (Some(0.0), None));
         assert_eq!(readings.cpu_pressure, Some(0.0));
+    }
+
+    #[test]
+    fn ksmd_is_no_neighbor() {
+        let host = FakeHost::booted();
+        host.enable_virtual_time();
+        // A kernel thread, with its user and system ticks.
+        let run = |ticks: u64| {
+            host.put_file(
+                "proc/30/stat",
+                &format!("30 (ksmd) S 2 0 0 0 -1 2129984 0 0 0 0 0 {ticks} 0 0 25 5 1 0 6\n"),
+            );
+            host.put_file("proc/stat", &format!("cpu  {} 0 0 1000 0 0 0 0 0 0\n", 50 + 3 * ticks));
+        };
+        run(0);
+        let before = EnvironmentCounters::read(&host);
+        run(100);
+        host.sleep(Duration::from_secs(1));
+        let readings = before.readings_since(&host, 0.5);
+        let neighbors = readings.neighbor_cpus.unwrap();
+        assert!((neighbors - 1.5).abs() < 1e-6, "three CPUs less one of ksmd and half a one of its own: {neighbors}");
     }
 
     #[test]

@@ -13,7 +13,10 @@
 //!   one of eight.
 //! - All other pages are read, as are new pages and pages that have a duplicate.
 //! - A process that has neither run nor had a page fault since its last scan has changed nothing. This is assumed for
-//!   at most one hour, because other processes may write to its memory.
+//!   at most one hour, because other processes may write to its memory. It is not assumed of a process that is scanned
+//!   in parts, because these were read at different times.
+//!
+//! A scan of a part of a process leaves the cached pages of its other parts as they are.
 //!
 //! A cached fingerprint alone decides nothing. A page that may have a duplicate among the scanned pages is read before
 //! it counts, together with its block. A page that was not read is not enrolled. A page with a changed content is not
@@ -29,9 +32,9 @@
 use crate::foreign_processes::MAX_CACHE_AGE;
 use crate::index::{IndexEntry, PageIndex, PageMark, RegionPages};
 use crate::range_selection::each_page;
-use crate::scan_scope::{ScanScope, Subject, read_method};
+use crate::scan_scope::{ScanPart, ScanScope, Subject, read_method};
 use pagefold_base::splitmix::splitmix64;
-use pagefold_base::{Fingerprint, PageClass, Pages, ProcessId};
+use pagefold_base::{AddressRange, Fingerprint, PageClass, Pages, ProcessId};
 use pagefold_host::ReadMethod;
 use pagefold_host::activity::ActivityCounters;
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,9 +67,7 @@ pub(crate) struct FingerprintCache {
 }
 
 struct CachedProcess {
-    /// Number of scans in which the process was not inactive.
-    active_scans: u64,
-    /// Its activity before it was read.
+    /// Its activity before it was read, if it was scanned whole.
     activity: Option<ActivityCounters>,
     /// Time of the last scan in which it was not taken to be inactive.
     last_active_scan: Instant,
@@ -107,6 +108,8 @@ struct PageBlock {
     /// In how many scans in a row the block was unchanged, without volatile pages; at most
     /// [`MAX_FULL_READ_INTERVAL_LOG2`].
     unchanged_scans: u8,
+    /// Number of scans in which the process was not inactive, modulo 256.
+    active_scans: u8,
 }
 
 /// The pages of a block whose content differs from the cached one, and those with the same content.
@@ -197,9 +200,12 @@ impl FingerprintCache {
             is_cacheable(subject, read_method(&subject.regions[pages.region].0))
         };
         let regions: Vec<RegionPages> = index.regions().filter(has_cacheable_pages).collect();
+        let mut other_parts: Vec<Option<CachedProcess>> = Vec::new();
         for (position, subject) in scope.subjects.iter().enumerate() {
             let process = subject.process.id;
-            let previous = if subject.is_foreign { None } else { self.processes.remove(&process) };
+            let scanned = index.scanned_ranges(position);
+            let is_whole = *scanned == [ScanPart::WHOLE.range];
+            let mut previous = if subject.is_foreign { None } else { self.processes.remove(&process) };
             let activity = scope.activity.get(&process);
             let is_inactive = previous.as_ref().is_some_and(|cached| self.is_inactive(cached, activity));
             let is_recorded = !subject.is_foreign && !unread.contains(&position);
@@ -210,21 +216,43 @@ impl FingerprintCache {
                 let (blocks, unread_pages) =
                     cacheable_blocks(index, subject_regions.map(|pages| &pages.ordinals), previous, &mut cacheable);
                 self.reused_pages.insert(process, unread_pages);
-                let (active_scans, last_active_scan) = previous.map_or((0, self.census_time), |(cached, _)| {
-                    (cached.active_scans + u64::from(!is_inactive), cached.last_active_scan)
-                });
+                let last_active_scan = previous.map_or(self.census_time, |(cached, _)| cached.last_active_scan);
                 let last_active_scan = if is_inactive { last_active_scan } else { self.census_time };
                 CachedProcess {
-                    active_scans,
-                    activity: activity.copied(),
+                    activity: activity.copied().filter(|_| is_whole || is_inactive),
                     last_active_scan,
                     blocks,
                     half_fingerprints: Vec::new(),
                     comparisons: OnceLock::new(),
                 }
             }));
+            if let Some(cached) = &mut previous {
+                for range in scanned.iter().rev() {
+                    cached.remove_range(*range, index.page_bytes());
+                }
+            }
+            other_parts.push(previous.filter(|cached| !cached.blocks.is_empty()));
         }
         cacheable.compute_counts();
+        self.store_fingerprints(scope, index, &cacheable, &mut new_processes);
+        for ((cached, others), subject) in new_processes.into_iter().zip(other_parts).zip(&scope.subjects) {
+            let joined = match (others, cached) {
+                (Some(others), Some(cached)) => Some(others.with_scanned(cached)),
+                (others, cached) => others.or(cached),
+            };
+            let nonempty = joined.filter(|cached| !cached.blocks.is_empty());
+            self.processes.extend(nonempty.map(|cached| (subject.process.id, cached)));
+        }
+    }
+
+    /// Store the fingerprints of cacheable pages. The index drops its unique entries.
+    fn store_fingerprints(
+        &mut self,
+        scope: &ScanScope,
+        index: &mut PageIndex,
+        cacheable: &CacheablePages,
+        new_processes: &mut [Option<CachedProcess>],
+    ) {
         let first_positions: Vec<usize> = (0..new_processes.len())
             .map(|subject| cacheable.count_before(index.subject_ordinals(subject).start))
             .collect();
@@ -256,10 +284,6 @@ impl FingerprintCache {
         index.entries.iter().for_each(|entry| store_entry(index, *entry));
         for &(ordinal, half) in &cacheable.assumed_volatile {
             store_half(index, ordinal, half);
-        }
-        for (cached, subject) in new_processes.into_iter().zip(&scope.subjects) {
-            let nonempty = cached.filter(|cached| !cached.blocks.is_empty());
-            self.processes.extend(nonempty.map(|cached| (subject.process.id, cached)));
         }
     }
 }
@@ -318,10 +342,10 @@ fn cacheable_blocks<'a>(
 
 impl PageBlock {
     /// The pages that are assumed to be volatile and are not read in this scan; none if the process is inactive.
-    fn assumed_volatile_pages(&self, active_scans: u64, is_inactive: bool) -> u64 {
+    fn assumed_volatile_pages(&self, is_inactive: bool) -> u64 {
         let [low, high] = self.change_counts;
         let unless_due = |pages: u64, interval_log2: u8| {
-            if is_inactive || self.is_read_due(active_scans, interval_log2) { 0 } else { pages }
+            if is_inactive || self.is_read_due(interval_log2) { 0 } else { pages }
         };
         unless_due(high & !low, VOLATILE_READ_INTERVAL_LOG2[0]) | unless_due(high & low, VOLATILE_READ_INTERVAL_LOG2[1])
     }
@@ -333,8 +357,8 @@ impl PageBlock {
 
     /// Whether a read with an interval of `2^interval_log2` scans is due. The due scans of different blocks are spread
     /// out.
-    fn is_read_due(&self, active_scans: u64, interval_log2: u8) -> bool {
-        splitmix64(self.block_number).wrapping_add(active_scans).is_multiple_of(1 << interval_log2)
+    fn is_read_due(&self, interval_log2: u8) -> bool {
+        splitmix64(self.block_number).wrapping_add(self.active_scans.into()).is_multiple_of(1 << interval_log2)
     }
 
     /// Updates the counters from the previous state of the block, the comparison of this scan and the pages that
@@ -347,6 +371,7 @@ impl PageBlock {
         let incremented = changed & !(low & high);
         let counts = [low ^ incremented, high | low & incremented];
         self.change_counts = counts.map(|bits| bits & !same & self.cached_pages);
+        self.active_scans = previous.active_scans.wrapping_add(u8::from(!is_inactive));
         self.unchanged_scans = match changed & previous.stable_pages() | volatile {
             0 if same & previous.stable_pages() != 0 => (previous.unchanged_scans + 1).min(MAX_FULL_READ_INTERVAL_LOG2),
             0 if is_inactive => previous.unchanged_scans,
@@ -356,6 +381,46 @@ impl PageBlock {
 }
 
 impl CachedProcess {
+    /// Removes the blocks within a range that begins and ends between two blocks.
+    fn remove_range(&mut self, range: AddressRange, page_bytes: u64) {
+        let block_bytes = page_bytes * PAGES_PER_BLOCK;
+        let first = self.blocks.partition_point(|block| block.block_number < range.start / block_bytes);
+        let end = self.blocks.partition_point(|block| block.block_number < range.end.div_ceil(block_bytes));
+        let (first_fingerprint, end_fingerprint) = (self.first_fingerprint(first), self.first_fingerprint(end));
+        self.half_fingerprints.drain(first_fingerprint..end_fingerprint);
+        self.blocks.drain(first..end);
+        self.blocks[first..]
+            .iter_mut()
+            .for_each(|block| block.first_fingerprint -= (end_fingerprint - first_fingerprint) as u32);
+        self.half_fingerprints.shrink_to_fit();
+    }
+
+    /// Adds the blocks of `scanned`, between which there are none of these, and takes its activity.
+    fn with_scanned(mut self, scanned: Self) -> Self {
+        let mut rest = &scanned.blocks[..];
+        while let Some(first) = rest.first() {
+            let position = self.blocks.partition_point(|block| block.block_number < first.block_number);
+            let next = self.blocks.get(position).map_or(u64::MAX, |block| block.block_number);
+            let (added, after) = rest.split_at(rest.partition_point(|block| block.block_number < next));
+            let start = first.first_fingerprint;
+            let end = after.first().map_or(scanned.half_fingerprints.len() as u32, |block| block.first_fingerprint);
+            let offset = self.first_fingerprint(position) as u32;
+            let halves = scanned.half_fingerprints[start as usize..end as usize].iter().copied();
+            self.half_fingerprints.splice(offset as usize..offset as usize, halves);
+            self.blocks[position..].iter_mut().for_each(|block| block.first_fingerprint += end - start);
+            let moved =
+                |block: &PageBlock| PageBlock { first_fingerprint: block.first_fingerprint - start + offset, ..*block };
+            self.blocks.splice(position..position, added.iter().map(moved));
+            rest = after;
+        }
+        Self { blocks: self.blocks, half_fingerprints: self.half_fingerprints, ..scanned }
+    }
+
+    /// Position of the first half fingerprint of a block, or the number of all of them.
+    fn first_fingerprint(&self, block: usize) -> usize {
+        self.blocks.get(block).map_or(self.half_fingerprints.len(), |block| block.first_fingerprint as usize)
+    }
+
     /// Half the fingerprint of a cached page.
     fn half_fingerprint(&self, block: &PageBlock, bit: u64) -> u32 {
         self.half_fingerprints[(block.first_fingerprint + (block.cached_pages & (bit - 1)).count_ones()) as usize]
@@ -400,10 +465,7 @@ impl CachedPages<'_> {
     pub fn assumed_volatile(&self) -> impl Iterator<Item = u32> + '_ {
         self.pages
             .iter()
-            .filter(|page| {
-                self.block_of_page(page).assumed_volatile_pages(self.process.active_scans, self.is_inactive) & page.bit
-                    != 0
-            })
+            .filter(|page| self.block_of_page(page).assumed_volatile_pages(self.is_inactive) & page.bit != 0)
             .map(|page| page.ordinal)
     }
 
@@ -413,7 +475,7 @@ impl CachedPages<'_> {
         let blocks = self.unchanged_blocks().filter(|_| !self.is_inactive);
         blocks.flat_map(|(block, _, pages)| {
             let (random, count) =
-                (splitmix64(block.block_number ^ splitmix64(self.process.active_scans)), pages.len() as u64);
+                (splitmix64(block.block_number ^ splitmix64(block.active_scans.into())), pages.len() as u64);
             (0..PROBED_PAGES_PER_BLOCK.min(count)).map(move |i| {
                 pages[((i * count + random % count) / PROBED_PAGES_PER_BLOCK.min(count)) as usize].ordinal
             })
@@ -452,7 +514,7 @@ impl CachedPages<'_> {
             let (block, comparison) =
                 (self.block_of_page(&pages[0]), &self.process.comparisons()[pages[0].block as usize]);
             let changed = comparison.changed.load(Ordering::Relaxed) & block.stable_pages();
-            let is_unchanged = changed == 0 && !block.is_read_due(self.process.active_scans, block.unchanged_scans);
+            let is_unchanged = changed == 0 && !block.is_read_due(block.unchanged_scans);
             let stable_pages =
                 || pages.iter().filter(|page| block.stable_pages() & page.bit != 0).copied().collect::<Vec<_>>();
             (self.is_inactive || is_unchanged)

@@ -2,8 +2,8 @@
 //! its run. A page that shares the frame of an earlier page takes 8 more.
 
 use crate::Error;
-use crate::scan_scope::{ScanScope, Subject, read_method};
-use pagefold_base::{Absent, Fingerprint, PageClass, Pfn, Reading};
+use crate::scan_scope::{ScanPart, ScanScope, Subject, read_method};
+use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pfn, Reading};
 use pagefold_host::{Host, PageRun, ReadMethod};
 use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
@@ -203,6 +203,8 @@ pub struct PageIndex {
     /// Pages that other processes map too, but whose frames cannot be read.
     pub(crate) unknown_shared_frames: u64,
     unlisted_subjects: Vec<(usize, Absent)>,
+    /// The addresses of each subject that were listed, ascending and disjoint.
+    scanned_ranges: Vec<Vec<AddressRange>>,
 }
 
 /// Consecutive pages of one subject that are read by one method.
@@ -230,6 +232,13 @@ pub struct RegionPages {
 /// Pages of a unit: 64 MiB of base pages, which takes some milliseconds to read.
 const PAGES_PER_UNIT: u32 = 1 << 14;
 
+/// Parts end at multiples of this many pages: 2 MiB of pages of 4 KiB. It is a multiple of what the fingerprint cache
+/// and huge pages of x86-64 divide memory into.
+pub const PART_STEP_PAGES: u64 = 512;
+
+/// Steps that are listed at a time: 1 GiB of pages of 4 KiB.
+const STEPS_PER_LISTING: u64 = 512;
+
 /// Entries dropped at a time: 1.5 MiB.
 const ENTRIES_PER_RELEASE: usize = 1 << 17;
 
@@ -249,6 +258,7 @@ impl PageIndex {
             repeated_frames: Vec::new(),
             unknown_shared_frames: 0,
             unlisted_subjects: Vec::new(),
+            scanned_ranges: Vec::new(),
         }
     }
 
@@ -263,8 +273,14 @@ impl PageIndex {
             for (i, (subject, runs)) in subjects.iter().zip(runs_by_subject).enumerate() {
                 let position = chunk * 64 + i;
                 match runs {
-                    Ok(runs) => pages = index.add_runs(position, subject, &runs, pages),
-                    Err(why) => index.unlisted_subjects.push((position, why)),
+                    Ok((runs, scanned)) => {
+                        pages = index.add_runs(position, subject, &runs, pages);
+                        index.scanned_ranges.push(scanned);
+                    }
+                    Err(why) => {
+                        index.unlisted_subjects.push((position, why));
+                        index.scanned_ranges.push(subject.parts.iter().map(|part| part.range).collect());
+                    }
                 }
                 if pages > u64::from(u32::MAX) {
                     return Err(Error::TooManyPages(pages));
@@ -340,6 +356,12 @@ impl PageIndex {
     /// Subjects whose pages could not be listed, with the reason.
     pub fn unlisted_subjects(&self) -> &[(usize, Absent)] {
         &self.unlisted_subjects
+    }
+
+    /// The addresses of a subject that were listed, ascending and disjoint. They are all addresses of a process that is
+    /// scanned whole; a part ends where the next one begins.
+    pub fn scanned_ranges(&self, subject: usize) -> &[AddressRange] {
+        &self.scanned_ranges[subject]
     }
 
     /// The position of the subject that a page belongs to.
@@ -500,18 +522,50 @@ impl PageIndex {
     }
 }
 
-/// The resident pages of the regions of a subject that KSM can take.
-fn list_resident_runs(host: &dyn Host, subject: &Subject) -> Reading<Vec<PageRun>> {
-    let ranges: Vec<_> = subject
-        .regions
-        .iter()
-        .filter(|(region, reason)| reason.is_none() && region.anonymous.0 > 0)
-        .map(|(region, _)| region.range)
-        .collect();
-    if ranges.is_empty() {
-        return Ok(Vec::new());
+/// The resident pages of the parts of a subject, in regions that KSM can take, and the addresses that they cover.
+fn list_resident_runs(host: &dyn Host, subject: &Subject) -> Reading<(Vec<PageRun>, Vec<AddressRange>)> {
+    let (mut runs, mut scanned) = (Vec::new(), Vec::<AddressRange>::new());
+    for part in &subject.parts {
+        let start = scanned.last().map_or(part.range.start, |last| last.end.max(part.range.start));
+        let range = AddressRange { start, end: part.range.end };
+        let (part_runs, end) = list_part(host, subject, ScanPart { range, ..*part })?;
+        runs.extend(part_runs);
+        scanned.extend(Some(AddressRange { start, end }).filter(|range| range.start < range.end));
     }
-    pagefold_host::hold(host, subject.process.id)?.resident(&ranges)
+    Ok((runs, scanned))
+}
+
+/// The resident pages of a part, and the address at which it ends.
+fn list_part(host: &dyn Host, subject: &Subject, part: ScanPart) -> Reading<(Vec<PageRun>, u64)> {
+    let eligible = subject.regions.iter().filter(|(region, reason)| reason.is_none() && region.anonymous.0 > 0);
+    let ranges: Vec<_> = eligible.filter_map(|(region, _)| region.range.overlap(part.range)).collect();
+    if ranges.is_empty() {
+        return Ok((Vec::new(), part.range.end));
+    }
+    let handle = pagefold_host::hold(host, subject.process.id)?;
+    if part.max_bytes == ScanPart::WHOLE.max_bytes {
+        return Ok((handle.resident(&ranges)?, part.range.end));
+    }
+    let page_bytes = host.page_size().bytes();
+    let (step_bytes, max_pages) = (PART_STEP_PAGES * page_bytes, part.max_bytes.0 / page_bytes);
+    let (mut runs, mut pages) = (Vec::new(), 0);
+    // The page tables of the rest of the process are not walked.
+    for range in ranges.iter().flat_map(|range| range.cut_at_multiples(STEPS_PER_LISTING * step_bytes)) {
+        for run in handle.resident(&[range])? {
+            let end = run.address + u64::from(run.pages) * page_bytes;
+            for step in (AddressRange { start: run.address, end }).cut_at_multiples(step_bytes) {
+                let is_new_step = step.start.is_multiple_of(step_bytes)
+                    || runs.last().is_none_or(|last: &PageRun| last.address / step_bytes != step.start / step_bytes);
+                if is_new_step && pages >= max_pages && pages > 0 {
+                    return Ok((runs, step.start / step_bytes * step_bytes));
+                }
+                let step_pages = step.bytes().0 / page_bytes;
+                runs.push(PageRun { address: step.start, pages: step_pages as u32, ..run });
+                pages += step_pages;
+            }
+        }
+    }
+    Ok((runs, part.range.end))
 }
 
 #[cfg(test)]

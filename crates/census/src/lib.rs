@@ -56,7 +56,7 @@ pub use index::PageIndex;
 pub use pagefold_sys::fingerprint::Hasher;
 pub use scan::ScanProgress;
 pub use scan_cache::ScanCache;
-pub use scan_scope::{ProcessSelection, ScanScope};
+pub use scan_scope::{ProcessSelection, ScanPart, ScanScope};
 
 use crate::duplicate_filter::DuplicateFilter;
 use crate::results::Census;

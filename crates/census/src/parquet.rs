@@ -84,6 +84,7 @@ mod tests {
             process,
             domain: TrustDomain::User(1000),
             is_foreign: false,
+            scanned_ranges: Vec::new(),
             counts: PageCounts::default(),
             regions: Vec::new(),
         };

@@ -181,10 +181,16 @@ fn page_segments<'a>(
     let page_len = index.page_bytes();
     // By mark, because the walk visits every page of a host.
     let values: Vec<(Option<i64>, bool)> = PageMark::all_values().map(evaluate).collect();
+    // Pages between two parts were not examined, so no range may bridge them.
+    let scanned = index.scanned_ranges(index.subject_of_page(ordinals.start));
+    let is_within_part = |start: u64, end: u64| !scanned.iter().any(|part| start <= part.start && part.start <= end);
     let mut next_address = None;
     let mut pages = each_page(index, ordinals).map(move |(run, ordinal, address)| {
-        let hole_cost =
-            next_address.map_or(0, |next| ((address - next) / page_len) as i64 * criteria.costs.per_hole_page);
+        let hole_cost = next_address.map_or(0, |next| match address - next {
+            0 => 0,
+            bytes if is_within_part(next, address) => (bytes / page_len) as i64 * criteria.costs.per_hole_page,
+            _ => i64::MAX,
+        });
         next_address = Some(address + page_len);
         let (net_gain, merges) = values[index.mark(ordinal).bits()];
         let huge_page = run.huge.then(|| address / criteria.huge_page_size.bytes());

@@ -103,6 +103,8 @@ pub struct SubjectCensus {
     pub domain: TrustDomain,
     /// Whether it is a foreign process: not selected, and scanned only for what it has enrolled.
     pub is_foreign: bool,
+    /// The addresses that were scanned, ascending and disjoint.
+    pub scanned_ranges: Vec<AddressRange>,
     /// Its pages.
     pub counts: PageCounts,
     /// Its regions with resident pages, in address order.

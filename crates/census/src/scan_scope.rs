@@ -8,7 +8,7 @@ use pagefold_base::domain::{DomainConfig, TrustDomain};
 use pagefold_base::identity::Vm;
 use pagefold_base::process::Process;
 use pagefold_base::region::{Ineligible, Region};
-use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, Bytes, Pid, ProcessId, Reading};
 use pagefold_host::activity::ActivityCounters;
 use pagefold_host::{Host, ProcessHandle as Handle, ReadMethod, observe};
 use rayon::prelude::*;
@@ -31,6 +31,22 @@ pub struct ProcessSelection {
     /// A process to leave out unless it is selected by number: the scanning process, whose memory is mostly the census
     /// itself.
     pub excluded_pid: Option<Pid>,
+    /// The parts of processes that are not scanned whole, ascending and disjoint.
+    pub parts: BTreeMap<Pid, Vec<ScanPart>>,
+}
+
+/// A part of a process's memory: from the start of the range on, as many resident pages as fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScanPart {
+    /// The addresses.
+    pub range: AddressRange,
+    /// Maximum resident memory. The part may exceed it by one step of [`crate::index::PART_STEP_PAGES`].
+    pub max_bytes: Bytes,
+}
+
+impl ScanPart {
+    /// All memory of a process.
+    pub const WHOLE: Self = Self { range: AddressRange { start: 0, end: u64::MAX }, max_bytes: Bytes(u64::MAX) };
 }
 
 /// A selection with compiled patterns.
@@ -76,6 +92,8 @@ pub struct Subject {
     pub regions: Vec<(Region, Option<Ineligible>)>,
     /// Whether it is a foreign process, scanned only so that its contents stay unmerged in other domains.
     pub is_foreign: bool,
+    /// The parts of its memory to scan, ascending and disjoint. One part for a process that is scanned whole.
+    pub parts: Vec<ScanPart>,
 }
 
 /// All processes of a scan.
@@ -120,7 +138,8 @@ enum ForeignScan {
 
 /// Selects processes and reads their regions. Enrolled processes that are not selected are foreign processes if any
 /// selected process is in another trust domain. Of these the enrolled regions are read, unless `foreign` has cached the
-/// process and it is inactive.
+/// process and it is inactive. If only a part of a process is scanned, the scope has the selected processes of its
+/// domain only.
 pub fn determine_scope(
     host: &dyn Host,
     selection: &ProcessSelection,
@@ -136,13 +155,22 @@ pub fn determine_scope(
     // The activity is read before the regions, so that later activity is noticed.
     let inspect = |handle: &dyn Handle, process: Process, activity: Option<ActivityCounters>| {
         let regions = find_ineligible_regions(handle, &process, observe::regions(handle)?);
-        Ok((Subject { domain: domain_of(handle, &process), process, regions, is_foreign: false }, activity))
+        let domain = domain_of(handle, &process);
+        Ok((Subject { domain, process, regions, is_foreign: false, parts: vec![ScanPart::WHOLE] }, activity))
     };
     let (inspected, unscanned) =
         inspect_selected(host, selection, |handle, process| inspect(handle, process, read_activity(handle)))?;
     let mut scope = ScanScope { unscanned, ..ScanScope::default() };
-    for (subject, activity) in inspected {
+    for (mut subject, activity) in inspected {
+        if let Some(parts) = selection.parts.get(&subject.process.id.pid) {
+            subject.parts.clone_from(parts);
+        }
         scope.add_subject(subject, activity);
+    }
+    // What a process has enrolled outside of its part is not read, so no process of another domain may be planned.
+    let is_partial = |subject: &&Subject| subject.parts != [ScanPart::WHOLE];
+    if let Some(domain) = scope.subjects.iter().find(is_partial).map(|subject| subject.domain.clone()) {
+        scope.subjects.retain(|subject| subject.domain == domain);
     }
     let subjects = &scope.subjects;
     let selected: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
@@ -307,7 +335,6 @@ mod tests {
     use super::*;
     use pagefold_base::identity::Identity;
     use pagefold_base::region::VmFlags;
-    use pagefold_base::{AddressRange, Bytes, ProcessId};
 
     #[test]
     fn cgroup_match_includes_descendants() {

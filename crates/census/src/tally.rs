@@ -63,7 +63,7 @@ pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, 
         nodes_unknown: false,
         unknown_shared_frames: Pages(index.unknown_shared_frames),
         swapped,
-        subjects: collect_subjects(scope.subjects, counter.counts, counter.regions),
+        subjects: collect_subjects(scope.subjects, index, counter.counts, counter.regions),
         unscanned: scope.unscanned,
         ineligible,
         savings,
@@ -107,23 +107,26 @@ fn count_unmergeable(scope: &ScanScope) -> (BTreeMap<Ineligible, Bytes>, Bytes) 
 /// The subjects with their page counts. Regions without memory are left out.
 fn collect_subjects(
     subjects: Vec<Subject>,
+    index: &PageIndex,
     counts: Vec<PageCounts>,
     region_counts: Vec<Vec<PageCounts>>,
 ) -> Vec<SubjectCensus> {
     let has_memory = |region: &Region| region.rss.0 + region.hugetlb.0 + region.swap.0 > 0;
-    let collect = |((subject, counts), region_counts): ((Subject, PageCounts), Vec<PageCounts>)| {
-        let regions = subject.regions.into_iter().zip(region_counts).filter(|((region, _), _)| has_memory(region));
-        SubjectCensus {
-            process: subject.process,
-            domain: subject.domain,
-            is_foreign: subject.is_foreign,
-            counts,
-            regions: regions
-                .map(|((region, ineligible), counts)| RegionCensus { region, ineligible, counts })
-                .collect(),
-        }
-    };
-    subjects.into_iter().zip(counts).zip(region_counts).map(collect).collect()
+    let collect =
+        |(((position, subject), counts), region_counts): (((usize, Subject), PageCounts), Vec<PageCounts>)| {
+            let regions = subject.regions.into_iter().zip(region_counts).filter(|((region, _), _)| has_memory(region));
+            SubjectCensus {
+                process: subject.process,
+                domain: subject.domain,
+                is_foreign: subject.is_foreign,
+                scanned_ranges: index.scanned_ranges(position).to_vec(),
+                counts,
+                regions: regions
+                    .map(|((region, ineligible), counts)| RegionCensus { region, ineligible, counts })
+                    .collect(),
+            }
+        };
+    subjects.into_iter().enumerate().zip(counts).zip(region_counts).map(collect).collect()
 }
 
 /// Zero pages by NUMA node (all on node 0 if nodes are not kept apart).

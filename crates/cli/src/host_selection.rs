@@ -1,5 +1,6 @@
 //! Selection of the host and of its processes.
 
+use crate::command::sim::read_scenario;
 use crate::command_line::{GlobalOptions, ProcessOptions};
 use anyhow::{Context, anyhow, bail};
 use pagefold_base::process::Process;
@@ -10,9 +11,8 @@ use pagefold_host::{Host, ProcessHandle};
 use pagefold_linux::LiveHost;
 use pagefold_output::text::escape_unprintable;
 use pagefold_recording::Recording;
-use pagefold_sim::decide::scenario::Scenario;
+use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::host::SimulatedHost;
-use pagefold_sim::scenario::parse_scenario;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -30,22 +30,17 @@ pub fn open_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
         }
         Some(("sim", path)) => {
             let scenario = read_scenario(path)?;
-            let seed = scenario.seed;
+            let (name, seed) = (format!("simulation {path}"), scenario.seed);
             // Leaked, because the host borrows it for as long as the process runs.
-            let host = SimulatedHost::with_scenario(&format!("simulation {path}"), Box::leak(Box::new(scenario)), seed);
+            let scenario = Box::leak(Box::new(scenario));
+            let host = SimulatedHost::with_scenario(&name, scenario, seed, Exactness::Approximate);
             match host.workload_failure() {
                 Some(why) => Err(why).with_context(|| format!("the scenario {path} is too large")),
                 None => Ok(Box::new(host)),
             }
         }
-        _ => bail!("--host {}: expected `live`, `recording:DIR` or `sim:FILE`", global.host),
+        _ => bail!("--host {}: expected `live`, `recording:DIR` or `sim:SCENARIO`", global.host),
     }
-}
-
-/// Read a scenario from a file.
-fn read_scenario(path: &str) -> anyhow::Result<Scenario> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read the scenario {path}"))?;
-    parse_scenario(&text).with_context(|| format!("the scenario {path}"))
 }
 
 /// How long a simulated host runs; `None` for another host.
@@ -62,10 +57,15 @@ pub fn is_recording(global: &GlobalOptions) -> bool {
     global.host.starts_with("recording:")
 }
 
+/// Whether the host is a simulated one, whose time is virtual.
+pub fn is_simulated(global: &GlobalOptions) -> bool {
+    global.host.starts_with("sim:")
+}
+
 /// The state directory. That of a simulated host is a directory of its own, so that no journal, lock or socket of the
 /// live host is touched.
 pub fn state_directory(global: &GlobalOptions) -> PathBuf {
-    if global.host.starts_with("sim:") { global.state.join("simulated") } else { global.state.clone() }
+    if is_simulated(global) { global.state.join("simulated") } else { global.state.clone() }
 }
 
 /// Convert the selection options. On the live host, this process is excluded.
@@ -78,6 +78,7 @@ pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> an
         users,
         vm_patterns: targets.vm.clone(),
         excluded_pid: (global.host == "live").then(|| Pid(std::process::id())),
+        ..ProcessSelection::default()
     })
 }
 

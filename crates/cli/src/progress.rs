@@ -98,6 +98,18 @@ pub fn run_calibration_with_progress<T: Send>(
     })
 }
 
+/// Run simulations of `total_ms` virtual time together and show how far they are, in the same way. `work` counts the
+/// milliseconds.
+pub fn run_comparison_with_progress<T: Send>(total_ms: u64, work: impl FnOnce(&AtomicU64) -> T + Send) -> T {
+    let simulated_ms = AtomicU64::new(0);
+    let draw = |bar: &ProgressBar| {
+        let percent = 100 * simulated_ms.load(Ordering::Relaxed) / total_ms.max(1);
+        bar.set_message(format!("simulating: {percent} % of {} h", total_ms / 3_600_000));
+        bar.tick();
+    };
+    run_with_bar("simulating", draw, || work(&simulated_ms))
+}
+
 /// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.
 fn run_with_bar<T: Send>(
     first_message: &'static str,

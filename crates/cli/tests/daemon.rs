@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A directory with a configuration, the daemon's state, and a link to the lab under a unique name.
@@ -514,6 +514,123 @@ fn unmerge_on_exit_unenrolls_everything() {
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(ksm.changed_settings(), []);
     assert!(programs.iter().all(|program| program.merged_pages() == 0 && !program.is_enrolled()), "{stderr}");
+}
+
+/// Pages that each two large programs share: a twentieth of their memory, at opposite ends.
+const SHARED_PAGES_OF_LARGE_PROGRAMS: u64 = 6400;
+
+/// A burst that pays for scanning a third of a large program.
+const SMALL_BURST: &str = "mode = \"act\"\ncpu_burst = \"200ms\"\nmax_cpu_seconds_per_mib = 1000.0\n";
+
+impl DaemonTestDirectory {
+    /// Start a program of 570 MiB that shares a few pages with each other one. They come first or last in its memory.
+    fn start_large_program(&self, shared_first: bool) -> LabProgram {
+        let mut regions =
+            [format!("shared-content=large:{SHARED_PAGES_OF_LARGE_PROGRAMS}"), "unique=140000".to_owned()];
+        if !shared_first {
+            regions.reverse();
+        }
+        self.start_lab(&["layout", &regions.join(",")])
+    }
+}
+
+impl DaemonUnderTest<'_> {
+    /// The number of decisions with this explanation, as far as the daemon still keeps them.
+    fn count_explanations(&self, explanation: &str) -> usize {
+        // Each request takes some of the small burst.
+        sleep(Duration::from_millis(100));
+        let status = self.read_status();
+        let decisions = status["decisions"].as_array().unwrap();
+        decisions.iter().filter(|decision| decision["explanation"] == explanation).count()
+    }
+}
+
+/// Nine tenths of what large programs share.
+fn is_merged(program: &LabProgram) -> bool {
+    program.merged_pages() >= SHARED_PAGES_OF_LARGE_PROGRAMS * 9 / 10
+}
+
+#[test]
+fn programs_over_the_burst_are_merged_in_parts() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let test_directory = DaemonTestDirectory::new(14);
+    test_directory.write_config(&format!("{SMALL_BURST}cpu_rate = \"50%\""));
+    let programs = [true, false].map(|shared_first| test_directory.start_large_program(shared_first));
+    let daemon = test_directory.start_daemon(&[]);
+    wait_until("the next part", || daemon.count_explanations("the next part of its memory") > 0);
+    assert!(programs.iter().all(|program| program.merged_pages() == 0), "the first scan only records pages");
+    wait_until("the comparison of parts", || {
+        daemon.count_explanations("a part of it is compared with another part") > 0
+    });
+    wait_until("the merge", || programs.iter().all(is_merged));
+    wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+    assert!(ksm.read_counter("pages_sharing") >= (SHARED_PAGES_OF_LARGE_PROGRAMS * 9 / 10).cast_signed());
+    wait_until("page counts of whole processes", || {
+        daemon.read_status()["census"]["classes"]["resident"].as_u64() >= Some(2 * 140_000 * 4096)
+    });
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(!stderr.contains("refuse "), "{stderr}");
+    assert_eq!(ksm.changed_settings(), []);
+}
+
+/// The program that a large one is compared with exits, and another one takes its place.
+#[test]
+fn scan_in_parts_survives_the_exit_of_a_partner() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let test_directory = DaemonTestDirectory::new(15);
+    test_directory.write_config(&format!("{SMALL_BURST}cpu_rate = \"30%\""));
+    let (first, partner) = (test_directory.start_large_program(true), test_directory.start_large_program(false));
+    let daemon = test_directory.start_daemon(&[]);
+    wait_until("the next part", || daemon.count_explanations("the next part of its memory") > 0);
+    drop(partner);
+    let tracked_count = || daemon.read_status()["tracked_processes"].as_array().unwrap().len();
+    wait_until("the exit", || tracked_count() == 1);
+    let next_partner = test_directory.start_large_program(false);
+    wait_until("the merge", || is_merged(&first) && is_merged(&next_partner));
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(!stderr.contains("refuse "), "{stderr}");
+    assert_eq!(ksm.changed_settings(), []);
+}
+
+/// Scans that found nothing are not repeated after a restart, whether the daemon hands over or is killed.
+#[test]
+fn restarted_daemon_continues_the_schedule() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let test_directory = DaemonTestDirectory::new(16);
+    test_directory.write_config("mode = \"act\"");
+    let programs = [test_directory.start_program(), test_directory.start_program()];
+    let daemon = test_directory.start_daemon(&[]);
+    wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
+    let passes = |daemon: &DaemonUnderTest<'_>| daemon.read_status()["passes"]["passes"].as_u64().unwrap();
+    // The intervals double from five seconds on. Idle programs then wait for longer.
+    let mut last_pass = (passes(&daemon), Instant::now());
+    wait_until("a long pause", || {
+        let count = passes(&daemon);
+        if count != last_pass.0 {
+            last_pass = (count, Instant::now());
+        }
+        last_pass.1.elapsed() >= Duration::from_secs(40)
+    });
+    let mut daemon = daemon;
+    for signal in [nix::sys::signal::Signal::SIGUSR1, nix::sys::signal::Signal::SIGKILL] {
+        daemon.send_signal(signal);
+        daemon.wait_for_exit();
+        daemon = test_directory.start_daemon(&[]);
+        wait_until("the adoption", || daemon.has_logged("adopt", "restarted"));
+        wait_until("the idle ksmd", || ksm.read_counter("run") == 0);
+        sleep(Duration::from_secs(4));
+        let status = daemon.read_status();
+        assert_eq!(status["passes"]["passes"], 0, "nothing has changed: {}", status["decisions"]);
+        assert!(programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
+    }
+    // A new program is still scanned at once, and merged with them.
+    let third = test_directory.start_program();
+    wait_until("the merge of a new program", || third.merged_pages() >= MIN_MERGED_PAGES);
+    let (code, stderr) = daemon.stop();
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 /// A daemon that hands over or is killed leaves its merged pages to the next one, which unmerges them as if it had

@@ -119,7 +119,9 @@ fn stopped_ksmd_is_found_and_remedy_works() {
 
     let (code, host) = run_doctor(&[]);
     let run = single_finding(&host, "ksm-run");
-    assert_eq!((code, run["verdict"].as_str()), (Some(1), Some("fail")), "{run:#}");
+    // Other rules of the host may fail or lack a reading.
+    assert!(matches!(code, Some(0 | 1 | 3)), "{host:#}");
+    assert_eq!(run["verdict"], "warn", "{run:#}");
     assert!(!is_remedy_verified(run), "the check must fail before the remedy");
     let (code, process) = run_doctor_for(&lab);
     assert_eq!((code, single_finding(&process, "process-run")["verdict"].as_str()), (Some(1), Some("fail")));

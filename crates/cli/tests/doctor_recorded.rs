@@ -197,10 +197,16 @@ fn warning_exits_0() {
 
 #[test]
 fn failed_check_exits_1() {
-    let (report, text) = check_doctor(|host| host.put_file("sys/kernel/mm/ksm/run", "0\n"), &[], 1);
-    assert_eq!(verdict_of_rule(&report, "ksm-run"), "fail");
+    let stopped = |host: &mut RecordedHostBuilder| host.put_file("sys/kernel/mm/ksm/run", "0\n");
+    let (report, text) = check_doctor(stopped, &["--pid", "100"], 1);
+    assert_eq!(verdict_of_rule(&report, "process-run"), "fail");
+    assert_eq!(report["findings"][0]["rule"], "process-run", "the report must list the worst finding first");
+    let (_, findings) = text.split_once("\n\n").unwrap();
+    assert!(findings.starts_with("FAIL "), "{text}");
+    let (report, text) = check_doctor(stopped, &[], 0);
+    assert_eq!(verdict_of_rule(&report, "ksm-run"), "warn");
     assert_eq!(report["findings"][0]["rule"], "ksm-run", "the report must list the worst finding first");
-    assert!(text.starts_with("FAIL     ksmd is stopped while memory is enrolled"), "{text}");
+    assert!(text.starts_with("warn     ksmd is stopped while memory is enrolled"), "{text}");
 }
 
 #[test]
@@ -243,9 +249,10 @@ fn unreadable_process_exits_3_and_is_named() {
     // A failed check takes precedence over an unknown one in the exit code.
     let change = |host: &mut RecordedHostBuilder| {
         host.put_absent("proc/1/smaps", "denied");
-        host.put_file("sys/kernel/mm/ksm/run", "0\n");
+        host.put_file("sys/kernel/mm/ksm/general_profit", "-95000000\n");
     };
-    check_doctor(change, &[], 1);
+    let (report, _) = check_doctor(change, &[], 1);
+    assert_eq!(verdict_of_rule(&report, "ksm-profit"), "fail");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use pagefold_labs::assets::QEMU_PROGRAM;
 use pagefold_labs::client;
 use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use serde_json::Value;
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
@@ -232,4 +233,42 @@ fn working_sets_of_recordings_and_requested_nodes_are_refused() {
     refused(&["--host", "recording:/nowhere", "numa", "plan", "--working-set", "1s"], "of a recording do not run");
     refused(&["numa", "plan", "--working-set", "10ms"], "at least 1s");
     refused(&["numa", "apply", "--vm", "a", "--to", "0", "--working-set", "1s"], "cannot be used with");
+}
+
+/// The recording `kvm-host` with a further process of this user.
+fn recording_with_process(comm: &str, arguments: &str, uid: u32) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/kvm-host/.");
+    let copied = Command::new("cp").args(["-r", fixture]).arg(folder.path()).status().unwrap();
+    assert!(copied.success());
+    let process = folder.path().join("files/proc/99");
+    fs::create_dir(&process).unwrap();
+    let stat = format!("99 ({comm}) S 1 1 1 0 -1 0 {}20 0 1 0 1 {}0 0 0 0\n", "0 ".repeat(8), "0 ".repeat(16));
+    fs::write(process.join("stat"), stat).unwrap();
+    fs::write(process.join("cmdline"), arguments).unwrap();
+    fs::write(process.join("status"), format!("Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n")).unwrap();
+    let names = folder.path().join("files/proc/.names");
+    let listed = fs::read_to_string(&names).unwrap();
+    fs::write(names, format!("{}\n99\n", listed.trim_end())).unwrap();
+    folder
+}
+
+#[test]
+fn running_numad_is_named_as_a_rival_of_the_placement() {
+    for (comm, arguments, uid, is_rival) in [
+        ("numad", "/usr/bin/numad\0-i\x0015\0", 0, true),
+        ("numad", "/usr/bin/numad\0-i\x0015\0", 1000, false),
+        ("irqbalance", "/usr/sbin/irqbalance\0", 0, false),
+    ] {
+        let folder = recording_with_process(comm, arguments, uid);
+        for command in [&["plan"][..], &["apply", "--dry-run"]] {
+            let host = format!("recording:{}", folder.path().display());
+            let output = Command::new(PAGEFOLD_BINARY).args(["--host", &host, "numa"]).args(command).output().unwrap();
+            // The recording does not have the pages of the process.
+            assert!(matches!(output.status.code(), Some(0 | 3)), "{output:?}");
+            let warning = String::from_utf8(output.stderr).unwrap();
+            let is_named = warning.contains("numad runs and would move placed machines again");
+            assert_eq!(is_named, is_rival, "{comm} of user {uid}, {command:?}: {warning:?}");
+        }
+    }
 }

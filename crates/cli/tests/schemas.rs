@@ -37,6 +37,8 @@ fn published_schemas_are_current() {
         "vcpu-capacity",
         "vcpu-residuals",
         "sim-calibration",
+        "sim-compare",
+        "sim-tune",
         "config",
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", report]).output().unwrap();

@@ -111,8 +111,8 @@ fn error_names_what_is_wrong_with_the_host() {
         assert_eq!(output.status.code(), Some(2));
         String::from_utf8(output.stderr).unwrap()
     };
-    assert!(message("sim:/nonexistent.toml").contains("cannot read the scenario /nonexistent.toml"));
-    assert!(message("simulation").contains("expected `live`, `recording:DIR` or `sim:FILE`"));
+    assert!(message("sim:/nonexistent.toml").contains("neither a shipped scenario nor a file /nonexistent.toml"));
+    assert!(message("simulation").contains("expected `live`, `recording:DIR` or `sim:SCENARIO`"));
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("typo.toml");
     fs::write(&path, SCENARIO.replace("cpus", "cpu")).unwrap();

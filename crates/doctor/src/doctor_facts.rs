@@ -146,15 +146,18 @@ fn read_ksmd_cpu_time(host: &dyn Host, examined: &[ExaminedProcess]) -> Reading<
         .find(|process| process.kernel_thread && process.comm == "ksmd")
         .ok_or(Absent::NotOnThisKernel)?;
     let stat = parse::stat(&host.open(thread.id.pid)?.read("stat")?)?;
+    let uptime_seconds = read_uptime(host)?;
+    Ok(KsmdCpuTime { cpu_seconds: stat.utime.saturating_add(stat.stime) as f64 / USER_HZ, uptime_seconds })
+}
+
+/// Seconds since the host booted.
+pub(crate) fn read_uptime(host: &dyn Host) -> Reading<f64> {
     let uptime = host.read("proc/uptime")?;
     let text = String::from_utf8_lossy(&uptime);
-    let uptime_seconds = text
-        .split_whitespace()
-        .next()
-        .and_then(|seconds| seconds.parse().ok())
+    let seconds = text.split_whitespace().next().and_then(|seconds| seconds.parse().ok());
+    seconds
         .filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0)
-        .ok_or_else(|| Absent::Malformed(format!("uptime: {:?}", text.trim())))?;
-    Ok(KsmdCpuTime { cpu_seconds: stat.utime.saturating_add(stat.stime) as f64 / USER_HZ, uptime_seconds })
+        .ok_or_else(|| Absent::Malformed(format!("uptime: {:?}", text.trim())))
 }
 
 /// The tuners among the processes. An empty result is certain only if every command line could be read.

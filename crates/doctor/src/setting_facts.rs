@@ -10,11 +10,12 @@
 use crate::decide::ProcessFacts;
 use crate::decide::audit::facts::{CpuThrottling, SettingFacts, SettingFile, VmFacts, VmThread};
 use crate::decide::audit::tuned::read_profiles;
+use crate::doctor_facts::read_uptime;
 use pagefold_base::identity::Monitor;
 use pagefold_base::identity::qemu_monitor::MonitorVcpu;
 use pagefold_base::identity::thread_role::ThreadRole;
 use pagefold_base::identity::vm_definition::parse_vm_definition;
-use pagefold_base::process::Process;
+use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::{Absent, Bytes, Pid, ProcessId, Reading};
 use pagefold_host::action::domain_definition_path;
 use pagefold_host::{Host, observe, parse};
@@ -152,6 +153,8 @@ fn read_libvirt_definitions(host: &dyn Host, facts: &mut SettingFacts) {
             passed_through: Vec::new(),
             threads: Ok(Vec::new()),
             node_memory: None,
+            merged_pages: Err(Absent::NotOnThisKernel),
+            iothread_loads: Ok(Vec::new()),
             throttling: Ok(None),
             next_definition: None,
             monitor: None,
@@ -283,6 +286,8 @@ fn read_vm(
             .unwrap_or_default(),
         threads: read_threads(host, process.id, &[]),
         node_memory: has_several_nodes.then(|| read_node_memory(host, process.id)),
+        merged_pages: process.ksm.merging_pages.clone(),
+        iothread_loads: read_iothread_loads(host, process.id),
         throttling: find_throttling(host, process, limits),
         next_definition: None,
         monitor: None,
@@ -320,6 +325,28 @@ fn find_throttling(
         }
     }
     Ok(worst)
+}
+
+/// The iothreads of a machine with the CPUs that each took on average since its start. The first minute does not show
+/// what is usual.
+fn read_iothread_loads(host: &dyn Host, process: ProcessId) -> Reading<Vec<(ThreadRole, f64)>> {
+    const MIN_SECONDS: f64 = 60.0;
+    let handle = pagefold_host::hold(host, process)?;
+    let uptime = read_uptime(host)?;
+    let mut loads = Vec::new();
+    for tid in host.list(&format!("proc/{}/task", process.pid))? {
+        let stat = match handle.read(&format!("task/{tid}/stat")) {
+            // It has ended.
+            Err(Absent::Vanished | Absent::NotOnThisKernel) => continue,
+            bytes => parse::stat(&bytes?)?,
+        };
+        let role = ThreadRole::from_thread_name(&stat.comm);
+        let seconds = uptime - stat.start_time as f64 / USER_HZ;
+        if matches!(role, ThreadRole::Iothread(_)) && seconds >= MIN_SECONDS {
+            loads.push((role, stat.utime.saturating_add(stat.stime) as f64 / USER_HZ / seconds));
+        }
+    }
+    Ok(loads)
 }
 
 /// The threads that run virtual CPUs or serve vhost devices, ascending. Virtual CPUs are those of the list, or without

@@ -5,7 +5,8 @@
 // throttled-yield: spread; a vCPU that spins yields to the sibling that KVM picked at most once an interval, else to
 //   another VM.
 // gang: time is divided into slots. In a slot each CPU belongs to one VM, or to ordinary tasks, and a VM gets as many
-//   CPUs as it has runnable vCPUs. VMs with the lowest virtual time go first; smaller ones fill the gaps.
+//   CPUs as it has runnable vCPUs. VMs with the lowest virtual time go first; smaller ones fill the gaps. A VM gets CPUs
+//   of one NUMA node if they suffice: of its home, which user space names, else of any other.
 //
 // Threads are of three kinds. vCPUs: user space lists them in `vcpus`. I/O threads: other threads of a process in
 // `machines`; they run at once, on their VM's account. Ordinary tasks: all else, if the program schedules the whole host.
@@ -19,6 +20,9 @@
 #define MAX_GANGS 128
 // The owner of a CPU that is neither free (0) nor a gang's.
 #define ORDINARY (MAX_GANGS - 1)
+#define MAX_NODES 64
+// The node of a CPU or a gang that has none.
+#define NO_NODE 255
 #define MAX_SCANNED_TASKS 64
 #define MAX_CREDIT_NS 2000000ULL
 #define CREDIT_DIVISOR 10
@@ -44,6 +48,7 @@ struct settings {
 	u32 policy, cpus, gangs, ordinary_percent, fill_gaps, stall;
 	u64 slot_ns, slice_ns, yield_interval_ns;
 	u32 weights[MAX_GANGS];
+	u8 homes[MAX_GANGS], cpu_nodes[MAX_CPUS];
 };
 const volatile struct settings settings = {};
 
@@ -82,6 +87,10 @@ struct cpu cpus[MAX_CPUS];
 
 struct rotation { u32 free, best, need, filler, is_wide, is_early, preempts, sharing; s32 seated; u64 best_vtime, has_chosen; };
 struct rotation rotation;
+// While owners are chosen. free: CPUs without an owner. granted: CPUs that the gang has now. recent: free CPUs that it had
+// last.
+struct node { u32 free, granted, recent; };
+struct node nodes[MAX_NODES];
 u64 slot_start, slot_end, last_rotation, vtime_now, ordinary_vtime;
 s64 ordinary_credit;
 // Whether threads may wait in the queue of a CPU that is offline (policies spread and throttled-yield).
@@ -131,6 +140,10 @@ INLINE struct gang *gang_at(u32 gang) { return &gangs[gang & (MAX_GANGS - 1)]; }
 INLINE s32 *seats_at(u32 gang, s32 cpu) { return &seats[gang & (MAX_GANGS - 1)][cpu & (MAX_CPUS - 1)]; }
 INLINE s32 *siblings_at(u32 gang, s32 cpu) { return &siblings[gang & (MAX_GANGS - 1)][cpu & (MAX_CPUS - 1)]; }
 INLINE struct gang_report *report_at(u32 gang) { return &report.gangs[gang & (MAX_GANGS - 1)]; }
+// CPUs without a node are counted at the last place, which user space gives to no node.
+INLINE struct node *node_at(u32 node) { return &nodes[node & (MAX_NODES - 1)]; }
+INLINE u32 node_of(s32 cpu) { return settings.cpu_nodes[cpu & (MAX_CPUS - 1)]; }
+INLINE u32 home_of(u32 gang) { return settings.homes[gang & (MAX_GANGS - 1)]; }
 INLINE struct thread *thread_of(struct task_struct *p) { return bpf_task_storage_get(&threads, p, NULL, 0); }
 INLINE bool is_gang(u32 owner) { return owner && owner != ORDINARY; }
 
@@ -800,44 +813,96 @@ GLOBAL u32 has_free_seats(u32 gang)
 	return 1;
 }
 
-// The gang with the lowest virtual time that fits into the free CPUs.
+// The gang with the lowest virtual time that fits into the free CPUs. A gang whose home has no room for it may wait a slot
+// longer than others.
 GLOBAL u32 choose_gang(u32 usable)
 {
 	u32 gang;
+	u64 lowest = 0;
 	rotation.best = 0;
 	FOR_EACH_NUMBER(gang, 1, settings.gangs + 1) {
 		struct gang *g = gang_at(gang);
-		u32 missing;
+		u32 missing, home = home_of(gang);
+		u64 vtime = g->vtime;
 		if (g->runnable <= 0 || g->is_chosen)
 			continue;
-		if (rotation.best && !is_before(g->vtime, rotation.best_vtime))
+		if (rotation.best && !is_before(vtime, lowest))
 			continue;
 		missing = count_missing(gang, usable);
 		if (!missing || missing > rotation.free || !has_free_seats(gang))
 			continue;
+		if (home < MAX_NODES && missing > node_at(home)->free)
+			vtime += settings.slot_ns;
+		if (rotation.best && !is_before(vtime, lowest))
+			continue;
 		rotation.best = gang;
 		rotation.best_vtime = g->vtime;
+		lowest = vtime;
 	}
 	return rotation.best;
 }
 
 INLINE void grant(u32 gang, s32 cpu)
 {
+	struct node *node = node_at(node_of(cpu));
 	cpu_at(cpu)->next_owner = gang;
 	gang_at(gang)->granted++;
+	node->free -= node->free > 0;
 	rotation.free--;
 	rotation.need -= rotation.need > 0;
 }
 
-// Gives the gang CPUs: its seats, then those that it has, then those that it had last, then any.
+// The node on which the gang gets CPUs. Among nodes with enough free CPUs: the one with most CPUs that it has in this slot
+// already, then its home, then the one with most CPUs that it had last, then the one with the fewest free CPUs. If no node
+// has enough: its home, then the one with the most free CPUs.
+GLOBAL u32 choose_node(u32 gang)
+{
+	u32 best = NO_NODE, home = home_of(gang), need = rotation.need;
+	u64 highest = 0;
+	s32 cpu, node;
+	FOR_EACH_NUMBER(node, 0, MAX_NODES)
+		node_at(node)->granted = node_at(node)->recent = 0;
+	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
+		struct cpu *c = cpu_at(cpu);
+		struct node *n = node_at(node_of(cpu));
+		if (c->next_owner == gang)
+			n->granted++;
+		else if (c->is_online && !c->next_owner && (c->owner == gang || c->last_owner == gang))
+			n->recent++;
+	}
+	FOR_EACH_NUMBER(node, 0, MAX_NODES) {
+		struct node *n = node_at(node);
+		u64 score = (u64)((u32)node == home) << 32;
+		if (!n->free)
+			continue;
+		if (n->free >= need)
+			score |= 1ULL << 63 | (u64)n->granted << 33 | (u64)n->recent << 16 | (MAX_CPUS - n->free);
+		else
+			score |= n->free;
+		if (score > highest) {
+			highest = score;
+			best = node;
+		}
+	}
+	return best;
+}
+
+// Gives the gang CPUs: its seats, then those of the node; among these those that it has, then those that it had last, then
+// any. Other nodes follow in the same order.
 GLOBAL u32 grant_cpus(u32 gang)
 {
 	s32 round, cpu;
-	FOR_EACH_NUMBER(round, 0, 4) {
+	u32 node = NO_NODE;
+	FOR_EACH_NUMBER(round, 0, 7) {
+		if (round == 1 && rotation.need)
+			node = choose_node(gang);
 		FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
 			struct cpu *c = cpu_at(cpu);
-			bool fits = round == 0 ? *seats_at(gang, cpu) > 0 : round == 1 ? c->owner == gang :
-				    round == 2 ? c->last_owner == gang : true;
+			s32 kind = round > 3 ? round - 3 : round;
+			bool fits = kind == 0 ? *seats_at(gang, cpu) > 0 : kind == 1 ? c->owner == gang :
+				    kind == 2 ? c->last_owner == gang : true;
+			if (kind && round <= 3 && node_of(cpu) != node)
+				continue;
 			if (!c->next_owner && c->is_online && fits && (rotation.need || !round))
 				grant(gang, cpu);
 		}
@@ -848,11 +913,13 @@ GLOBAL u32 grant_cpus(u32 gang)
 GLOBAL u32 begin_rotation(u32 is_early)
 {
 	u32 gang, usable = 0;
-	s32 cpu;
+	s32 cpu, node;
 	FOR_EACH_NUMBER(gang, 1, settings.gangs + 1) {
 		gang_at(gang)->granted = 0;
 		gang_at(gang)->is_chosen = 0;
 	}
+	FOR_EACH_NUMBER(node, 0, MAX_NODES)
+		node_at(node)->free = 0;
 	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
 		struct cpu *c = cpu_at(cpu);
 		u32 owner = c->owner;
@@ -867,6 +934,7 @@ GLOBAL u32 begin_rotation(u32 is_early)
 			c->next_owner = owner;
 		} else {
 			rotation.free++;
+			node_at(node_of(cpu))->free++;
 		}
 	}
 	return usable;

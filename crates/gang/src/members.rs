@@ -1,11 +1,14 @@
 //! The threads of the selected processes, read from the host.
 
 use crate::decide::gangs::{Candidate, WEIGHT_RANGE};
+use crate::decide::nodes::find_home_node;
 use pagefold_base::process::Process;
 use pagefold_base::{IdSet, Pid, Reading};
 use pagefold_host::{Host, ProcessHandle, parse};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// The NUMA nodes.
+const NODE_DIRECTORY: &str = "sys/devices/system/node";
 /// The hierarchy of cgroups.
 const CGROUP_ROOT: &str = "sys/fs/cgroup";
 
@@ -64,6 +67,26 @@ pub fn count_usable_cpus(host: &dyn Host, handle: &dyn ProcessHandle, tids: &[Pi
     Ok(u32::try_from(usable.len()).unwrap_or(u32::MAX))
 }
 
+/// The CPUs of each NUMA node that are online. Empty if the nodes cannot be read, such as on a kernel without NUMA.
+pub fn read_node_cpus(host: &dyn Host) -> BTreeMap<u32, IdSet> {
+    let names = host.list(NODE_DIRECTORY).unwrap_or_default();
+    let nodes = names.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok());
+    let read = |node: u32| -> Reading<(u32, IdSet)> {
+        let cpus = host.read(&format!("{NODE_DIRECTORY}/node{node}/cpulist"))?;
+        Ok((node, parse::number_list(&cpus)?.into_iter().collect()))
+    };
+    nodes.filter_map(|node| read(node).ok()).collect()
+}
+
+/// The home of a gang with this number of vCPUs, by where the memory of its process is now. `None` on a host with one node.
+pub fn read_home_node(handle: &dyn ProcessHandle, vcpus: usize, node_cpus: &BTreeMap<u32, IdSet>) -> Option<u32> {
+    if node_cpus.len() < 2 {
+        return None;
+    }
+    let memory = handle.read("numa_maps").and_then(|text| parse::node_memory(&text)).ok()?;
+    find_home_node(&memory, vcpus, node_cpus)
+}
+
 /// The weight of a VM's scope (cgroup v2), which libvirt creates for each VM: `machine-qemu...scope`, with the processes
 /// in a child. Other cgroups are not of a VM, and their weight is shared by all processes in them.
 fn read_weight(host: &dyn Host, cgroup: &str) -> Option<u32> {
@@ -98,6 +121,21 @@ mod tests {
         // The thread 10 has ended.
         assert_eq!((count(&[8]), count(&[8, 9, 10]), count(&[])), (2, 3, 0));
         assert_eq!(read_thread_times(&*handle, &[Pid(8), Pid(10)]), BTreeMap::from([(Pid(8), 340)]));
+    }
+
+    #[test]
+    fn home_is_where_the_memory_is() {
+        let host = FakeHost::booted();
+        for (node, cpus) in [(0, "0-1\n"), (1, "2-3\n")] {
+            host.put_file(&format!("sys/devices/system/node/node{node}/cpulist"), cpus);
+        }
+        host.start_process(7, 1);
+        host.put_file("proc/7/numa_maps", "7f0000000000 default anon=9 N0=2 N1=7 kernelpagesize_kB=4\n");
+        let (handle, nodes) = (host.open(Pid(7)).unwrap(), read_node_cpus(&host));
+        assert_eq!(nodes[&1].iter().collect::<Vec<_>>(), [2, 3]);
+        assert_eq!(read_home_node(&*handle, 2, &nodes), Some(1));
+        assert_eq!(read_home_node(&*handle, 3, &nodes), None);
+        assert_eq!(read_home_node(&*handle, 2, &[nodes.into_iter().next().unwrap()].into()), None);
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use crate::decide::gangs::Gang;
 use crate::wire::VcpuPolicy;
 use libbpf_rs::{Link, MapCore, MapFlags, MapType, Object, ObjectBuilder, OpenMapMut, PrintLevel};
+use pagefold_base::IdSet;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -18,6 +19,10 @@ const OBJECT: &[u8] = include_bytes!("../bpf/gang.bpf.o");
 const GANG_SLOTS: usize = 128;
 /// CPUs in the arrays of the program (`MAX_CPUS` there).
 pub const MAX_CPUS: u32 = 512;
+/// Nodes in the arrays of the program (`MAX_NODES` there), of which the last is for CPUs without a node.
+const MAX_NODES: usize = 63;
+/// The node of a CPU or a gang that has none (`NO_NODE` there).
+const NO_NODE: u8 = 255;
 /// Bytes of `struct gang_report`.
 const GANG_REPORT_BYTES: usize = 40;
 /// Bytes of `struct report` before its gangs.
@@ -39,6 +44,8 @@ pub struct ProgramSettings {
     pub policy: VcpuPolicy,
     /// The number of CPU numbers: the highest possible CPU plus one.
     pub cpus: u32,
+    /// The CPUs of each NUMA node.
+    pub node_cpus: BTreeMap<u32, IdSet>,
     /// Percent of the time in which ordinary tasks that use much CPU time have all CPUs, if they want them.
     pub ordinary_percent: u32,
     /// Whether vCPUs of other gangs fill gaps that no whole gang fits in.
@@ -248,7 +255,32 @@ fn settings_bytes(settings: &ProgramSettings, gangs: &[Gang]) -> Vec<u8> {
         *weight = gang.weight;
     }
     bytes.extend(weights.iter().flat_map(|weight| weight.to_ne_bytes()));
+    let (homes, cpu_nodes) = node_tables(&settings.node_cpus, gangs);
+    bytes.extend(homes);
+    bytes.extend(cpu_nodes);
     bytes
+}
+
+/// The homes of the gangs, and the nodes of the CPUs. A node is its place among the nodes, for numbers may have gaps. A
+/// host with too many nodes has none here.
+fn node_tables(node_cpus: &BTreeMap<u32, IdSet>, gangs: &[Gang]) -> ([u8; GANG_SLOTS], [u8; MAX_CPUS as usize]) {
+    let (mut homes, mut cpu_nodes) = ([NO_NODE; GANG_SLOTS], [NO_NODE; MAX_CPUS as usize]);
+    if node_cpus.len() > MAX_NODES {
+        return (homes, cpu_nodes);
+    }
+    for (place, (number, cpus)) in (0..NO_NODE).zip(node_cpus) {
+        for cpu in cpus.iter() {
+            if let Some(node) = cpu_nodes.get_mut(cpu as usize) {
+                *node = place;
+            }
+        }
+        for (home, gang) in homes.iter_mut().skip(1).zip(gangs) {
+            if gang.home_node == Some(*number) {
+                *home = place;
+            }
+        }
+    }
+    (homes, cpu_nodes)
 }
 
 /// Parses `struct report`.
@@ -309,6 +341,7 @@ mod tests {
         let settings = ProgramSettings {
             policy: VcpuPolicy::Gang,
             cpus: 4,
+            node_cpus: [(0, "0-1".parse().unwrap()), (3, "2-3".parse().unwrap())].into(),
             ordinary_percent: 10,
             fills_gaps: true,
             slot: Duration::from_millis(8),
@@ -317,7 +350,7 @@ mod tests {
             whole_host: true,
             stalls: false,
         };
-        let gang = Gang { pid: Pid(7), name: "a".to_owned(), weight: 300, vcpus: vec![Pid(8)] };
+        let gang = Gang { pid: Pid(7), name: "a".to_owned(), weight: 300, vcpus: vec![Pid(8)], home_node: Some(3) };
         let bytes = settings_bytes(&settings, &[gang]);
         let mut open = ObjectBuilder::default().open_memory(OBJECT).unwrap();
         let expected = open
@@ -327,8 +360,11 @@ mod tests {
             .initial_value()
             .unwrap()
             .len();
-        assert_eq!((bytes.len(), expected), (24 + 24 + 128 * 4, bytes.len()));
+        let homes = 24 + 24 + 128 * 4;
+        assert_eq!((bytes.len(), expected), (homes + 128 + 512, bytes.len()));
         assert_eq!(u32::from_ne_bytes(bytes[52..56].try_into().unwrap()), 300);
+        assert_eq!(bytes[homes..homes + 3], [NO_NODE, 1, NO_NODE]);
+        assert_eq!(bytes[homes + 128..homes + 133], [0, 0, 1, 1, NO_NODE]);
     }
 
     #[test]

@@ -34,7 +34,8 @@ pub fn run_report(report: &GangRunReport, style: TextStyle) -> String {
             "Compared with the kernel's scheduler it {verdict}: {benefit:.2} times as much work, by `{metric}`."
         );
     }
-    let headings = ["virtual machine", "PID", "vCPUs", "weight", "CPU s", "slots", "yields", "directed yields"];
+    let headings =
+        ["virtual machine", "PID", "vCPUs", "weight", "home node", "CPU s", "slots", "yields", "directed yields"];
     let mut table = style.new_table(&headings);
     for gang in &report.gangs {
         table.add_row([
@@ -42,6 +43,7 @@ pub fn run_report(report: &GangRunReport, style: TextStyle) -> String {
             gang.pid.to_string(),
             gang.vcpus.to_string(),
             gang.weight.to_string(),
+            gang.home_node.map_or_else(|| "-".to_owned(), |node| node.to_string()),
             format!("{:.2}", gang.cpu_ms as f64 / 1000.0),
             gang.slots.to_string(),
             gang.yields.to_string(),
@@ -64,6 +66,7 @@ mod tests {
             name: "db\u{1b}".to_owned(),
             vcpus: 4,
             weight: 100,
+            home_node: Some(31),
             cpu_ms: 1500,
             slots: 3,
             yields: 0,
@@ -82,7 +85,7 @@ mod tests {
         };
         let text = run_report(&report, TextStyle { width: 100, color: false });
         for expected in
-            ["throttled-yield: scheduled for 2.5 s, was removed", "for 0.7 s", "runnable task stall", "1.50"]
+            ["throttled-yield: scheduled for 2.5 s, was removed", "for 0.7 s", "runnable task stall", "1.50", "31"]
         {
             assert!(text.contains(expected), "{text}");
         }

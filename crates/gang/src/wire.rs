@@ -77,6 +77,9 @@ pub struct GangReport {
     pub vcpus: u32,
     /// Its weight.
     pub weight: u32,
+    /// The NUMA node on which it gets CPUs if that has room (policy gang): the one with most of its memory at the start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub home_node: Option<u32>,
     /// CPU time of its vCPUs and I/O threads, in milliseconds.
     pub cpu_ms: u64,
     /// Slots that it was given (policy gang).

@@ -1,7 +1,7 @@
 //! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files
 //! that a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of
 //! processes with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages
-//! with the name [`MERGED_PAGE_NAME`] are merged. DAMON exists if its file `nr_kdamonds` does. The CPUs of a thread are
+//! with the name [`MERGED_PAGE_NAME`] are merged, those with [`HUGE_PAGE_NAME`] are in huge pages. DAMON exists if its file `nr_kdamonds` does. The CPUs of a thread are
 //! in the file `cpus` of its directory, and shown by its `status` unless a test has put that file. Its clock is the real
 //! one until [`FakeHost::enable_virtual_time`].
 
@@ -31,6 +31,9 @@ const PAGE_BYTES: u64 = 4096;
 
 /// The name of merged pages, which all map one frame, on node 0.
 pub const MERGED_PAGE_NAME: &str = "merged";
+
+/// The name of pages that huge pages map.
+pub const HUGE_PAGE_NAME: &str = "huge";
 
 /// The frame of merged pages.
 const MERGED_FRAME: Pfn = Pfn(1);
@@ -560,8 +563,11 @@ impl Host for FakeHost {
         Ok(frames.iter().map(flags).collect())
     }
 
-    fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
-        Err(Absent::Denied)
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        let memory = self.memory.lock().unwrap();
+        let is_merged = |(name, _): &&(&str, bool)| *name == MERGED_PAGE_NAME;
+        let merged = memory.values().flat_map(BTreeMap::values).filter(is_merged).count() as u64;
+        Ok(frames.iter().map(|frame| if *frame == MERGED_FRAME { merged } else { 1 }).collect())
     }
 
     fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
@@ -727,8 +733,11 @@ impl ProcessHandle for FakeHostProcess<'_> {
         Err(Absent::NotOnThisKernel)
     }
 
-    fn resident(&self, _: &[AddressRange]) -> Reading<Vec<PageRun>> {
-        Err(Absent::NotOnThisKernel)
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        let memory = self.host.memory.lock().unwrap();
+        let pages = memory.get(&self.pid).ok_or(Absent::NotOnThisKernel)?;
+        let within = ranges.iter().flat_map(|range| pages.range(range.start..range.end));
+        Ok(within.map(|(&address, (name, _))| PageRun { address, pages: 1, huge: *name == HUGE_PAGE_NAME }).collect())
     }
 
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {

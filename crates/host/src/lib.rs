@@ -19,6 +19,7 @@ pub mod faulty_host;
 pub mod guest_agent;
 pub mod kernel_module;
 pub mod knob;
+pub mod ksmd_thread;
 pub mod memory_headroom;
 pub mod observe;
 pub mod page_state;
@@ -130,6 +131,11 @@ pub trait Host: Sync {
     fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
         receive(timeout);
     }
+
+    /// Announces that the calling thread will wait for messages of other threads. On a simulated host, no time passes
+    /// until it waits, and from then on it takes turns with the other threads that were announced. Announce a thread
+    /// before another one waits for its messages.
+    fn join_clock(&self) {}
 
     /// The date and time of the host. Unlike [`Self::now`], it may jump.
     fn unix_time(&self) -> SystemTime {

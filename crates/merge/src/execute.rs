@@ -26,7 +26,7 @@ use crate::decide::outcome::{
 use crate::decide::pace::KsmdPace;
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, TemporaryUnenroll};
 use crate::decide::policy::GUIDED_SLEEP_MILLISECS;
-use crate::ksmd::{self, KsmdThread, MergedPageCounter, read_pages_scanned};
+use crate::ksmd::{self, MergedPageCounter, read_pages_scanned};
 use crate::merge_monitor::{self, MergeMonitor, UnenrolledRanges};
 use crate::recheck::{CheckScope, UnenrollPhase};
 use crate::verify::MergedTarget;
@@ -36,6 +36,7 @@ use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::knob::Knob;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{ChangeLifetime, FailedUndo, Session};
 use pagefold_host::{Host, elapsed_since, observe};

@@ -16,6 +16,7 @@ mod page_sample;
 mod plan_contents;
 pub mod policy;
 pub mod prepare;
+pub mod process_pages;
 pub mod recheck;
 pub mod split_zeros;
 mod stable_ages;

@@ -6,7 +6,7 @@
 
 use crate::decide::outcome::{EnrollChange, FailedChange};
 use crate::decide::plan::MergePlan;
-use crate::recheck::{CheckScope, CowSampler, SampledRange, UnenrollPhase};
+use crate::recheck::{CheckScope, CowSampler, RangeLifetimes, SampledRange, UnenrollPhase};
 use crate::unmerge::{self, UnenrollMethod};
 use pagefold_base::guard;
 use pagefold_base::guard::{FrameNeed, MemoryVerdict};
@@ -50,7 +50,7 @@ pub struct MergeMonitor<'h> {
 }
 
 /// Ranges of a process that were unenrolled because they did not stay merged for long enough.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnenrolledRanges {
     /// Unenrolled permanently, because Pagefold had enrolled them.
     pub enrolled_by_pagefold: Vec<AddressRange>,
@@ -63,6 +63,17 @@ impl UnenrolledRanges {
     pub fn all_ranges(&self) -> Vec<AddressRange> {
         [&self.enrolled_by_pagefold[..], &self.enrolled_by_program[..]].concat()
     }
+}
+
+/// What a monitor has learned, for the monitor of the next daemon.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MonitorRecord {
+    /// What it observed of watched ranges.
+    pub lifetimes: RangeLifetimes,
+    /// The ranges unenrolled so far.
+    pub unenrolled: BTreeMap<ProcessId, UnenrolledRanges>,
+    /// Unenrolled ranges whose pages merged and broke twice.
+    pub thrashing: BTreeSet<(ProcessId, AddressRange)>,
 }
 
 impl<'h> MergeMonitor<'h> {
@@ -82,6 +93,21 @@ impl<'h> MergeMonitor<'h> {
             cow_breaks: Pages::ZERO,
             max_pressure_percent: None,
         }
+    }
+
+    /// What it has learned.
+    pub fn record(&self) -> MonitorRecord {
+        MonitorRecord {
+            lifetimes: self.sampler.lifetimes(),
+            unenrolled: self.unenrolled.clone(),
+            thrashing: self.thrashing.clone(),
+        }
+    }
+
+    /// Continue with what an earlier monitor has learned.
+    pub fn restore(&mut self, record: MonitorRecord) {
+        self.sampler.continue_lifetimes(record.lifetimes);
+        (self.unenrolled, self.thrashing) = (record.unenrolled, record.thrashing);
     }
 
     /// Judge by ksmd's CPU limit: its share of one CPU for the watched processes.
@@ -160,8 +186,9 @@ impl<'h> MergeMonitor<'h> {
         }
     }
 
-    /// Drop the unenrolled ranges of processes that `is_kept` rejects.
+    /// Drop the unenrolled ranges of processes that `is_kept` rejects, and what an earlier monitor observed of them.
     pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.sampler.retain_earlier(&is_kept);
         self.unenrolled.retain(|&process, _| is_kept(process));
         self.thrashing.retain(|&(process, _)| is_kept(process));
     }

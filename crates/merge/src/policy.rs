@@ -3,12 +3,12 @@
 //! Limits: ksmtuned's committed memory is the resident memory of all QEMU processes that this process may see.
 
 use crate::decide::policy::{HostObservation, Policy};
-use crate::ksmd::KsmdThread;
 use pagefold_base::identity::Monitor;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, Bytes, Reading};
 use pagefold_host::action::Action;
 use pagefold_host::knob::Knob;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::journal;
 use pagefold_host::transaction::session::{Error, FailedUndo, Session};

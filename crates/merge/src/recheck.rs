@@ -70,6 +70,10 @@ impl SampledPage {
         self.0 & (Self::IS_MERGED - 1)
     }
 
+    fn set_break_count(&mut self, breaks: u8) {
+        self.0 = self.0 & !(Self::IS_MERGED - 1) | breaks.min(Self::IS_MERGED - 1);
+    }
+
     fn set_merged(&mut self, is_merged: bool) {
         self.0 = self.0 & !Self::IS_MERGED | if is_merged { Self::IS_MERGED } else { 0 };
     }
@@ -119,11 +123,25 @@ struct SampledProcess {
     ever_ran: bool,
 }
 
+/// What was observed of a range, for the sampler of the next daemon.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RangeLifetime {
+    /// The observations.
+    pub stats: LifetimeStats,
+    /// Number of breaks of each sampled page; empty if none broke.
+    pub page_breaks: Vec<u8>,
+}
+
+/// What was observed of ranges.
+pub type RangeLifetimes = BTreeMap<(ProcessId, AddressRange), RangeLifetime>;
+
 /// Sampled ranges of plans, by process and address.
 pub struct CowSampler<'h> {
     host: &'h dyn Host,
     processes: BTreeMap<ProcessId, SampledProcess>,
     ranges: Vec<SampledRange>,
+    /// What an earlier sampler observed of ranges that are not watched yet.
+    earlier: RangeLifetimes,
     any_ran: bool,
     /// COW breaks that the last check found, extrapolated from the sample.
     cow_breaks: f64,
@@ -132,7 +150,8 @@ pub struct CowSampler<'h> {
 impl<'h> CowSampler<'h> {
     /// A sampler without ranges.
     pub fn new(host: &'h dyn Host) -> Self {
-        Self { host, processes: BTreeMap::new(), ranges: Vec::new(), any_ran: false, cow_breaks: 0.0 }
+        let (processes, earlier) = (BTreeMap::new(), BTreeMap::new());
+        Self { host, processes, ranges: Vec::new(), earlier, any_ran: false, cow_breaks: 0.0 }
     }
 
     /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
@@ -179,7 +198,25 @@ impl<'h> CowSampler<'h> {
             part.cut_at_multiples(max_range_bytes)
                 .map(move |range| SampledRange::new(id, range, enrolled_by_program, page_bytes, host.now()))
         });
-        samples.collect()
+        let mut samples: Vec<SampledRange> = samples.collect();
+        samples.iter_mut().for_each(|sampled| sampled.take_earlier(&mut self.earlier));
+        samples
+    }
+
+    /// What was observed of all ranges, also by earlier samplers.
+    pub fn lifetimes(&self) -> RangeLifetimes {
+        let lifetime = |sampled: &SampledRange| ((sampled.process, sampled.range), sampled.lifetime());
+        self.earlier.clone().into_iter().chain(self.ranges.iter().map(lifetime)).collect()
+    }
+
+    /// Continue the observations of an earlier sampler once its ranges are watched again.
+    pub fn continue_lifetimes(&mut self, lifetimes: RangeLifetimes) {
+        self.earlier = lifetimes;
+    }
+
+    /// Drop what earlier samplers observed of processes that `is_kept` rejects.
+    pub fn retain_earlier(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.earlier.retain(|&(process, _), _| is_kept(process));
     }
 
     /// Whether there is nothing to watch.
@@ -310,6 +347,7 @@ impl<'h> CowSampler<'h> {
     pub fn forget_process(&mut self, process: ProcessId) {
         self.processes.remove(&process);
         self.ranges.retain(|sampled| sampled.process != process);
+        self.earlier.retain(|&(other, _), _| other != process);
     }
 
     /// Whether any range is unprofitable that programs had not enrolled themselves.
@@ -361,6 +399,29 @@ impl SampledRange {
             lifetime_stats: LifetimeStats::default(),
             sampled_since: now,
             pages,
+        }
+    }
+
+    /// What was observed of it.
+    fn lifetime(&self) -> RangeLifetime {
+        let has_breaks = self.pages.iter().any(|page| page.break_count() > 0);
+        let page_breaks = self.pages.iter().filter(|_| has_breaks).map(|page| page.break_count()).collect();
+        RangeLifetime { stats: self.lifetime_stats, page_breaks }
+    }
+
+    /// Continue what an earlier sampler observed of this range, or of ranges within it.
+    fn take_earlier(&mut self, earlier: &mut RangeLifetimes) {
+        let first = (self.process, AddressRange { start: self.range.start, end: 0 });
+        let last = (self.process, AddressRange { start: self.range.end, end: 0 });
+        let within: Vec<_> =
+            earlier.range(first..last).map(|(key, _)| *key).filter(|(_, range)| range.end <= self.range.end).collect();
+        for key in within {
+            let Some(lifetime) = earlier.remove(&key) else { continue };
+            self.lifetime_stats = self.lifetime_stats + lifetime.stats;
+            // Only the same range has the same sample.
+            if key.1 == self.range {
+                self.pages.iter_mut().zip(lifetime.page_breaks).for_each(|(page, breaks)| page.set_break_count(breaks));
+            }
         }
     }
 
@@ -476,6 +537,61 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Pages that stayed merged for long are not given up for one write after a restart.
+    #[test]
+    fn observations_continue_after_a_restart() {
+        let host = FakeHost::booted();
+        let whole = AddressRange { start: MAX_PAGES_PER_RANGE * PAGE_BYTES, end: 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES };
+        let mut previous = sampler_with_gaps(&host, 0);
+        previous.check_pages(CheckScope::All).unwrap();
+        let mut lifetimes = previous.lifetimes();
+        assert_eq!(lifetimes.len(), 2);
+        for lifetime in lifetimes.values_mut() {
+            lifetime.stats.page_seconds = 1e9;
+            lifetime.page_breaks = vec![1; (PAGES_PER_STRIPE * STRIPES_PER_RANGE) as usize];
+        }
+        for continues in [true, false] {
+            host.map_pages(PID, (whole.start, whole.end), MERGED_PAGE_NAME, true);
+            let mut next = CowSampler::new(&host);
+            if continues {
+                next.continue_lifetimes(lifetimes.clone());
+                assert_eq!(next.lifetimes(), lifetimes, "they are passed on before the ranges are watched again");
+            }
+            let process = Facts::absent(ProcessId { pid: Pid(PID), start_time: 1 }, &Absent::Denied);
+            next.add_enrolled(&process, &[whole]);
+            next.check_pages(CheckScope::All).unwrap();
+            host.map_pages(PID, (whole.start, whole.end), "", true);
+            host.set_cpu_ticks(PID, if continues { 1 } else { 2 });
+            next.check_pages(CheckScope::RanSinceCheck).unwrap();
+            let stats = next.lifetime_stats();
+            assert_eq!(stats.repeated_cow_breaks > Pages::ZERO, continues, "{stats:?}");
+            let is_profitable = |stats: &LifetimeStats| stats.is_profitable(PAGE_BYTES);
+            let dropped = next.take_unprofitable(is_profitable, UnenrollPhase::BetweenRounds);
+            assert_eq!(dropped.len(), if continues { 0 } else { 2 });
+        }
+    }
+
+    /// A sampler whose ranges are cut in another way adds up what was observed within them.
+    #[test]
+    fn observations_of_parts_are_added_up() {
+        let host = FakeHost::booted();
+        let process = ProcessId { pid: Pid(PID), start_time: 1 };
+        let range = |first: u64, end: u64| AddressRange { start: first * PAGE_BYTES, end: end * PAGE_BYTES };
+        let stats = |page_seconds| LifetimeStats { page_seconds, ..LifetimeStats::default() };
+        let earlier = |first, end, seconds| {
+            ((process, range(first, end)), RangeLifetime { stats: stats(seconds), page_breaks: Vec::new() })
+        };
+        let mut sampler = CowSampler::new(&host);
+        let elsewhere = earlier(90, 110, 100.0);
+        sampler.continue_lifetimes([earlier(1, 5, 2.0), earlier(5, 7, 3.0), elsewhere.clone()].into());
+        sampler.add_enrolled(&Facts::absent(process, &Absent::Denied), &[range(0, 100)]);
+        let expected = ((process, range(0, 100)), RangeLifetime { stats: stats(5.0), page_breaks: Vec::new() });
+        assert_eq!(sampler.lifetimes(), [expected, elsewhere].into());
+        sampler.retain_earlier(|_| false);
+        sampler.forget_process(process);
+        assert_eq!(sampler.lifetimes(), BTreeMap::new());
     }
 
     /// A program that writes the same pages of each slot, and not the first ones.

@@ -6,7 +6,7 @@
 //! records what it measured, and reports of savings add that number, up to the zero pages that the page tables still
 //! show. Pages that other programs have ksmd merge are not recorded.
 
-use crate::verify;
+use crate::process_pages;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading};
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session;
@@ -74,7 +74,11 @@ pub fn load_freed(host: &dyn Host, directory: &Path) -> io::Result<FreedZeroPage
 /// # Errors
 /// If page tables cannot be read.
 pub fn count_still_free(host: &dyn Host, handle: &dyn ProcessHandle, recorded: Pages) -> Reading<Pages> {
-    if recorded == Pages::ZERO { Ok(recorded) } else { Ok(recorded.min(verify::uncounted_zero_pages(host, handle)?)) }
+    if recorded == Pages::ZERO {
+        Ok(recorded)
+    } else {
+        Ok(recorded.min(process_pages::uncounted_zero_pages(host, handle)?))
+    }
 }
 
 fn read_file(directory: &StateDirectory, boot: &str) -> io::Result<FreedZeroPages> {

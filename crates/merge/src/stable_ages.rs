@@ -57,6 +57,39 @@ struct StableRange {
 }
 
 impl ProcessAges {
+    /// Replace the pages of a range.
+    fn replace_range(&mut self, range: AddressRange, pages: Self, page_bytes: u64) {
+        let (first, first_page) = self.cut_at(range.start, page_bytes);
+        let (end, end_page) = self.cut_at(range.end, page_bytes);
+        self.ranges.splice(first..end, pages.ranges);
+        self.half_fingerprints.splice(first_page..end_page, pages.half_fingerprints);
+        self.ranges.shrink_to_fit();
+        self.half_fingerprints.shrink_to_fit();
+    }
+
+    /// Remove and return the pages of a range.
+    fn take_range(&mut self, range: AddressRange, page_bytes: u64) -> Self {
+        let (first, first_page) = self.cut_at(range.start, page_bytes);
+        let (end, end_page) = self.cut_at(range.end, page_bytes);
+        Self {
+            ranges: self.ranges.drain(first..end).collect(),
+            half_fingerprints: self.half_fingerprints.drain(first_page..end_page).collect(),
+        }
+    }
+
+    /// Cut the recorded range that contains an address. Returns the number of ranges and of pages before the address.
+    fn cut_at(&mut self, address: u64, page_bytes: u64) -> (usize, usize) {
+        let position = self.ranges.partition_point(|stable| stable.range.end <= address);
+        let bytes = self.ranges[..position].iter().map(|stable| stable.range.bytes().0).sum::<u64>();
+        let Some(stable) = self.ranges.get_mut(position).filter(|stable| stable.range.start < address) else {
+            return (position, (bytes / page_bytes) as usize);
+        };
+        let (start, since_ms) = (stable.range.start, stable.since_ms);
+        stable.range.start = address;
+        self.ranges.insert(position, StableRange { range: AddressRange { start, end: address }, since_ms });
+        (position + 1, ((bytes + address - start) / page_bytes) as usize)
+    }
+
     /// Record the next page.
     fn push_page(&mut self, page: AddressRange, content: u32, since_ms: u64) {
         self.half_fingerprints.push(content);
@@ -194,8 +227,8 @@ impl StableAges {
         fingerprints.par_sort_unstable();
         let page_bytes = self.page_size.bytes();
         for (position, subject) in census.subjects.iter().enumerate() {
-            let previous_pages = self.ages_by_process.remove(&subject.process.id).unwrap_or_default();
-            let mut previous_pages = previous_pages.pages(page_bytes).peekable();
+            let mut recorded = self.ages_by_process.remove(&subject.process.id).unwrap_or_default();
+            let mut previous_pages = recorded.pages(page_bytes).peekable();
             let ordinals = index.subject_ordinals(position);
             let mut fingerprints =
                 fingerprints[fingerprints.partition_point(|&(page, _)| page < ordinals.start)..].iter().peekable();
@@ -223,10 +256,13 @@ impl StableAges {
                     previous.filter(|&(_, old_half, _)| old_half == content).map_or(now_ms, |(.., since_ms)| since_ms);
                 pages.push_page(AddressRange { start: address, end: address + page_bytes }, content, since_ms);
             }
-            if !pages.half_fingerprints.is_empty() {
-                pages.half_fingerprints.shrink_to_fit();
-                pages.ranges.shrink_to_fit();
-                self.ages_by_process.insert(subject.process.id, pages);
+            drop(previous_pages);
+            // The records of other parts of the process stay.
+            for range in &subject.scanned_ranges {
+                recorded.replace_range(*range, pages.take_range(*range, page_bytes), page_bytes);
+            }
+            if !recorded.half_fingerprints.is_empty() {
+                self.ages_by_process.insert(subject.process.id, recorded);
             }
         }
     }
@@ -335,6 +371,30 @@ mod tests {
     const PAGE_BYTES: u64 = 4096;
 
     proptest! {
+        /// Pages of a part are replaced, and all others stay as they are.
+        #[test]
+        fn replaced_range_keeps_other_pages(
+            pages in prop::collection::btree_map(0u64..256, (0u32..3, 0u64..3), 0..100),
+            newer in prop::collection::btree_map(0u64..256, (3u32..6, 3u64..6), 0..100),
+            (start, length) in (0u64..256, 0u64..128),
+        ) {
+            let ages = |pages: &BTreeMap<u64, (u32, u64)>| {
+                let mut ages = ProcessAges::default();
+                for (&at, &(content, since)) in pages {
+                    ages.push_page(AddressRange { start: at * PAGE_BYTES, end: (at + 1) * PAGE_BYTES }, content, since);
+                }
+                ages
+            };
+            let range = AddressRange { start: start * PAGE_BYTES, end: (start + length) * PAGE_BYTES };
+            let within = |at: &u64| (start..start + length).contains(at);
+            let mut replaced = ages(&pages);
+            replaced.replace_range(range, ages(&newer).take_range(range, PAGE_BYTES), PAGE_BYTES);
+            let mut expected: BTreeMap<u64, (u32, u64)> = pages.into_iter().filter(|(at, _)| !within(at)).collect();
+            expected.extend(newer.into_iter().filter(|(at, _)| within(at)));
+            let listed = replaced.pages(PAGE_BYTES).map(|(address, content, since)| (address / PAGE_BYTES, (content, since)));
+            prop_assert_eq!(listed.collect::<Vec<_>>(), expected.into_iter().collect::<Vec<_>>());
+        }
+
         /// Ranges return the recorded time of each page, and chunks agree with their pages one by one.
         #[test]
         fn stable_ranges_match_their_pages(

@@ -5,26 +5,19 @@
 
 use crate::decide::outcome::KsmPageCounts;
 use crate::decide::plan::{MergePlan, PlanTarget};
+use crate::process_pages;
 use pagefold_base::ksm::{ProcessKsm, RMAP_ITEM_BYTES};
-use pagefold_base::region::{MapsEntry, VmFlags};
+use pagefold_base::region::VmFlags;
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-/// Maximum address space of one process in which zero pages are counted. Reading it takes about a second of CPU time,
-/// even where nothing is mapped.
-const MAX_WALKED_ADDRESS_SPACE: Bytes = Bytes(256 << 30);
-
-/// Resident memory of the largest process whose `smaps_rollup` is read while it runs. Reading takes about a second of
-/// CPU time; during most of it the process cannot map or unmap memory.
-pub const MAX_ROLLUP_RSS: Bytes = Bytes(64 << 30);
-
 /// Count the pages of a range that are mapped to a KSM frame, the pages that are mapped to the kernel's zero page, and
 /// all resident pages. A KSM page without another mapping saves nothing and does not count. The KSM frames are added to
 /// `frames`.
-fn count_ksm_pages(
+pub(crate) fn count_ksm_pages(
     host: &dyn Host,
     handle: &dyn ProcessHandle,
     range: AddressRange,
@@ -161,8 +154,7 @@ pub fn net_savings(
 
 /// Zero pages freed between two measurements in each target that still runs, without those that KSM counts. The kernel
 /// frees them when it splits a huge page. Reads of memory that was never written map the same zero page. So the result
-/// is at most the huge pages that the process lost meanwhile, and zero where they cannot be read or reading takes too
-/// long ([`MAX_ROLLUP_RSS`]).
+/// is at most the huge pages that the process lost meanwhile, and zero where they cannot be read.
 pub fn split_zero_pages(
     plan: &MergePlan,
     page_size: PageSize,
@@ -182,42 +174,8 @@ pub fn split_zero_pages(
 }
 
 /// Zero pages that KSM placed, by its counter. The counter is signed and can be below zero, which means none.
-fn ksm_zero_pages(ksm: &ProcessKsm) -> Pages {
+pub(crate) fn ksm_zero_pages(ksm: &ProcessKsm) -> Pages {
     Pages(ksm.zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs()))
-}
-
-/// Pages of private memory mapped to the kernel's zero page that KSM does not count, whether enrolled or not. They
-/// bound from above the zero pages that huge page splits freed; memory that was read but never written is among them.
-/// Of a process with more than `MAX_WALKED_ADDRESS_SPACE` of accessible memory the rest is left out, so the count may
-/// be too low.
-pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Pages> {
-    let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
-    let mut zeros = Pages::ZERO;
-    // `maps` and not `smaps`: for `smaps` the kernel walks all pages of a region under one lock.
-    for range in zero_page_ranges(&observe::mapped_regions(handle)?, host.page_size()) {
-        zeros += count_ksm_pages(host, handle, range, &mut Vec::new())?.zero;
-    }
-    Ok(zeros.saturating_sub(ksm_zero_pages(&ksm)))
-}
-
-/// The ranges in which zero pages are counted: private regions with access rights, the smallest first,
-/// `MAX_WALKED_ADDRESS_SPACE` in all.
-fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRange> {
-    // The kernel's half of the address space has `[vsyscall]` only.
-    let may_have_zero_pages = |mapped: &&MapsEntry| {
-        let [read, write, _, shared] = mapped.permissions;
-        (read == b'r' || write == b'w') && shared == b'p' && mapped.range.end <= 1 << 63
-    };
-    let mut ranges: Vec<AddressRange> = layout.iter().filter(may_have_zero_pages).map(|mapped| mapped.range).collect();
-    ranges.sort_unstable_by_key(|range| (range.bytes(), range.start));
-    let mut remaining_pages = page_size.pages_in(MAX_WALKED_ADDRESS_SPACE);
-    for range in &mut ranges {
-        let pages = page_size.pages_in(range.bytes()).min(remaining_pages);
-        range.end = range.start + page_size.bytes_of(pages).0;
-        remaining_pages = remaining_pages.saturating_sub(pages);
-    }
-    ranges.retain(|range| range.start < range.end);
-    ranges
 }
 
 /// Pages that each target saves. A frame that only these targets map is divided equally among them.
@@ -237,7 +195,7 @@ fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget>
     let handle = hold(host, target.process.id)?;
     let huge = match target.huge_page_bytes {
         Bytes::ZERO => Some(Bytes::ZERO),
-        _ => read_huge_page_bytes(&*handle, host.page_size()),
+        _ => process_pages::huge_page_bytes(&*handle, host.page_size()).ok(),
     };
     let (mut measured, mut frames) = (MergedTarget::none(huge), Vec::new());
     for range in &target.ranges {
@@ -258,15 +216,6 @@ fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget>
     measured.ksm_zero_pages = ksm_zero_pages(&ksm);
     measured.counts.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(measured)
-}
-
-/// Memory of a process in huge pages; `None` where they cannot be read, or where it has more memory than [`MAX_ROLLUP_RSS`].
-fn read_huge_page_bytes(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
-    let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
-    if page_size.bytes_of(resident) > MAX_ROLLUP_RSS {
-        return None;
-    }
-    observe::rollup(handle).ok()?.anon_huge.ok()
 }
 
 /// The enrolled processes, as far as they are visible.
@@ -453,58 +402,6 @@ mod tests {
         );
         assert_eq!(freed(measured(0, 0, Some(0)), measured(8192, 0, Some(1024))), 0, "huge pages were made");
         assert_eq!(freed(before(0, 0), measured(100, 0, None)), 0, "it is not known what was split");
-    }
-
-    #[test]
-    fn huge_pages_of_processes_that_are_too_large_are_not_asked_for() {
-        let fake = FakeHost::booted();
-        let largest = MAX_ROLLUP_RSS.0 / fake.page_size().bytes();
-        let mut plan = plan(3);
-        for (pid, pages, huge) in [(0, largest, 4), (1, largest + 1, 4), (2, largest + 1, 0)] {
-            fake.start_process(pid, pages);
-            fake.put_file(&format!("proc/{pid}/smaps_rollup"), "0-1 ---p 0 00:00 0 [rollup]\nAnonHugePages: 4096 kB\n");
-            plan.targets[pid as usize].huge_page_bytes = Bytes::from_kib(1024 * huge);
-        }
-        let huge: Vec<Option<Bytes>> =
-            measure_targets(&fake, &plan).unwrap().into_iter().map(|target| target.unwrap().huge).collect();
-        assert_eq!(huge, [Some(Bytes::from_kib(4096)), None, Some(Bytes::ZERO)]);
-    }
-
-    /// Reserved address space has no pages, and walking a TiB of it takes seconds.
-    #[test]
-    fn zero_page_count_walks_bounded_space() {
-        const TIB: u64 = 1 << 40;
-        let page_size = PageSize::new(4096).unwrap();
-        let mapped = |start: u64, bytes: u64, permissions: &[u8; 4]| {
-            let range = AddressRange { start, end: start + bytes };
-            MapsEntry { range, permissions: *permissions, inode: 0, name: String::new() }
-        };
-        let walked = |regions: &[MapsEntry]| -> Vec<(u64, u64)> {
-            zero_page_ranges(regions, page_size).iter().map(|range| (range.start, range.bytes().0)).collect()
-        };
-        let many = |permissions| (1..=100).map(move |at| mapped(at * TIB, TIB, permissions));
-        let small = || [mapped(200 * TIB, 8192, b"rw-p"), mapped(201 * TIB, 4096, b"r--p")].into_iter();
-        let reserved: Vec<MapsEntry> = many(b"---p").chain(small()).collect();
-        assert_eq!(walked(&reserved), [(201 * TIB, 4096), (200 * TIB, 8192)]);
-        let readable: Vec<MapsEntry> = many(b"rw-p").chain(small()).collect();
-        let limited = walked(&readable);
-        assert_eq!(limited[..2], [(201 * TIB, 4096), (200 * TIB, 8192)], "small regions first");
-        assert_eq!(limited.iter().map(|(_, bytes)| bytes).sum::<u64>(), MAX_WALKED_ADDRESS_SPACE.0);
-        assert_eq!(walked(&[mapped(TIB, 4096, b"rw-s"), mapped(0xffff_ffff_ff60_0000, 4096, b"r-xp")]), []);
-    }
-
-    /// None of the large reserved regions of a process is read.
-    #[test]
-    fn inaccessible_regions_are_not_read() {
-        let fake = FakeHost::booted();
-        fake.start_process(1, 1);
-        let reserved = |at: u64| format!("{:x}-{:x} ---p 00000000 00:00 0 \n", at << 40, (at + 1) << 40);
-        let maps: String = (1..=100).map(reserved).collect();
-        fake.put_file("proc/1/maps", &maps);
-        let smaps = maps.lines().map(|line| format!("{line}\nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: mr mw\n"));
-        fake.put_file("proc/1/smaps", &smaps.collect::<String>());
-        // It has no page tables: reading any page fails.
-        assert_eq!(uncounted_zero_pages(&fake, &*fake.open(Pid(1)).unwrap()), Ok(Pages::ZERO));
     }
 
     /// In bytes, by PID.

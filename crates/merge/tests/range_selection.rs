@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 mod fingerprint_cache;
 #[path = "range_selection/foreign_processes.rs"]
 mod foreign_processes;
+#[path = "range_selection/parts.rs"]
+mod parts;
 #[path = "range_selection/plans.rs"]
 mod plans;
 
@@ -175,10 +177,13 @@ impl ProcessHandle for SyntheticHandle<'_> {
     fn links(&self, _: &str) -> Reading<Vec<String>> {
         Err(Absent::Denied)
     }
-    fn resident(&self, _: &[AddressRange]) -> Reading<Vec<PageRun>> {
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
         let mut runs: Vec<PageRun> = Vec::new();
         for (i, _) in self.process().pages.iter().enumerate().filter(|(_, page)| **page != SyntheticPage::Hole) {
             let address = BASE_ADDRESS + i as u64 * PAGE_BYTES;
+            if !ranges.iter().any(|range| range.contains(address)) {
+                continue;
+            }
             match runs.last_mut() {
                 Some(run) if run.address + u64::from(run.pages) * PAGE_BYTES == address => run.pages += 1,
                 _ => runs.push(PageRun { address, pages: 1, huge: self.process().huge }),

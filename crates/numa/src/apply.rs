@@ -14,7 +14,7 @@ use crate::decide::schedule::{self, WaitingBatch};
 use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
-use crate::threads::{ThreadPlacement, ThreadRole};
+use crate::threads::{self, ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
 use pagefold_base::memory::{DEFAULT_PRESSURE_PERCENT, MemoryPolicy};
 use pagefold_base::region::{Region, VmFlags};
@@ -157,6 +157,9 @@ pub type ProgressObserver<'o> = dyn FnMut(usize, Bytes) + 'o;
 pub struct MachineOutcome {
     /// Threads with new CPUs.
     pub placed_threads: Vec<Pid>,
+    /// Threads that have CPUs of their nodes without a change of their own: another program gave them these, or libvirt did
+    /// by the cpuset of the main thread.
+    pub following_threads: Vec<Pid>,
     /// Threads that stay, with the reason.
     pub kept_threads: Vec<(Pid, String)>,
     /// Pages that were moved.
@@ -551,13 +554,10 @@ impl Placer<'_, '_> {
 
     /// Gives the threads of a machine their new CPUs, once.
     fn place_threads(&mut self, machine: usize) -> Result<(), Error> {
-        const RESTRICTED: &str = "its owner restricts it to CPUs of other nodes";
         if std::mem::replace(&mut self.has_placed_threads[machine], true) {
             return Ok(());
         }
         let prepared = &self.machines[machine];
-        let restricted = prepared.steps.restricted_threads.iter();
-        self.outcome.machines[machine].kept_threads.extend(restricted.map(|&tid| (tid, RESTRICTED.to_owned())));
         for step in &prepared.steps.threads {
             if self.is_stopped() {
                 break;
@@ -572,6 +572,7 @@ impl Placer<'_, '_> {
             let cpus = Exchange { from: step.from.clone(), to: step.to.clone() };
             let is_libvirts = pin.is_some();
             match try_apply(&mut self.sessions.cpus, &Action::SetAffinity { thread, cpus, pin })? {
+                Ok(done) if done.unchanged => result.following_threads.push(step.tid),
                 Ok(_) => result.placed_threads.push(step.tid),
                 // A thread that has ended needs no CPUs; whether its process lives shows when its memory is moved.
                 Err(ActionError::Vanished) => {}
@@ -583,7 +584,28 @@ impl Placer<'_, '_> {
                 }
             }
         }
+        self.look_at_restricted_threads(machine);
         Ok(())
+    }
+
+    /// Notes which threads that their owner restricts are on their nodes now, and which stay. Those that have ended, so that
+    /// their files are missing, need no CPUs.
+    fn look_at_restricted_threads(&mut self, machine: usize) {
+        const RESTRICTED: &str = "its owner restricts it to CPUs of other nodes";
+        let prepared = &self.machines[machine];
+        let handle = pagefold_host::hold(self.sessions.cpus.host(), prepared.process);
+        let result = &mut self.outcome.machines[machine];
+        for restricted in &prepared.steps.restricted_threads {
+            let handle = handle.as_deref().map_err(Clone::clone);
+            match handle.and_then(|handle| threads::read_thread(handle, restricted.tid, false)) {
+                Err(Absent::Vanished | Absent::NotOnThisKernel) => {}
+                Ok(now) if now.start_time != restricted.start_time => {}
+                Ok(now) if restricted.is_on_its_nodes(&now.allowed_cpus) => {
+                    result.following_threads.push(restricted.tid);
+                }
+                Ok(_) | Err(_) => result.kept_threads.push((restricted.tid, RESTRICTED.to_owned())),
+            }
+        }
     }
 
     /// Gives the threads of a machine their previous CPUs back, because most of its memory stays.
@@ -597,6 +619,8 @@ impl Placer<'_, '_> {
         };
         let why = "most of the machine's memory stays".to_owned();
         let restored = result.placed_threads.extract_if(.., |tid| is_restored(tid));
+        // Threads that follow others follow them back, too.
+        let restored = restored.chain(result.following_threads.drain(..));
         result.kept_threads.extend(restored.map(|tid| (tid, why.clone())));
         self.outcome.failed_undos.extend(failed);
         Ok(())

@@ -20,6 +20,7 @@ use crate::topology::Topology;
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::{Bytes, ProcessId, Reading, count_text};
 use pagefold_census::ProcessSelection;
+use pagefold_host::action::Action;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
@@ -108,7 +109,7 @@ pub struct KeeperReport {
     pub failed_machines: u64,
     /// Bytes that were moved since the start.
     pub moved_bytes: u64,
-    /// Changes that should have been undone since the start, and were not.
+    /// Changes that should have been undone since the start, and were not, also those of earlier commands.
     pub failed_undos: u64,
     /// What the last plan gains against leaving everything.
     pub planned_gain: PricedGain,
@@ -162,6 +163,8 @@ pub struct PlacementKeeper<'h> {
     settings: KeeperSettings,
     state: KeeperState,
     started: Instant,
+    /// Changes that were not undone.
+    failed_undos: Vec<Action>,
     report: KeeperReport,
 }
 
@@ -185,7 +188,15 @@ impl<'h> PlacementKeeper<'h> {
     /// A keeper with the directory of its journals.
     pub fn new(host: &'h dyn Host, directory: PathBuf, settings: KeeperSettings) -> Self {
         let started = host.now();
-        Self { host, directory, settings, state: KeeperState::default(), started, report: KeeperReport::default() }
+        Self {
+            host,
+            directory,
+            settings,
+            state: KeeperState::default(),
+            started,
+            failed_undos: Vec::new(),
+            report: KeeperReport::default(),
+        }
     }
 
     /// Checks until `control` ends it, and passes each new state to `observe`. A pause and its end lead to a check at
@@ -263,8 +274,8 @@ impl<'h> PlacementKeeper<'h> {
         // The locks are taken before the map is read, so that no other pagefold moves memory in between.
         let sessions = match self.settings.acts {
             true => {
-                // What an earlier session could not undo is tried again and reported by each command.
-                let (sessions, _) = PlacementSessions::begin(self.host, &self.directory)?;
+                let (sessions, (_, failed)) = PlacementSessions::begin(self.host, &self.directory)?;
+                self.count_failed_undos(&failed);
                 Some(sessions)
             }
             false => None,
@@ -294,8 +305,14 @@ impl<'h> PlacementKeeper<'h> {
         }
     }
 
+    /// Counts changes that were not undone, each once: those that are tried again may fail again with each plan.
     fn count_failed_undos(&mut self, failed: &[FailedUndo]) {
-        self.report.failed_undos += failed.len() as u64;
+        for failed in failed {
+            if !self.failed_undos.contains(&failed.undo) {
+                self.failed_undos.push(failed.undo.clone());
+            }
+        }
+        self.report.failed_undos = self.failed_undos.len() as u64;
     }
 
     fn plan(

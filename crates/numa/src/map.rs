@@ -6,11 +6,14 @@
 //! QEMU creates backends in the order of its command line. If the numbers of such backends and regions differ, these
 //! backends have no memory in the map.
 
+use crate::apply::PartNodes;
 use crate::decide::frame_sharing::{self, FrameOwners};
+use crate::decide::plan::PlannedVm;
+use crate::decide::requested::{self, ForbiddenNode};
 use crate::decide::{self, AccessCost, FrameReader, MergedFrames, NodeShares};
 use crate::machine::{self, MachineFacts};
 use crate::page_nodes::{PageKinds, PageNodeReader, PageNodes};
-use crate::threads::{self, ThreadPlacement};
+use crate::threads::{self, ThreadPlacement, ThreadRole};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::libvirt::LibvirtDomain;
@@ -69,6 +72,16 @@ pub struct ProcessPlacement {
     pub cost: Option<AccessCost>,
     /// The share of remote accesses to memory that can be moved: without merged pages and those of files.
     pub movable_remote_share: Option<f64>,
+}
+
+impl ProcessPlacement {
+    /// The nodes that the machine may not use now, of those on which its parts are to be. `vm` is the machine in the
+    /// problem.
+    pub fn forbidden_nodes(&self, vm: &PlannedVm, parts: &[PartNodes]) -> Vec<ForbiddenNode> {
+        let is_vcpu = |thread: &ThreadPlacement| matches!(thread.role, ThreadRole::Vcpu(_));
+        let virtual_nodes: Vec<VirtualNode> = self.virtual_nodes.iter().map(|node| node.node.clone()).collect();
+        requested::forbidden_nodes(vm, parts, &virtual_nodes, self.threads.iter().flatten().any(is_vcpu))
+    }
 }
 
 /// A virtual node with its memory and virtual CPUs.

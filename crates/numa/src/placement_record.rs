@@ -10,7 +10,7 @@ use crate::page_nodes::{PageKinds, PageNodes};
 use crate::topology::{LOCAL_DISTANCE, Topology};
 use pagefold_base::{Absent, IdSet, Pages, Pid, ProcessId};
 use pagefold_host::transaction::journal::StateDirectory;
-use pagefold_host::transaction::session;
+use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold, observe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -117,6 +117,14 @@ impl PlacementRecord {
     pub fn forget_ended(&mut self, host: &dyn Host) {
         let has_ended = |machine: &PlacedMachine| matches!(hold(host, machine.process()), Err(Absent::Vanished));
         self.machines.retain(|machine| !has_ended(machine));
+    }
+
+    /// Drops the machines whose placement was undone, after an undo in which some changes failed. A change that another
+    /// program has overwritten is none of the placement any more.
+    pub fn forget_undone(&mut self, failed: &[FailedUndo]) {
+        let remaining = failed.iter().filter(|failed| !failed.is_overwritten);
+        let remaining: BTreeSet<ProcessId> = remaining.filter_map(|failed| failed.undo.process()).collect();
+        self.machines.retain(|machine| remaining.contains(&machine.process()));
     }
 
     /// Adds machines, in place of their earlier records.
@@ -262,10 +270,10 @@ pub fn verify_machines(map: &NumaMap, machines: Vec<PlacedMachine>) -> Vec<Verif
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_host::action::Action;
 
-    #[test]
-    fn record_of_a_machine_replaces_the_earlier_one() {
-        let machine = |pid, threads: &[(u32, u64, &str)]| PlacedMachine {
+    fn machine(pid: u32, threads: &[(u32, u64, &str)]) -> PlacedMachine {
+        PlacedMachine {
             pid,
             start_time: 1,
             name: "web".to_owned(),
@@ -274,7 +282,34 @@ mod tests {
             kept_pages: 0,
             remote_share_before: Some(1.0),
             predicted_remote_share: Some(0.0),
+        }
+    }
+
+    #[test]
+    fn machines_with_failed_undos_stay_in_the_record() {
+        let failed = |pid, is_overwritten| FailedUndo {
+            undo: Action::MovePages {
+                process: ProcessId { pid: Pid(pid), start_time: 1 },
+                ranges: Vec::new(),
+                node: 0,
+            },
+            why: "node 0 has no room for it".to_owned(),
+            will_retry: true,
+            is_overwritten,
         };
+        let mut record = PlacementRecord {
+            boot: "boot".to_owned(),
+            machines: vec![machine(7, &[]), machine(17, &[]), machine(27, &[])],
+            counters: BTreeMap::new(),
+        };
+        record.forget_undone(&[failed(17, false), failed(27, true)]);
+        assert_eq!(record.machines, [machine(17, &[])], "what another program has changed is not Pagefold's");
+        record.forget_undone(&[]);
+        assert!(record.machines.is_empty());
+    }
+
+    #[test]
+    fn record_of_a_machine_replaces_the_earlier_one() {
         let folder = tempfile::tempdir().unwrap();
         let directory = StateDirectory::open(folder.path()).unwrap();
         let mut record = PlacementRecord::load(&directory, "boot").unwrap();

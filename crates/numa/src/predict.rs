@@ -4,6 +4,7 @@ use crate::apply::{MachineTarget, PartNodes};
 use crate::decide::frame_sharing::{self, SharedFrames};
 use crate::decide::plan::{self, PlacementProblem};
 use crate::decide::pricing::PricedGain;
+use crate::decide::requested::ForbiddenNode;
 use crate::decide::{AccessCost, FrameReader};
 use crate::map::{NumaMap, ProcessPlacement};
 use crate::page_nodes::{PageKinds, PageNodes};
@@ -16,6 +17,8 @@ use std::collections::BTreeMap;
 /// The consequences of a placement.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlacementPrediction {
+    /// The new nodes that the machine may not use now. All figures are those after a change of what restricts it.
+    pub forbidden: Vec<ForbiddenNode>,
     /// What it gains against leaving the machine.
     pub gain: PricedGain,
     /// The expected accesses now.
@@ -106,8 +109,10 @@ pub fn predict(
     let memory = part_memory(placement, target.parts.len());
     let arrivals = arrivals(&memory, &target.parts);
     let nodes = node_arrivals((map, problem), target, &arrivals, host.page_size(), headroom_share);
+    let vm = &problem.vms[target.position];
     Ok(PlacementPrediction {
-        gain: plan::gain_of_placement(problem, &problem.vms[target.position], &target.parts),
+        forbidden: placement.forbidden_nodes(vm, &target.parts),
+        gain: plan::gain_of_placement(problem, vm, &target.parts),
         cost_before: placement.cost,
         cost_after: predicted_cost(&map.topology, placement, &target.parts),
         moved: arrivals.into_values().fold(PageKinds::default(), |mut sum, kinds| {

@@ -84,7 +84,8 @@ pub fn read_threads(host: &dyn Host, handle: &dyn ProcessHandle, is_vm: bool) ->
     Ok(tids.into_iter().filter_map(|tid| read_thread(handle, tid, is_vm).ok()).collect())
 }
 
-fn read_thread(handle: &dyn ProcessHandle, tid: Pid, is_vm: bool) -> Reading<ThreadPlacement> {
+/// Reads a thread. Only those of a virtual machine have roles.
+pub(crate) fn read_thread(handle: &dyn ProcessHandle, tid: Pid, is_vm: bool) -> Reading<ThreadPlacement> {
     let stat = parse::stat(&handle.read(&format!("task/{tid}/stat"))?)?;
     let status = parse::status(&handle.read(&format!("task/{tid}/status"))?);
     let allowed_cpus = status.allowed_cpus?;

@@ -22,6 +22,20 @@ pub const MAX_RUN_PAGES: u64 = 65_536;
 /// Rounding of shares that are added.
 const SHARE_TOLERANCE: f64 = 1e-9;
 
+/// The scenarios that ship with the program: name and text.
+pub const SHIPPED: [(&str, &str); 4] = [
+    ("lab-48-slow", include_str!("../scenarios/lab-48-slow.toml")),
+    ("lab-48", include_str!("../scenarios/lab-48.toml")),
+    ("htc-4x8", include_str!("../scenarios/htc-4x8.toml")),
+    ("oltp-144", include_str!("../scenarios/oltp-144.toml")),
+];
+
+/// The text of the shipped scenario of this name.
+#[must_use]
+pub fn shipped_text(name: &str) -> Option<&'static str> {
+    SHIPPED.iter().find(|(shipped, _)| *shipped == name).map(|(_, text)| *text)
+}
+
 /// Why there is no scenario.
 #[derive(Debug, Error)]
 pub enum ScenarioError {
@@ -465,7 +479,7 @@ const MAX_COST_NS: f64 = 1e9;
 mod tests {
     use super::*;
 
-    const SMALL: &str = r#"description = "two machines"
+    const TWO_MACHINES_TEXT: &str = r#"description = "two machines"
 duration = "1h"
 
 [host]
@@ -488,7 +502,7 @@ count = 2
 
     #[test]
     fn missing_values_have_defaults() {
-        let scenario = parse_scenario(SMALL).unwrap();
+        let scenario = parse_scenario(TWO_MACHINES_TEXT).unwrap();
         assert_eq!((scenario.duration_ms, scenario.tick_ms, scenario.sample_ms), (3_600_000, 1000, 60_000));
         assert_eq!((scenario.host.memory_pages, scenario.host.nodes), (262_144, 1));
         assert_eq!(scenario.host.ksm, KsmSettings::default());
@@ -500,8 +514,26 @@ count = 2
     }
 
     #[test]
+    fn shipped_scenarios_are_valid() {
+        for (name, text) in SHIPPED {
+            let scenario = parse_scenario(text).unwrap_or_else(|error| panic!("{name}: {error}"));
+            assert!(!scenario.description.is_empty() && shipped_text(name) == Some(text));
+        }
+    }
+
+    #[test]
+    fn scenario_of_the_documentation_is_valid() {
+        let document = include_str!("../../../docs/simulator.md");
+        let text = document.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+        let scenario = parse_scenario(text).unwrap();
+        assert_eq!((scenario.classes.len(), scenario.templates[0].writes.len()), (2, 2));
+        assert_eq!(scenario.costs, default_costs(), "the document shows the defaults");
+        assert_eq!(scenario.host.ksm, KsmSettings::default());
+    }
+
+    #[test]
     fn arrivals_are_waves_or_random() {
-        let arrival = |keys: &str| parse_scenario(&format!("{SMALL}{keys}")).unwrap().classes[0].arrival;
+        let arrival = |keys: &str| parse_scenario(&format!("{TWO_MACHINES_TEXT}{keys}")).unwrap().classes[0].arrival;
         let waves = Arrival::Waves { machines: 3, interval_ms: 600_000 };
         assert_eq!(arrival("wave = 3\nevery = '10min'"), waves);
         assert_eq!(arrival("per_hour = 2.5"), Arrival::Poisson { machines_per_hour: 2.5 });
@@ -509,8 +541,8 @@ count = 2
 
     /// Replaces a text in the small scenario, and returns the error.
     fn error(from: &str, to: &str) -> String {
-        assert!(SMALL.contains(from), "{from}");
-        parse_scenario(&SMALL.replace(from, to)).unwrap_err().to_string()
+        assert!(TWO_MACHINES_TEXT.contains(from), "{from}");
+        parse_scenario(&TWO_MACHINES_TEXT.replace(from, to)).unwrap_err().to_string()
     }
 
     #[test]

@@ -1,4 +1,7 @@
-//! The result of a calibration as text.
+//! The results of `pagefold sim` as text.
+
+pub mod comparison;
+pub mod tuning;
 
 use crate::wire::{CalibrationScanReport, ErrorReport, SimCalibrationReport};
 use pagefold_output::text::{TextStyle, format_number};

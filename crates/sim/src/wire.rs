@@ -1,9 +1,18 @@
-//! The result of a calibration in JSON.
+//! The results of `pagefold sim` in JSON.
+
+pub mod comparison;
+pub mod tuning;
 
 use crate::calibration::{Calibration, CalibrationScan};
 use crate::decide::cost::Operation;
+use crate::decide::rules::KernelVersion;
 use schemars::JsonSchema;
 use serde::Serialize;
+
+/// A kernel as `6.12.54`.
+fn kernel_name(kernel: KernelVersion) -> String {
+    format!("{}.{}.{}", kernel.major, kernel.minor, kernel.stable)
+}
 
 /// The result of `pagefold sim calibrate`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]

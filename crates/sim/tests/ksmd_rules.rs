@@ -83,6 +83,38 @@ fn a_written_page_is_counted_until_its_next_visit() {
 }
 
 #[test]
+fn a_page_written_back_to_its_content_before_the_merge_merges_at_once_before_7_3() {
+    for (release, expected) in [("7.2.0", [1, 2, 0, 0]), ("7.3.0", [1, 1, 0, 1])] {
+        let mut model = model_of(release, settings());
+        let process = process_with(&mut model, &[7, 7, 7]);
+        scan(&mut model, 2);
+        model.write(process, START, 7);
+        scan(&mut model, 1);
+        assert_eq!(pages(&model), expected, "{release}");
+    }
+}
+
+#[test]
+fn a_page_written_after_its_merge_is_as_young_as_a_new_one_since_7_3() {
+    // The visits until the merge have the ages 0 to 3, and the last one allows a skip. Before 7.3 the next scan skips the
+    // page. Since 7.3 it visits the page without an age; visits with the ages 0 to 3 follow, and then a skip.
+    for (release, visits_until_skip) in [("7.2.0", 0), ("7.3.0", 5)] {
+        let mut model = model_of(release, settings());
+        let process = process_with(&mut model, &[7]);
+        scan(&mut model, 2);
+        process_with(&mut model, &[7]);
+        scan(&mut model, 2);
+        assert_eq!(pages(&model), [1, 1, 0, 0], "{release}");
+        model.write(process, START, 8);
+        let visits = (0..20).take_while(|_| {
+            scan(&mut model, 1);
+            model.counters().pages_skipped == 0
+        });
+        assert_eq!(visits.count(), visits_until_skip, "{release}");
+    }
+}
+
+#[test]
 fn a_freed_frame_is_removed_by_the_first_visit_of_any_of_its_pages() {
     let mut model = model_of("6.18.0", KsmSettings { pages_to_scan: 1, ..settings() });
     let process = process_with(&mut model, &[7, 7]);

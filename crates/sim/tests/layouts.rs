@@ -51,6 +51,7 @@ fn each_rule_changes_the_counters_of_some_layout() {
         ("zero pages", KsmRules { tracks_zero_pages: false, ..rules }),
         ("fork", KsmRules { fork_resets_counters: false, ..rules }),
         ("split", KsmRules { split_maps_zero_pages: false, ..rules }),
+        ("history", KsmRules { stable_tree_forgets_history: true, ..rules }),
     ];
     for (name, other) in altered {
         let differs = |layout: &Layout| counters_of(layout, rules) != counters_of(layout, other);
@@ -83,7 +84,7 @@ fn first_difference(layout: &Layout, rules: KsmRules) -> Option<String> {
 
 #[test]
 fn runs_have_the_counters_of_single_pages_on_all_layouts() {
-    for release in ["6.1.0", "6.8.0", "6.18.0"] {
+    for release in ["6.1.0", "6.8.0", "6.18.0", "7.3.0"] {
         for layout in all_layouts() {
             assert_eq!(first_difference(&layout, rules_of(release)), None, "{release}");
         }
@@ -105,7 +106,7 @@ proptest! {
 
     #[test]
     fn runs_have_the_counters_of_single_pages(number in 0_u64..100_000, release in prop::sample::select(vec![
-        "6.1.0", "6.8.0", "6.18.0",
+        "6.1.0", "6.8.0", "6.18.0", "7.3.0",
     ])) {
         prop_assert_eq!(first_difference(&further_layout(number), rules_of(release)), None);
         prop_assert_eq!(first_difference(&pruned_late(further_layout(number)), rules_of(release)), None);
@@ -117,6 +118,18 @@ proptest! {
     ])) {
         let mut broken = None;
         play(&further_layout(number), rules_of(release), |model| {
+            broken = broken.take().or_else(|| model.broken_invariant());
+        });
+        prop_assert_eq!(broken, None);
+    }
+
+    #[test]
+    fn invariants_hold_with_changes_seen_at_once(number in 0_u64..100_000, release in prop::sample::select(vec![
+        "6.1.0", "6.8.0", "6.18.0",
+    ])) {
+        let mut broken = None;
+        let model = KsmModel::new(rules_of(release), KsmSettings::default()).seeing_changes_at_once();
+        play_on(model, &further_layout(number), |model| {
             broken = broken.take().or_else(|| model.broken_invariant());
         });
         prop_assert_eq!(broken, None);

@@ -8,10 +8,11 @@ use pagefold_host::action::{Action, ActionError, MergeAdvice};
 use pagefold_host::knob::Knob;
 use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::{Host, PageContent, ReadMethod, elapsed_since, observe, parse};
+use pagefold_sim::decide::host_state::{Exactness, ProcessIdentity};
 use pagefold_sim::decide::ksmd::KsmSettings;
 use pagefold_sim::decide::rules::KernelVersion;
 use pagefold_sim::decide::scenario::{HostSpec, default_costs};
-use pagefold_sim::host::{ProcessIdentity, SimulatedHost};
+use pagefold_sim::host::SimulatedHost;
 use pagefold_sim::scenario::parse_scenario;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -247,7 +248,7 @@ start = "1m"
 #[test]
 fn machines_of_a_scenario_come_and_go() {
     let scenario = parse_scenario(SCENARIO).unwrap();
-    let host = SimulatedHost::with_scenario("a scenario", &scenario, scenario.seed);
+    let host = SimulatedHost::with_scenario("a scenario", &scenario, scenario.seed, Exactness::Exact);
     let names = || -> Vec<String> {
         let processes = observe::processes(&host).unwrap().into_iter();
         processes.filter_map(|(_, process)| process.unwrap().identity.vm?.name).collect()

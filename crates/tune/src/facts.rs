@@ -40,7 +40,7 @@ pub fn read_state(host: &dyn Host, facts: &HostFacts, changes: &[&SettingChange]
         kvm_users: if modules.is_empty() { Vec::new() } else { find_kvm_users(host, &processes) },
         modules: modules.into_iter().map(|module| (module.clone(), read_module(host, &module))).collect(),
         module_file: read_text(host, MODULE_FILE).ok(),
-        tuners: find_tuners(&processes),
+        tuners: find_tuners(processes.iter()),
         machines: read_machines(host, &processes, &machines),
         boot: BootState {
             loader: identify_loader(read_boot_evidence(host)),
@@ -187,10 +187,16 @@ fn machine_name(process: &Process) -> String {
     name.unwrap_or_else(|| process.comm.clone())
 }
 
+/// The running programs of root that the table of conflicts knows. Processes that cannot be read are left out.
+pub fn running_tuners(host: &dyn Host) -> Vec<String> {
+    let processes = observe::processes(host).unwrap_or_default();
+    find_tuners(processes.iter().filter_map(|(_, process)| process.as_ref().ok()))
+}
+
 /// The programs of root that the table of conflicts knows.
-fn find_tuners(processes: &[Process]) -> Vec<String> {
+fn find_tuners<'p>(processes: impl Iterator<Item = &'p Process> + Clone) -> Vec<String> {
     let runs = |name: &str| {
-        processes.iter().any(|process| {
+        processes.clone().any(|process| {
             let arguments = process.arguments.as_deref().unwrap_or_default();
             process.uid == Ok(0) && !process.kernel_thread && tuner::runs(name, &process.comm, arguments)
         })

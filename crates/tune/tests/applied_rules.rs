@@ -408,6 +408,7 @@ fn put_machine(host: &FakeHost, machine: &Machine) {
     host.put_file("proc/7/stat", &stat(7, "qemu-system-x86"));
     host.put_file("proc/7/smaps", SMAPS);
     host.put_file("proc/7/numa_maps", "7f0000000000 default anon=1 dirty=1 N0=1 kernelpagesize_kB=4\n");
+    host.put_file("proc/7/ksm_merging_pages", "0\n");
     host.put_file("proc/7/cgroup", "0::/machine.slice/web\n");
     for (vcpu, cpus) in machine.vcpus.iter().enumerate() {
         let tid = 70 + vcpu;

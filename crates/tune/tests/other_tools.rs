@@ -7,9 +7,9 @@ use pagefold_doctor::decide::change::{SettingChange, VmOption};
 use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
 use pagefold_host::fake_host::FakeHost;
 use pagefold_tune::apply::{ApplyScope, apply};
-use pagefold_tune::decide::conflict::known_names;
+use pagefold_tune::decide::conflict::{find_placement_rivals, known_names};
 use pagefold_tune::decide::{Proposal, TunePlan, plan};
-use pagefold_tune::facts::read_state;
+use pagefold_tune::facts::{read_state, running_tuners};
 use pagefold_tune::kept::{self, KeptState};
 use std::collections::BTreeSet;
 
@@ -80,8 +80,8 @@ const TOOLS: &[Tool] = &[
         comm: "numad",
         command: &["/usr/bin/numad", "-i", "15"],
         program: "numad",
-        writes: &[],
-        repeats: &[BALANCING, KHUGEPAGED],
+        writes: &[KHUGEPAGED],
+        repeats: &[],
         defines_machines: false,
     },
     Tool {
@@ -191,6 +191,21 @@ fn programs_that_write_a_setting_are_named_and_not_fought() {
         let expected: &[&str] = if tool.defines_machines { &[tool.program] } else { &[] };
         assert_eq!(programs(&plan), expected, "{}", tool.name);
         assert!(plan.conflicts.iter().all(|conflict| !conflict.remedy.is_empty()), "{}", tool.name);
+    }
+}
+
+#[test]
+fn numad_alone_is_a_rival_of_placements() {
+    for tool in TOOLS {
+        let host = host();
+        put_process(&host, 50, tool.comm, tool.command, 0);
+        let running = running_tuners(&host);
+        assert_eq!(running, [tool.name]);
+        let rivals = find_placement_rivals(&running).len();
+        assert_eq!(rivals, usize::from(tool.name == "numad"), "{}", tool.name);
+        let host = self::host();
+        put_process(&host, 50, tool.comm, tool.command, 1000);
+        assert_eq!(running_tuners(&host), [""; 0], "a process of a user");
     }
 }
 

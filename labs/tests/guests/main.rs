@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod libvirt_nodes;
 mod numa_apply;
 mod placement;
 mod working_set;

@@ -10,6 +10,7 @@
 //! are interleaved, so that every prefix of the schedule holds them in proportion.
 
 use rand::rngs::ChaCha8Rng;
+use rand::seq::SliceRandom as _;
 use rand::{RngExt as _, SeedableRng as _};
 
 /// The two sides of a comparison.
@@ -226,6 +227,25 @@ impl Schedule {
     }
 }
 
+/// Draw the orders of several alternatives that are compared in pairs, one order for each round. Alternatives are numbers
+/// from 0.
+///
+/// The second of two consecutive rounds has the reverse of the order of the first, which is drawn. Over the two rounds
+/// each pair of alternatives has the order ABBA or BAAB, as in a comparison block, whichever others run between them.
+#[must_use]
+pub fn draw_round_orders(alternatives: usize, rounds: usize, seed: u64) -> Vec<Vec<usize>> {
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let mut orders = Vec::with_capacity(rounds + 1);
+    while orders.len() < rounds {
+        let mut drawn: Vec<usize> = (0..alternatives).collect();
+        drawn.shuffle(&mut random);
+        let reversed = drawn.iter().rev().copied().collect();
+        orders.extend([drawn, reversed]);
+    }
+    orders.truncate(rounds);
+    orders
+}
+
 /// The labels of a block: pair `i` starts with `first` where the number of ones in the binary form of `i` is even, and
 /// with the other arm elsewhere.
 fn block_order(first: Arm, pairs: usize) -> Vec<Arm> {
@@ -296,6 +316,28 @@ mod tests {
         );
         assert_eq!(shape(&runs(BlockKind::SameArm))[1], (Arm::B, Arm::A, 0, false));
         assert_eq!(shape(&runs(BlockKind::Comparison))[1], (Arm::B, Arm::B, 0, false));
+    }
+
+    #[test]
+    fn rounds_order_each_pair_of_alternatives_as_a_block_does() {
+        let mut drawn_orders = BTreeMap::new();
+        for seed in 0..20 {
+            let orders = draw_round_orders(4, 7, seed);
+            assert_eq!(orders.len(), 7);
+            for rounds in orders.chunks_exact(2) {
+                for (one, other) in (0..4).flat_map(|one| (0..one).map(move |other| (one, other))) {
+                    let of_pair = rounds.iter().flatten().filter(|&&alternative| [one, other].contains(&alternative));
+                    let order: Vec<Arm> =
+                        of_pair.map(|&alternative| if alternative == one { Arm::A } else { Arm::B }).collect();
+                    assert!(["ABBA", "BAAB"].contains(&order_text(&order).as_str()), "{orders:?}");
+                }
+                *drawn_orders.entry(rounds[0].clone()).or_insert(0) += 1;
+            }
+        }
+        // 60 draws from 24 orders: nearly all occur.
+        assert!(drawn_orders.len() > 15, "{drawn_orders:?}");
+        assert_eq!(draw_round_orders(4, 7, 1), draw_round_orders(4, 7, 1));
+        assert_eq!(draw_round_orders(2, 0, 1), Vec::<Vec<usize>>::new());
     }
 
     #[test]

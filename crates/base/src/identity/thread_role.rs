@@ -37,6 +37,12 @@ impl ThreadRole {
         }
     }
 
+    /// Whether it is the iothread with this name, of which the kernel may have cut the end.
+    pub fn is_iothread(&self, name: &str) -> bool {
+        let Self::Iothread(shown) = self else { return false };
+        shown == name || shown.len() >= MAX_IOTHREAD_NAME_BYTES && name.starts_with(shown.as_str())
+    }
+
     /// The number of an iothread of libvirt, which names the object `iothread1` (src/qemu/qemu_command.c,
     /// `qemuBuildIOThreadCommandLine`). `None` for other threads, and where the kernel may have cut the name.
     pub fn libvirt_iothread(&self) -> Option<u32> {
@@ -58,6 +64,13 @@ mod tests {
         for name in ["IO iothread1234", "IO iothread", "IO iothread+1", "IO io1", "IO mon_iothread", "CPU 1/KVM"] {
             assert_eq!(iothread(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn iothread_is_known_by_the_start_of_its_name() {
+        let is = |shown: &str, name: &str| ThreadRole::from_thread_name(shown).is_iothread(name);
+        assert!(is("IO iothread1", "iothread1") && is("IO virtio-disk0", "virtio-disk0-io0"));
+        assert!(!is("IO iothread1", "iothread12") && !is("CPU 1/KVM", "iothread1") && !is("IO iothread2", "iothread1"));
     }
 
     #[test]

@@ -43,6 +43,9 @@ pub struct VmDefinition {
     pub guest_memfd: bool,
     /// Whether a device needs shared memory: vhost-user, as virtiofs uses it.
     pub needs_shared_memory: bool,
+    /// The version in its machine type, such as 9.0 of `pc-q35-9.0`: QEMU is at least as new. `None` without one, and for
+    /// machine types of a distribution.
+    pub machine_version: Option<(u32, u32)>,
     /// Its disks.
     pub disks: Vec<VmDisk>,
     /// Its virtio network devices with a backend of the host (`-netdev`).
@@ -60,6 +63,8 @@ pub struct VmDisk {
     pub virtio_blk: bool,
     /// Iothreads that serve it; 0 for the main loop.
     pub iothreads: u32,
+    /// The iothread that serves it alone, as far as the command line names it.
+    pub iothread: Option<String>,
     /// Whether it bypasses the page cache of the host (`cache.direct=on`, `cache=none`).
     pub direct: bool,
     /// The interface of asynchronous I/O: `threads` (the default), `native`, `io_uring`.
@@ -119,6 +124,10 @@ pub fn parse_vm_definition(arguments: &[String]) -> Reading<VmDefinition> {
             let kinds = [value.get("driver"), value.get("type")];
             kinds.into_iter().flatten().any(|kind| kind.starts_with("vhost-user"))
         }),
+        machine_version: all("machine")
+            .chain(all("M"))
+            .filter_map(|value| value.get("type"))
+            .find_map(|machine| machine_version(machine)),
         disks: parse_disks(&options),
         networks: parse_networks(all("netdev"), all("device")),
         cpu_model,
@@ -147,6 +156,13 @@ fn parse_option(name: &str, value: &str) -> Parameters {
             _ => "type",
         },
     )
+}
+
+/// The version at the end of a machine type (QEMU: include/hw/boards.h, `MACHINE_VER_TYPE_NAME`).
+pub fn machine_version(machine: &str) -> Option<(u32, u32)> {
+    let (_, version) = machine.rsplit_once('-')?;
+    let (major, minor) = version.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 /// Adds the values within a JSON value by dotted names.
@@ -282,6 +298,7 @@ fn parse_disks(options: &[(&str, Parameters)]) -> Vec<VmDisk> {
             id: device.get("id").unwrap_or(drive).clone(),
             virtio_blk: driver.starts_with("virtio-blk"),
             iothreads: (mapped.count() as u32).max(u32::from(device.contains_key("iothread"))),
+            iothread: device.get("iothread").cloned(),
             ..parse_drive(node)
         });
     }
@@ -352,6 +369,7 @@ mod tests {
         );
         assert_eq!((vm.kvm, vm.cpu_model.as_deref(), vm.vcpus, vm.cpu_pm), (true, Some("host"), Some(8), true));
         assert!(vm.windows, "it has features of Hyper-V");
+        assert_eq!(vm.machine_version, Some((8, 2)));
         assert!(!vm.cpu_features["kvm-pv-eoi"]);
         assert!(vm.cpu_features["vmx"] && vm.cpu_features["hv-spinlocks"]);
         assert_eq!(vm.unmergeable, ["pc.ram is shared"]);
@@ -360,12 +378,35 @@ mod tests {
             local: true,
             virtio_blk: true,
             iothreads: 2,
+            iothread: None,
             direct: true,
             aio: "native".into(),
         };
         assert_eq!(vm.disks, [disk]);
         let network = VmNetwork { id: "hostnet0".into(), kind: "tap".into(), vhost: true, queues: 2 };
         assert_eq!(vm.networks, [network]);
+    }
+
+    #[test]
+    fn version_of_the_machine_type_is_parsed() {
+        let version = |options: &str| definition(&format!("qemu-system-x86_64 {options}")).machine_version;
+        assert_eq!(version("-machine pc-q35-9.0,usb=off"), Some((9, 0)));
+        assert_eq!(version("-M virt-10.1"), Some((10, 1)));
+        assert_eq!(version("-machine accel=kvm,type=pc-i440fx-7.2"), Some((7, 2)));
+        for options in ["", "-machine q35", "-machine pc-q35-rhel9.4.0", "-machine pc-q35-noble", "-machine accel=kvm"]
+        {
+            assert_eq!(version(options), None, "{options}");
+        }
+    }
+
+    #[test]
+    fn single_iothread_of_a_disk_is_named() {
+        let disks = definition(
+            "qemu -drive file=a,if=none,id=d -device virtio-blk-pci,drive=d,iothread=io0 -drive file=b,if=virtio,id=e",
+        )
+        .disks;
+        let iothreads: Vec<_> = disks.iter().map(|disk| (disk.iothreads, disk.iothread.as_deref())).collect();
+        assert_eq!(iothreads, [(1, Some("io0")), (0, None)]);
     }
 
     #[test]
@@ -384,6 +425,7 @@ mod tests {
             local: true,
             virtio_blk,
             iothreads: 0,
+            iothread: None,
             direct,
             aio: aio.into(),
         };

@@ -74,6 +74,12 @@ impl Sketch {
         Self::new(min_rank, missing.copied().collect())
     }
 
+    /// The sketch of two memories with this many pages together.
+    pub fn joined(&self, other: &Self, pages: Pages) -> Self {
+        let min_rank = self.min_rank.max(other.min_rank).max(Self::min_rank_for(pages));
+        Self::new(min_rank, [self.kept_from_rank(min_rank), other.kept_from_rank(min_rank)].concat())
+    }
+
     fn new(min_rank: u32, mut kept: Vec<u64>) -> Self {
         kept.sort_unstable();
         kept.dedup();
@@ -181,6 +187,10 @@ mod tests {
             };
             let both = Pages(kept(&mut one.intersection(&other))).min(a.contents()).min(b.contents());
             prop_assert_eq!((a.shared(&b), b.shared(&a)), (both, both));
+            let union: std::collections::BTreeSet<u64> = one.union(&other).copied().collect();
+            let pages = Pages((one.len() + other.len()) as u64);
+            let joined = a.joined(&b, pages);
+            prop_assert_eq!(&joined, &Sketch::from_contents(pages, union.into_iter().map(Fingerprint)));
             let rest = a.clone().without(&b);
             prop_assert_eq!(rest.shared(&b), Pages(0));
             if both > Pages(0) {

@@ -13,6 +13,7 @@ use clap::Args;
 use pagefold_base::Bytes;
 use pagefold_base::domain::{DomainConfig, TrustDomain};
 use pagefold_base::process::Process;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::transaction::Session;
 use pagefold_host::{Host, observe};
 use pagefold_merge::decide::plan::{EnrollMethod, GuestMemoryControl, MergePlan, PlanTarget};
@@ -298,7 +299,7 @@ fn begin_session<'a>(
     pagefold_host::check_frame_access(host).map_err(|why| {
         anyhow!("cannot read page frames ({why}), which measure the savings: run as root with CAP_SYS_ADMIN")
     })?;
-    if let (Err(why), true) = (ksmd::KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()), options.cpu < 1.0) {
+    if let (Err(why), true) = (KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()), options.cpu < 1.0) {
         bail!("cannot read the CPU time of ksmd ({why}), which --cpu needs: --cpu 100 sets no limit");
     }
     Ok(session)

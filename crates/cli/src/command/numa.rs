@@ -69,7 +69,11 @@ It changes nothing. It reads all processes of the host, because merged frames ma
 is predicted as if it alone were placed. It fits if its new nodes have room for its memory, and if no more vCPUs of \
 virtual machines would run there than they may; those of other machines count where they run now.
 
-Exit status: 0 done, 1 a machine does not fit, 2 usage error or failure, 3 something could not be read.";
+If its cpuset, the affinity of its virtual CPUs or a memory policy forbids a node, that is named, and the figures are \
+those after a change of it.
+
+Exit status: 0 done, 1 a machine does not fit or may not use its new nodes, 2 usage error or failure, 3 something could \
+not be read.";
 
 /// Arguments of `numa`.
 #[derive(Args, Debug)]
@@ -343,6 +347,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
         None => HotnessSource::RunTime,
     };
     let plan = plan_within(&*host, &problem, options.plan.deadline);
+    numa_placement::warn_of_rivals(&*host);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), &hotness, seconds);
     if options.json {
@@ -387,7 +392,7 @@ fn run_predict(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Re
         let remedy = host_selection::permission_remedy(global);
         output::print_stdout(&text::predict::render(&report, remedy, output::stdout_style(global)))?;
     }
-    Ok(match (report.has_misfit(), report.unscanned_processes.is_empty()) {
+    Ok(match (report.has_obstacle(), report.unscanned_processes.is_empty()) {
         (true, _) => CommandOutcome::NegativeVerdict,
         (false, false) => CommandOutcome::Partial,
         (false, true) => CommandOutcome::Done,

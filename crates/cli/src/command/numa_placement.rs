@@ -6,7 +6,7 @@ use crate::command_line::{GlobalOptions, ProcessOptions, parse_bandwidth};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_base::{Absent, Bytes, IdSet, PageSize};
+use pagefold_base::{Absent, Bytes, PageSize};
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
@@ -20,6 +20,8 @@ use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
 use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_output::wire;
+use pagefold_tune::decide::conflict::{Conflict, find_placement_rivals};
+use pagefold_tune::facts::running_tuners;
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -55,8 +57,9 @@ const UNDO_EXAMPLES: &str = "\
 Examples:
   sudo pagefold numa undo
 
-Memory moves back to the nodes from which it was moved, and threads get back their CPUs. CPUs that another program has \
-changed since stay.
+Memory moves back to the nodes from which it was moved, and threads get back their CPUs, also those that `pagefold vcpu \
+spread` has changed, of all machines. CPUs that another program has changed since stay. A machine of which a change could \
+not be undone stays in the record of `numa verify`.
 
 Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
 
@@ -125,7 +128,9 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
             if let Some(vm) = selected.find(|vm| vm.fixed && is_placeable(vm)) {
                 bail!("--to: the memory of {} is pinned, as for a passed-through device, and cannot be moved", vm.name);
             }
-            requested_targets(&map, &problem, nodes, |_| true)?.into_iter().unzip()
+            let requested = requested_targets(&map, &problem, nodes, |_| true)?;
+            requested.iter().try_for_each(|(target, _)| check_permitted(&map, &problem, target))?;
+            requested.into_iter().unzip()
         }
         None => planned_targets(&problem, &plan_within(&*host, &problem, options.plan.deadline)),
     };
@@ -145,6 +150,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         .zip(planned_pages)
         .map(|((placed, prepared), pages)| (placed, prepared, pages))
         .collect();
+    warn_of_rivals(&*host);
     let placed_parts = targets.iter().map(|target| (target.position, &target.parts[..])).collect();
     let crowded = plan::crowded_nodes(&problem, &placed_parts);
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
@@ -160,6 +166,13 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
+}
+
+/// Name running programs that move machines, too.
+pub(super) fn warn_of_rivals(host: &dyn Host) {
+    for Conflict { program, writes, remedy } in find_placement_rivals(&running_tuners(host)) {
+        eprintln!("pagefold: {program} runs and would move placed machines again: it changes {writes}. {remedy}");
+    }
 }
 
 fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Result<PlacementSessions<'h>> {
@@ -211,7 +224,6 @@ pub(super) fn requested_targets(
             _ => placement.virtual_nodes.iter().map(|node| node.node.id).collect(),
         };
         let pattern = nodes.pattern(&virtual_nodes).with_context(|| format!("--to: {}", vm.name))?;
-        check_permitted(vm, &pattern)?;
         let target = MachineTarget::new(position, vm.parts.len(), &pattern, problem);
         let target = target.context("a requested placement has nodes")?;
         Ok((target, pages_to_move(vm, &pattern)))
@@ -220,37 +232,18 @@ pub(super) fn requested_targets(
     machines.filter(|(position, _)| is_selected(position)).map(target).collect()
 }
 
-/// Refuse requested nodes that the machine or the memory policy of one of its parts does not permit.
-fn check_permitted(vm: &plan::PlannedVm, pattern: &Pattern) -> anyhow::Result<()> {
-    let Pattern::Nodes(nodes) = pattern else { return Ok(()) };
-    let describe = |nodes: &IdSet| if nodes.is_empty() { "no node".to_owned() } else { format!("nodes {nodes}") };
-    for (part, &node) in vm.parts.iter().zip(nodes) {
-        let refuses = |permitted: &Option<IdSet>| permitted.clone().filter(|nodes| !nodes.contains(node));
-        if let Some(allowed) = refuses(&vm.allowed_nodes) {
-            bail!(
-                "--to: {} may not use node {node}: its cpuset and strict policies of libvirt permit {}; change these first",
-                vm.name,
-                describe(&allowed)
-            );
-        }
-        if let Some(usable) = refuses(&part.cpu_nodes) {
-            bail!(
-                "--to: {} may not use node {node}: the affinity of its virtual CPUs, or threads, permits {}; change it \
-                 first (libvirt: <vcpupin>)",
-                vm.name,
-                describe(&usable)
-            );
-        }
-        if let Some(bound) = refuses(&part.bound_nodes) {
-            bail!(
-                "--to: memory of {} may not be on node {node}: its memory backend has policy=bind for {}; start it with \
-                 other host-nodes= (libvirt: <numatune>) to place it elsewhere",
-                vm.name,
-                describe(&bound)
-            );
-        }
+/// Refuse requested nodes that a machine or one of its virtual nodes may not use.
+fn check_permitted(map: &NumaMap, problem: &PlacementProblem, target: &MachineTarget) -> anyhow::Result<()> {
+    let vm = &problem.vms[target.position];
+    match map.processes[target.position].forbidden_nodes(vm, &target.parts).first() {
+        Some(forbidden) => bail!(
+            "--to: {} may not use node {}: {}",
+            forbidden.describe_subject(&vm.name),
+            forbidden.node,
+            forbidden.reason
+        ),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The pages of a machine that are on other nodes than requested.
@@ -376,8 +369,8 @@ pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Resu
     let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
     let boot = session::read_boot_id(&*host).map_err(|why| cannot_read(why, global))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
-    PlacementRecord { boot, ..PlacementRecord::default() }
-        .store(&directory)
-        .context("cannot store the record of placements")?;
+    let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
+    record.forget_undone(&failed);
+    record.store(&directory).context("cannot store the record of placements")?;
     recover::print_result(&undone, &failed, options.json, "No machine was placed since boot.")
 }

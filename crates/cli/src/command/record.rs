@@ -21,10 +21,11 @@ use pagefold_daemon::run::utc_offset;
 use pagefold_doctor::decide::examine_host;
 use pagefold_doctor::{doctor_facts, guest_facts};
 use pagefold_host::knob::Knob;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::qemu_monitor::{MonitorAccess, ask_monitors};
 use pagefold_host::transaction::session::read_boot_id;
-use pagefold_host::{Host, memory_headroom, parse};
+use pagefold_host::{Host, memory_headroom};
 use pagefold_merge::policy;
 use pagefold_numa::map::{read_device_node, read_uptime_ticks};
 use pagefold_numa::placement_record::read_counters;
@@ -312,25 +313,20 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     let _ = policy::observe_host(recorder);
     // For the daemon.
     let _ = observe::pressure(recorder);
-    if let Some(ksmd) = find_ksmd(host).and_then(|ksmd| recorder.open(ksmd).ok()) {
+    if let Ok(ksmd) = KsmdThread::find(host).and_then(|ksmd| recorder.open(ksmd.pid)) {
         let _ = ksmd.read("schedstat");
     }
     let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
     let _ = memory_headroom::cgroup_shortages(recorder, &cgroups);
 }
 
-fn find_ksmd(host: &dyn Host) -> Option<Pid> {
-    let is_ksmd = |pid: &Pid| {
-        let stat = host.open(*pid).and_then(|handle| handle.read("stat")).and_then(|stat| parse::stat(&stat));
-        stat.is_ok_and(|stat| stat.comm == "ksmd" && stat.flags & parse::PF_KTHREAD != 0)
-    };
-    host.pids().unwrap_or_default().into_iter().find(is_ksmd)
-}
-
 /// The processes of the census, and ksmd, whose CPU time the doctor reads.
 fn recorded_pids(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
     let scanned = census.subjects.iter().map(|subject| subject.process.id.pid);
-    scanned.chain(census.unscanned.iter().map(|process| process.pid)).chain(find_ksmd(host)).collect()
+    scanned
+        .chain(census.unscanned.iter().map(|process| process.pid))
+        .chain(KsmdThread::find(host).map(|ksmd| ksmd.pid))
+        .collect()
 }
 
 /// Whether a command line is recorded in full.

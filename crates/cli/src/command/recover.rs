@@ -62,6 +62,10 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
             Err(error) => errors.push(with_daemon_hint(with_remedy(error), global)),
         }
     }
+    if options.unenroll {
+        let forgotten = pagefold_daemon::run::forget_schedule(&global.state);
+        errors.extend(forgotten.context("the schedule of the last daemon cannot be removed").err());
+    }
     if undone.is_empty() && failed_undos.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0));
     }

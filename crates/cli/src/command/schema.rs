@@ -22,6 +22,8 @@ use pagefold_numa::wire::plan::NumaPlanReport;
 use pagefold_numa::wire::predict::NumaPredictReport;
 use pagefold_output::wire;
 use pagefold_sim::wire::SimCalibrationReport;
+use pagefold_sim::wire::comparison::SimCompareReport;
+use pagefold_sim::wire::tuning::SimTuneReport;
 use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_vcpu::wire::map::VcpuMapReport;
 use pagefold_vcpu::wire::record::VcpuRecordReport;
@@ -74,6 +76,10 @@ enum SchemaName {
     VcpuResiduals,
     /// `pagefold sim calibrate --json`
     SimCalibration,
+    /// `pagefold sim compare --json`
+    SimCompare,
+    /// `pagefold sim tune --json`
+    SimTune,
     /// `pagefold tune plan --json` and `pagefold tune import --json`
     TunePlan,
     /// `pagefold tune apply --json`
@@ -127,6 +133,8 @@ pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
         SchemaName::VcpuCapacity => wire::json_schema::<VcpuCapacityReport>(),
         SchemaName::VcpuResiduals => wire::json_schema::<VcpuResidualsReport>(),
         SchemaName::SimCalibration => wire::json_schema::<SimCalibrationReport>(),
+        SchemaName::SimCompare => wire::json_schema::<SimCompareReport>(),
+        SchemaName::SimTune => wire::json_schema::<SimTuneReport>(),
         SchemaName::VcpuSpread => wire::json_schema::<VcpuSpreadReport>(),
         SchemaName::TunePlan => wire::json_schema::<TunePlanReport>(),
         SchemaName::TuneApply => wire::json_schema::<TuneApplyReport>(),

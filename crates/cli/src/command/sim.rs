@@ -1,4 +1,10 @@
-//! `pagefold sim`: a model of ksmd, and what its operations cost on this machine.
+//! `pagefold sim`: a model of ksmd, what its operations cost on this machine, and policies compared or
+//! searched on simulated hosts.
+
+mod compare;
+mod tune;
+
+pub use compare::read_scenario;
 
 use crate::command::recover::{begin_session, check_ksm_present, check_no_tuner, open_live_host, with_remedy};
 use crate::command_line::GlobalOptions;
@@ -38,6 +44,10 @@ pub struct SimArguments {
 enum SimCommand {
     /// Measure the CPU time of ksmd's operations on this machine
     Calibrate(CalibrateArguments),
+    /// Compare KSM policies on a simulated host
+    Compare(compare::CompareArguments),
+    /// Search ksmd's pace for a simulated host
+    Tune(tune::TuneArguments),
     /// Hold memory with known contents until standard input ends
     #[command(hide = true)]
     StandIn(StandInArguments),
@@ -82,6 +92,8 @@ enum ContentsArgument {
 pub fn run(options: &SimArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
         SimCommand::Calibrate(options) => calibrate(options, global),
+        SimCommand::Compare(options) => compare::run(options, global),
+        SimCommand::Tune(options) => tune::run(options, global),
         SimCommand::StandIn(options) => {
             let contents = match options.contents {
                 ContentsArgument::Numbers => StandInContents::Unique,

@@ -135,7 +135,7 @@ enum ProfileName {
     Latency,
     /// As many virtual machines as possible
     Density,
-    /// Databases: huge pages, and no double cache
+    /// Databases: buffer pools stay in memory, and in huge or shared memory
     Database,
     /// Many short jobs on machines with one image
     Htc,

@@ -96,8 +96,65 @@ end_gang returned
 end_load
 ";
 
+/// CPUs go offline and come back while vCPUs run, under each policy. An ordinary task is bound to CPU 3.
+const HOTPLUG_SCENES: &str = "
+online() { echo $2 > /sys/devices/system/cpu/cpu$1/online; }
+hog_time() { echo \"HOG $1 $(cut -d ' ' -f 1 /proc/$(pidof hog)/schedstat)\"; }
+# Threads of programs that wait without being interruptible. Some threads of the kernel always do.
+blocked_threads() { grep -l '^State:.D' $(grep -l '^Kthread:.0' /proc/[0-9]*/task/[0-9]*/status 2> /run/gone) 2> /run/gone; }
+for policy in gang spread throttled-yield; do
+    load 2 4 kvm 40 1
+    taskset -p 8 $(pidof hog) > /run/pin
+    gang --policy $policy
+    measure $policy-before 80
+    hog_time $policy-before
+    online 3 0
+    measure $policy-three 60
+    hog_time $policy-three
+    online 3 1
+    measure $policy-four 60
+    for cpu in 3 2 1; do online $cpu 0; done
+    measure $policy-one 150
+    hog_time $policy-one
+    for cpu in 1 2 3; do online $cpu 1; done
+    # CPUs come and go faster than a slot.
+    for round in 1 2 3 4; do online 2 0; online 1 0; online 2 1; online 1 1; done
+    measure $policy-after 80
+    hog_time $policy-after
+    state $policy-after
+    end_gang $policy
+    state $policy-end
+    measure $policy-end 50
+    end_load
+    echo \"LEFT $policy $(pidof gang-load hog pagefold)\"
+    echo \"BLOCKED $policy $(blocked_threads)\"
+done
+";
+
+/// Machines with their memory on one node each: the first and the third on node 0, the others on node 1. First all have a
+/// CPU for each vCPU, then twice as many vCPUs as CPUs, then three machines of which two have one home.
+const NODE_SCENES: &str = "
+for machines in 2 4 3; do
+    load $machines 2 threads 40 0 2
+    measure eevdf-$machines 150
+    gang
+    measure gang-$machines 300
+    end_gang gang-$machines
+    end_load
+done
+load 1 3 threads 40 0 2
+gang
+measure wide 50
+end_gang wide
+end_load
+";
+
 /// The machine of the scenes: the CPUs 0 and 1 are on one node, 2 and 3 on the other.
 const SHAPE: MachineShape = MachineShape { cpus: 4, nodes: 2 };
+
+fn is_kernel_fault(line: &str) -> bool {
+    line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"))
+}
 
 #[test]
 fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
@@ -157,8 +214,73 @@ fn gangs_run_together_and_the_kernel_takes_over_at_the_end() {
     assert_eq!(load_figures(&output, "handed-over").idle_vcpus, 0, "{output}");
     let eevdf = load_figures(&output, "eevdf");
     assert!(gang.corun >= 3.0 * eevdf.corun && gang.rate >= 1.5 * eevdf.rate, "{eevdf:?} {gang:?}");
-    let is_fault = |line: &str| line.starts_with("KERNEL ") && (line.contains("BUG:") || line.contains("WARNING:"));
-    assert!(!output.lines().any(is_fault), "{output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+#[test]
+fn cpus_go_and_come_back_while_gangs_run() {
+    let output = match run_scenes_on(Path::new(PAGEFOLD_BINARY), SHAPE, HOTPLUG_SCENES, TIMEOUT) {
+        Ok(output) => output,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    let has = |line: &str| assert!(output.lines().any(|found| found.trim_end() == line), "no {line}: {output}");
+    // The nanoseconds on a CPU.
+    let hog_time = |name: String| -> u64 {
+        let line = output.lines().find_map(|line| line.strip_prefix(&format!("HOG {name} ")));
+        line.and_then(|time| time.trim_end().parse().ok()).unwrap_or_else(|| panic!("no HOG {name}: {output}"))
+    };
+    for policy in ["gang", "spread", "throttled-yield"] {
+        // The program stays loaded, ends when it is told to, and leaves the kernel's own scheduler behind.
+        has(&format!("STATE {policy}-after enabled pagefold_gang"));
+        has(&format!("EXIT {policy} 0"));
+        has(&format!("STATE {policy}-end disabled"));
+        // No thread hangs: each vCPU works or spins in each measurement, the bound task runs wherever the kernel lets it
+        // run, and all programs end.
+        for name in ["before", "three", "four", "one", "after", "end"] {
+            let figures = load_figures(&output, &format!("{policy}-{name}"));
+            assert!(figures.rate > 0.0 && figures.idle_vcpus == 0, "{policy}-{name}: {figures:?}: {output}");
+        }
+        let times = ["before", "three", "one", "after"].map(|name| hog_time(format!("{policy}-{name}")));
+        assert!(times.is_sorted_by(|earlier, later| earlier < later), "{policy}: {times:?}: {output}");
+        has(&format!("LEFT {policy}"));
+        has(&format!("BLOCKED {policy}"));
+    }
+    // All four CPUs are used again.
+    let [before, after] = ["gang-before", "gang-after"].map(|name| load_figures(&output, name));
+    assert!(after.rate > 0.8 * before.rate && after.corun >= 0.6, "{before:?} {after:?}: {output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+#[test]
+fn gangs_run_on_the_node_of_their_memory() {
+    let output = match run_scenes_on(Path::new(PAGEFOLD_BINARY), SHAPE, NODE_SCENES, TIMEOUT) {
+        Ok(output) => output,
+        Err(why) => {
+            println!("skipped: {why}");
+            return;
+        }
+    };
+    for (machines, least_home_share) in [(2, 0.98), (4, 0.95), (3, 0.75)] {
+        let figures = load_figures(&output, &format!("gang-{machines}"));
+        assert!(figures.home_share >= least_home_share, "{machines}: {figures:?}: {output}");
+        assert!(figures.corun >= 0.9 && figures.fairness >= 0.95, "{machines}: {figures:?}: {output}");
+        assert_eq!(home_nodes(&output, &format!("gang-{machines}")), &["0", "1", "0", "1"][..machines]);
+    }
+    // Wider than a node: it has no home.
+    assert_eq!(home_nodes(&output, "wide"), ["-"]);
+    assert_eq!(load_figures(&output, "wide").idle_vcpus, 0, "{output}");
+    assert!(!output.lines().any(is_kernel_fault), "{output}");
+}
+
+/// The column `home node` of the table that `vcpu gang` printed at the end.
+fn home_nodes(output: &str, name: &str) -> Vec<String> {
+    let prefix = format!("SAID {name} ");
+    let rows = output.lines().filter_map(|line| line.strip_prefix(&*prefix)?.trim_start().strip_prefix("gang-load "));
+    let home = |row: &str| row.split_whitespace().nth(3).unwrap_or_else(|| panic!("no home: {output}")).to_owned();
+    rows.map(home).collect()
 }
 
 #[test]

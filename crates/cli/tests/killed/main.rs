@@ -18,6 +18,7 @@ mod setting_changes;
 mod started_programs;
 mod tuning;
 
+use pagefold_labs::fault_points::{JOURNAL_POINTS, PLACEMENT_POINTS, VISIT_POINTS};
 use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_labs::output_lines::RegionLine;
 use serde_json::Value;
@@ -35,17 +36,6 @@ const MIN_KINDS_PER_POINT: usize = 2;
 /// Maximum number of attempts to reach a point.
 const MAX_TRIES_PER_POINT: usize = 4;
 
-/// The fault points of a journal.
-const JOURNAL_POINTS: &[&str] = &[
-    "before writing a journal",
-    "between writing a journal and renaming it",
-    "after renaming a journal",
-    "before appending to a journal",
-    "after appending to a journal",
-    "before removing a journal",
-    "after removing a journal",
-];
-
 /// The fault points of a journal with one change, to which nothing is appended.
 const SHORT_JOURNAL_POINTS: &[&str] = &[
     "before writing a journal",
@@ -58,38 +48,11 @@ const SHORT_JOURNAL_POINTS: &[&str] = &[
 /// The fault points of KSM settings.
 const SETTING_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
 
-/// The fault points of a system call injected into a process, and of the pause after it.
-const VISIT_POINTS: &[&str] = &[
-    "tracer started",
-    "thread chosen",
-    "seized",
-    "interrupted",
-    "stopped",
-    "seccomp suspended",
-    "frame written",
-    "parked",
-    "signals blocked",
-    "system call replaced",
-    "at the exit of the call",
-    "at the entry of sigreturn",
-    "parked again",
-    "interrupted to leave",
-    "resumed to leave",
-    "stopped to leave",
-    "signal mask restored",
-    "registers restored",
-    "stack restored",
-    "detached",
-];
-
 const PAUSE_POINTS: &[&str] = &["between two stops"];
 
 const BACKEND_POINTS: &[&str] = &["before setting a QEMU property", "after setting a QEMU property"];
 
 const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsing a range"];
-
-const PLACEMENT_POINTS: &[&str] =
-    &["before setting an affinity", "after setting an affinity", "before moving pages", "after moving pages"];
 
 const AFFINITY_POINTS: &[&str] = &["before setting an affinity", "after setting an affinity"];
 

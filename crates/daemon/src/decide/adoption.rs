@@ -215,10 +215,12 @@ impl DaemonState {
 }
 
 impl TrackedProcess {
-    /// Take over what the previous daemon enrolled in it. Its first merge was judged then. It is unenrolled if it is
-    /// excluded now, or if it may share pages with processes that it must not share with any more.
+    /// Take over what the previous daemon enrolled in it. Its first merge counts as judged, except where the previous
+    /// daemon passed on that it was not. It is unenrolled if it is excluded now, or if it may share pages with processes
+    /// that it must not share with any more.
     pub(super) fn adopt(&mut self, scopes: &BTreeSet<SharingScope>, now: Duration, rules: &DaemonRules) {
-        (self.enrolled, self.maybe_merged, self.net_known) = (true, true, true);
+        (self.enrolled, self.maybe_merged) = (true, true);
+        self.net_known |= self.is_new;
         if self.exclusion_reason.is_some() {
             self.request_unenroll(DecisionReason::Excluded, now);
         }

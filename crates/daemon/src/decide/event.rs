@@ -1,8 +1,9 @@
 //! Events that the daemon reacts to, effects that it orders, and decisions that it reports.
 
-use super::{DaemonRules, ProcessArrival, ScanCause, SharingScope, TimeOfDay, WaitTimes};
+use super::{DaemonRules, PassedState, ProcessArrival, ScanCause, SharingScope, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
-use pagefold_base::units::{Bytes, NetBytes, ProcessId};
+use pagefold_base::units::{AddressRange, Bytes, NetBytes, ProcessId};
+use pagefold_census::ScanPart;
 use pagefold_census::decide::sketch::ContentSketches;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -19,6 +20,8 @@ pub enum Event {
     /// These processes have ranges that the previous daemon enrolled, with the scopes of their merges. It comes before
     /// [`Event::HostAcquired`].
     EnrollmentsAdopted(Vec<(ProcessId, BTreeSet<SharingScope>)>),
+    /// The previous daemon passed this on, so long ago. It comes before processes arrive.
+    StateReceived(PassedState, Duration),
     /// Answer to [`Effect::AcquireHost`]: the daemon may change the host, or the reason why not.
     HostAcquired(Result<(), String>),
     /// Answer to [`Effect::Census`].
@@ -102,7 +105,13 @@ pub struct CensusSummary {
     pub candidates: Vec<MergeCandidate>,
     /// Processes whose duplicates are profitable but not stable yet.
     pub not_yet_stable: Vec<ProcessId>,
-    /// Content sketches of each process.
+    /// The addresses that were scanned of each process. They begin where its parts begin and end where the next parts
+    /// begin.
+    pub scanned_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
+    /// Processes that were not scanned: a part of another process was, and the census found the two in different trust
+    /// domains.
+    pub left_out: BTreeSet<ProcessId>,
+    /// Content sketches of each process, or of its parts.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,
     /// Whether the census was halted.
     pub partial: bool,
@@ -182,8 +191,8 @@ pub enum UnenrollScope {
 pub enum Effect {
     /// Acquire the right to change the host, and stop ksmd with all merged pages kept.
     AcquireHost,
-    /// Take a census of these processes, and keep the plan.
-    Census(Vec<ProcessId>),
+    /// Take a census of these parts of processes, and keep the plan.
+    Census(BTreeMap<ProcessId, Vec<ScanPart>>),
     /// Execute the plan for some processes, then stop ksmd again.
     Merge {
         /// The processes.

@@ -1,14 +1,16 @@
 //! Updating the state for an event.
 
 use super::merge_estimate::{self, MergeEstimate};
+use super::schedule::MAX_MISSED_PARTNER_CHECKS;
 use super::{
-    CensusSummary, DaemonState, Decision, DecisionReason, Event, MergeCandidate, MergeSummary, MergedCheckSummary,
-    ShutdownStage, TickReadings, TrackedProcess, WaitTimes,
+    CensusSummary, CensusTask, DaemonState, Decision, DecisionReason, Event, MergeCandidate, MergeSummary,
+    MergedCheckSummary, NextStep, PartResult, ShutdownStage, TickReadings, TrackedProcess, WaitTimes,
 };
 use super::{DaemonTask, DecisionKind};
 use super::{Effect, ProcessArrival, UnenrollScope, UnenrollSummary};
 use pagefold_base::memory::Shortage;
-use pagefold_base::units::{Bytes, ProcessId};
+use pagefold_base::units::{AddressRange, Bytes, ProcessId};
+use pagefold_census::ScanPart;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -48,6 +50,7 @@ impl DaemonState {
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
             Event::ProcessExited(process) => self.handle_exit(process),
             Event::EnrollmentsAdopted(adopted) => self.adopt(adopted, effects),
+            Event::StateReceived(passed, elapsed) => self.receive_passed_state(passed, elapsed),
             Event::HostAcquired(Ok(())) => {
                 self.task = None;
                 (self.host_acquired, self.host_busy_reason, self.adoption_known) = (true, None, true);
@@ -120,6 +123,7 @@ impl DaemonState {
     /// A process has exited. If it had merged pages, ksmd must visit it.
     fn handle_exit(&mut self, process: ProcessId) {
         self.adopt_on_arrival.remove(&process);
+        self.passed_processes.remove(&process);
         // A process in a running merge may have merged pages, whatever the merge reports.
         let in_merge = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
         let tracked = self.tracked.remove(&process);
@@ -214,6 +218,9 @@ impl DaemonState {
                 if self.unenroll_on_arrival.remove(&process) {
                     tracked.unenroll_by_operator(self.now);
                 }
+                if let Some((passed, received_at)) = self.passed_processes.remove(&process) {
+                    tracked.receive_passed(&passed, received_at, self.now, &self.rules);
+                }
                 if let Some(scopes) = self.adopt_on_arrival.remove(&process) {
                     tracked.adopt(&scopes, self.now, &self.rules);
                 }
@@ -226,9 +233,10 @@ impl DaemonState {
     }
 
     fn handle_census(&mut self, mut summary: CensusSummary, effects: &mut Vec<Effect>) {
-        let Some(DaemonTask::Census(due, processes)) = self.task.take() else { return };
+        let Some(DaemonTask::Census(task)) = self.task.take() else { return };
+        let CensusTask { due, processes, .. } = &task;
         let overran = self.account_census(&summary);
-        for process in &processes {
+        for process in processes {
             match self.tracked.get_mut(process) {
                 Some(tracked) if overran => tracked.record_overrun(),
                 Some(tracked) if !summary.partial => tracked.record_within_budget(),
@@ -237,17 +245,20 @@ impl DaemonState {
         }
         if summary.partial || self.domains_changed {
             if overran {
-                self.postpone_scans(&due);
+                self.postpone_scans(due);
             }
             return;
         }
         self.census_count += 1;
         for (process, sketches) in std::mem::take(&mut summary.sketches) {
-            if let Some(tracked) = self.tracked.get_mut(&process) {
-                tracked.set_sketches(sketches);
+            let is_whole = summary.scanned_ranges.get(&process).is_none_or(|ranges| *ranges == [ScanPart::WHOLE.range]);
+            match self.tracked.get_mut(&process) {
+                Some(tracked) if due.contains(&process) => tracked.add_sketches(sketches),
+                Some(tracked) if is_whole => tracked.set_sketches(sketches),
+                _ => {}
             }
         }
-        for process in &due {
+        for process in due {
             if let Some(tracked) = self.tracked.get_mut(process) {
                 tracked.reserved_merge_seconds = 0.0;
             }
@@ -256,11 +267,11 @@ impl DaemonState {
         // The contents of a new process are not stable yet, whatever program enrolled them.
         let has_new = due.iter().any(is_new);
         let (profitable, unprofitable) = self.judge_candidates(&summary);
-        self.finish_scans(&due, &processes, &summary, &profitable);
+        self.finish_scans(&task, &summary, &profitable);
         if has_new {
             return;
         }
-        self.report_unprofitable(unprofitable, &due, effects);
+        self.report_unprofitable(unprofitable, due, effects);
         if !profitable.is_empty() {
             self.decide_merge(profitable, effects);
         }
@@ -287,7 +298,7 @@ impl DaemonState {
     fn postpone_scans(&mut self, due: &[ProcessId]) {
         for process in due {
             if let Some(tracked) = self.tracked.get_mut(process) {
-                tracked.next_scan = self.now + tracked.scan_interval;
+                tracked.postpone_after_overrun(self.now, &self.rules);
             }
         }
     }
@@ -312,27 +323,54 @@ impl DaemonState {
         judged.partition(is_profitable)
     }
 
-    /// Record the scans of due processes, and schedule their next ones.
-    fn finish_scans(
-        &mut self,
-        due: &[ProcessId],
-        scanned: &[ProcessId],
-        summary: &CensusSummary,
-        profitable: &[JudgedCandidate],
-    ) {
+    /// Record the scans of parts of the due processes, and schedule what follows.
+    fn finish_scans(&mut self, task: &CensusTask, summary: &CensusSummary, profitable: &[JudgedCandidate]) {
+        // Whole processes are the usual case; their scan is complete.
+        let end_of = |range: Option<&AddressRange>| range.map(|range| range.end).filter(|end| *end != u64::MAX);
+        let ranges = |process: &ProcessId| summary.scanned_ranges.get(process).map_or(&[][..], Vec::as_slice);
         let max_interval = self.max_scan_interval();
-        for &process in due {
-            let spread = self.random_fraction(process);
-            let is_profitable = profitable.iter().any(|(candidate, _)| *candidate == process);
-            let is_unstable = summary.not_yet_stable.contains(&process);
-            if let Some(tracked) = self.tracked.get_mut(&process) {
-                tracked.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
+        for process in &summary.left_out {
+            if let Some(tracked) = self.tracked.get_mut(process).filter(|_| task.due.contains(process)) {
+                tracked.back_off(self.now, &self.rules);
             }
         }
-        for process in self.find_missed_partners(due, &scanned.iter().copied().collect()) {
-            if let Some(tracked) = self.tracked.get_mut(&process) {
-                tracked.record_missed_partner(&self.rules);
-            }
+        for (position, &process) in task.due.iter().enumerate().filter(|(_, due)| !summary.left_out.contains(due)) {
+            let partner = task.partner.map(|partner| {
+                let is_itself = partner == process;
+                (partner, end_of(ranges(&partner).get(usize::from(is_itself))))
+            });
+            let result = PartResult {
+                end: end_of(ranges(&process).first()),
+                partner,
+                is_profitable: profitable.iter().any(|(candidate, _)| *candidate == process),
+                is_unstable: summary.not_yet_stable.contains(&process),
+            };
+            let Some(tracked) = self.tracked.get_mut(&process) else { continue };
+            tracked.progress.scanned_beside.extend(task.processes.iter().copied().filter(|other| *other != process));
+            let is_first = tracked.is_unscanned();
+            let step = tracked.progress.record(process, &result, is_first);
+            self.follow_step(process, step, max_interval, position < MAX_MISSED_PARTNER_CHECKS);
+        }
+    }
+
+    /// Schedule what follows in the scan of a process. `checks_partners`: whether to look for partners that it missed.
+    pub(super) fn follow_step(
+        &mut self,
+        process: ProcessId,
+        step: NextStep,
+        max_interval: Duration,
+        checks_partners: bool,
+    ) {
+        let spread = self.random_fraction(process);
+        let Some(tracked) = self.tracked.get_mut(&process) else { return };
+        let Some(progress) = tracked.finish_part(self.now, step, &self.rules) else { return };
+        let mut scanned = progress.scanned_beside;
+        scanned.insert(process);
+        let found = (progress.found_profitable, progress.found_unstable);
+        tracked.finish_scan(self.now, found, spread, &self.rules, max_interval);
+        let has_missed = checks_partners && self.has_missed_partner(process, &scanned);
+        if let Some(tracked) = self.tracked.get_mut(&process).filter(|_| has_missed) {
+            tracked.record_missed_partner(self.now, &self.rules);
         }
     }
 
@@ -559,7 +597,7 @@ impl DaemonState {
         match self.task.take() {
             Some(DaemonTask::AcquireHost) => self.record_host_busy(why.clone()),
             Some(DaemonTask::RestoreSettings) => (self.host_acquired, self.settings_restored) = (false, false),
-            Some(DaemonTask::Census(processes, _)) => self.back_off(&processes),
+            Some(DaemonTask::Census(task)) => self.back_off(&task.due),
             Some(DaemonTask::Merge(processes)) => {
                 self.back_off(&processes);
                 self.record_merge(&processes, false);

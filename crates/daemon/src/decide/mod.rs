@@ -16,7 +16,7 @@
 //! # Restart
 //! What the previous daemon enrolled is recorded. The worker compares the record with the host when it acquires it
 //! ([`decide_adoption`]), and these processes are then watched and unenrolled as if this daemon had merged them
-//! ([`adoption`]).
+//! ([`adoption`]). The previous daemon also passes on its schedule and the outcome of its merges ([`restart`]).
 //!
 //! # Cost
 //! CPU time of ksmd and pagefold comes out of one token bucket ([`CpuTokenBucket`]). A task that does not fit is not
@@ -44,7 +44,9 @@ mod cpu_bound;
 mod event;
 mod event_handling;
 mod merge_estimate;
+pub mod part_progress;
 mod remerge_backoff;
+mod restart;
 mod rules;
 mod schedule;
 mod slowdown;
@@ -61,7 +63,9 @@ pub use event::{
     CensusSummary, Decision, DecisionKind, DecisionReason, Effect, Event, MergeCandidate, MergeSummary,
     MergedCheckSummary, TickReadings, UnenrollScope, UnenrollSummary,
 };
-pub use remerge_backoff::RemergeBackoff;
+pub use part_progress::{NextStep, PartProgress, PartResult};
+pub use remerge_backoff::{BackoffRecord, RemergeBackoff};
+pub use restart::{PassedProcess, PassedState};
 pub use rules::{DaemonMode, DaemonRules, DailyHours, TimeOfDay};
 pub use slowdown::{SlowdownMonitor, WaitTimes};
 pub use token_bucket::CpuTokenBucket;
@@ -97,8 +101,7 @@ pub enum DaemonStatus {
 #[derive(Clone, Debug, PartialEq)]
 enum DaemonTask {
     AcquireHost,
-    /// Processes that were due, and all processes of the census.
-    Census(Vec<ProcessId>, Vec<ProcessId>),
+    Census(CensusTask),
     Merge(Vec<ProcessId>),
     CheckMerged,
     Sweep,
@@ -106,11 +109,22 @@ enum DaemonTask {
     RestoreSettings,
 }
 
+/// A census of some processes.
+#[derive(Clone, Debug, PartialEq)]
+struct CensusTask {
+    /// Processes that were due.
+    due: Vec<ProcessId>,
+    /// All processes of the census.
+    processes: Vec<ProcessId>,
+    /// The process of which one part is compared with the due processes, if any.
+    partner: Option<ProcessId>,
+}
+
 impl DaemonTask {
     /// Whether the task may make this process share pages with other processes.
     fn involves(&self, process: ProcessId) -> bool {
         match self {
-            Self::Census(_, processes) | Self::Merge(processes) => processes.contains(&process),
+            Self::Census(CensusTask { processes, .. }) | Self::Merge(processes) => processes.contains(&process),
             Self::AcquireHost | Self::CheckMerged | Self::Sweep | Self::Unenroll(_) | Self::RestoreSettings => false,
         }
     }
@@ -140,10 +154,14 @@ pub struct DaemonState {
     /// Time of day, once read.
     time_of_day: Option<TimeOfDay>,
     tracked: BTreeMap<ProcessId, TrackedProcess>,
+    /// Resident memory of all tracked processes at the start of this step.
+    tracked_bytes: u64,
     /// Processes to leave alone once they arrive.
     unenroll_on_arrival: BTreeSet<ProcessId>,
     /// Processes of the previous daemon that have not arrived yet, with the scopes of their merges.
     adopt_on_arrival: BTreeMap<ProcessId, BTreeSet<SharingScope>>,
+    /// What the previous daemon passed on of processes that have not arrived yet, and when it was received.
+    passed_processes: BTreeMap<ProcessId, (PassedProcess, Duration)>,
     /// Whether it is known what the previous daemon enrolled: the host was acquired once.
     adoption_known: bool,
     /// Whether another daemon follows this one, for which operator commands are kept.
@@ -180,6 +198,7 @@ pub fn step(mut state: DaemonState, at: Duration, event: Event) -> (DaemonState,
     let mut effects = Vec::new();
     if !state.ended {
         state.now = state.now.max(at);
+        state.tracked_bytes = state.tracked.values().map(|tracked| tracked.resident.0).sum();
         state.handle_event(event, &mut effects);
         state.halt_if_unwanted(&mut effects);
         state.begin(&mut effects);
@@ -202,8 +221,10 @@ impl DaemonState {
             slowdown: SlowdownMonitor::default(),
             time_of_day: None,
             tracked: BTreeMap::new(),
+            tracked_bytes: 0,
             unenroll_on_arrival: BTreeSet::new(),
             adopt_on_arrival: BTreeMap::new(),
+            passed_processes: BTreeMap::new(),
             adoption_known: false,
             hands_over: false,
             task: None,
@@ -267,7 +288,7 @@ impl DaemonState {
         }
         match &self.task {
             _ if self.paused => (DaemonStatus::Paused, "an operator paused it".to_owned()),
-            Some(DaemonTask::Census(_, processes)) => {
+            Some(DaemonTask::Census(CensusTask { processes, .. })) => {
                 (DaemonStatus::Working, format!("a census of {}", count_label(processes.len())))
             }
             Some(DaemonTask::Merge(processes)) => {
@@ -318,13 +339,13 @@ impl DaemonState {
     }
 
     /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
-    /// however much memory there is.
+    /// however much memory there is. Where a process has several parts, each other part may be scanned beside each.
     fn max_scan_interval(&self) -> Duration {
-        let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
-        let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
-        self.rules
-            .max_scan_interval
-            .max(Duration::from_secs_f64(mib * self.census_seconds_per_mib * SCAN_INTERVAL_COST_FACTOR))
+        let scannable = || self.tracked.values().filter(|tracked| tracked.may_be_scanned());
+        let parts = scannable().map(|tracked| self.part_count(tracked)).max().unwrap_or(1) as f64;
+        let mib = scannable().map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
+        let seconds = mib * self.census_seconds_per_mib * parts * SCAN_INTERVAL_COST_FACTOR;
+        self.rules.max_scan_interval.max(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 
     /// Whether memory is short on the host.

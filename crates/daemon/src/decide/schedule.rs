@@ -1,11 +1,12 @@
 //! Choosing the next task.
 
 use super::{
-    DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, PendingUnenroll, ScanCause,
+    CensusTask, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, PendingUnenroll, ScanCause,
     ShutdownStage, TrackedProcess, UnenrollScope,
 };
 use pagefold_base::domain::TrustDomain;
-use pagefold_base::units::{Bytes, Pages, ProcessId};
+use pagefold_base::units::{AddressRange, Bytes, Pages, ProcessId};
+use pagefold_census::ScanPart;
 use pagefold_census::decide::sketch::Sketch;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,7 @@ const MAX_PARTNER_SEEKERS: usize = 8;
 
 /// Maximum number of scanned processes for which missed partners are sought. Each candidate partner takes a
 /// microsecond.
-const MAX_MISSED_PARTNER_CHECKS: usize = 32;
+pub(super) const MAX_MISSED_PARTNER_CHECKS: usize = 32;
 
 /// Share of a process's unmerged pages, and the least number of pages, that a partner must hold for an early joint
 /// scan.
@@ -26,12 +27,26 @@ const MIN_LARGE_OVERLAP: (u64, Pages) = (16, Pages(256));
 const SCANS_PER_RANDOM_PARTNER: u64 = 4;
 
 /// Size limit of a census's index: this many bytes, plus this part of all tracked memory (divisor). With the daemon's
-/// other memory, including some 0.11 % for reused fingerprints, that stays below 32 MiB plus 0.4 % of tracked memory.
-/// Two large processes alone, foreign processes scanned beside them, and fingerprints of these may exceed it.
-const INDEX_BYTES_LIMIT: (u64, u64) = (16 << 20, 640);
+/// other memory, including some 0.11 % for reused fingerprints, that stays below 32 MiB plus 0.2 % of tracked memory.
+/// Foreign processes scanned beside them, and fingerprints of these, may exceed it.
+const INDEX_BYTES_LIMIT: (u64, u64) = (16 << 20, 1200);
 
 /// Bytes of memory per byte of its index while contents are grouped: at most 33 index bytes per page of 4 KiB.
 const MEMORY_BYTES_PER_INDEX_BYTE: u64 = 124;
+
+/// Share of the burst that the scan of one part may take: a part and a part of a partner fit together, with a tenth left
+/// for errors of the prediction.
+const MAX_PART_BURST_SHARE: f64 = 0.45;
+
+/// Smallest part. Its fixed cost is that of listing regions and processes.
+const MIN_PART_BYTES: u64 = 16 << 20;
+
+/// Margin of a part over an equal share of its process, so that growth between two readings leaves no small rest.
+const PART_MARGIN_DIVISOR: u64 = 16;
+
+/// How long a due process waits before it precedes all others: a multiple of the time in which the CPU rate pays for a
+/// scan of all processes, and seconds at least.
+const MAX_WAIT: (f64, f64) = (2.0, 60.0);
 
 /// Share of the burst that may be reserved for a halted merge: other processes need scans, too.
 const MAX_RESERVED_BURST_SHARE: f64 = 0.75;
@@ -111,6 +126,7 @@ impl DaemonState {
         let is_available = |keep: Bytes| self.available.is_some_and(|available| available >= keep);
         let at_goal = self.rules.keep_available.is_some_and(is_available);
         let is_paused = (at_goal || self.now < self.slowdown.paused_until()) && !self.is_host_memory_short();
+        self.drop_lost_partners();
         let due = self.due_processes(is_paused);
         if is_paused && due.is_empty() {
             if at_goal {
@@ -207,9 +223,87 @@ impl DaemonState {
         }
     }
 
-    /// Predicted CPU seconds of scanning a process.
+    /// The most resident memory that a census may cover, so that its index stays within the limit.
+    fn max_census_bytes(&self) -> u64 {
+        (INDEX_BYTES_LIMIT.0 + self.tracked_bytes / INDEX_BYTES_LIMIT.1) * MEMORY_BYTES_PER_INDEX_BYTE
+    }
+
+    /// The largest part of a process: a census covers two of them, by CPU time and by the size of its index.
+    fn max_part_bytes(&self, tracked: &TrackedProcess) -> u64 {
+        let seconds_per_byte = self.census_seconds_per_mib * tracked.scan_cost_factor() / 1048576.0;
+        // The cast saturates.
+        let affordable = (self.cpu_budget.burst_seconds() * MAX_PART_BURST_SHARE / seconds_per_byte) as u64;
+        affordable.min(self.max_census_bytes() / 2).max(MIN_PART_BYTES)
+    }
+
+    /// In how many parts of equal size a process is scanned.
+    pub(super) fn part_count(&self, tracked: &TrackedProcess) -> u64 {
+        tracked.resident.0.div_ceil(self.max_part_bytes(tracked)).max(1)
+    }
+
+    /// The resident memory of the next part of a process.
+    fn part_bytes(&self, tracked: &TrackedProcess) -> Bytes {
+        Bytes(tracked.resident.0.div_ceil(self.part_count(tracked)))
+    }
+
+    /// Whether a process takes several parts, or is between two of them.
+    pub(super) fn is_large(&self, tracked: &TrackedProcess) -> bool {
+        self.part_count(tracked) > 1 || tracked.progress.part() != ScanPart::WHOLE.range
+    }
+
+    /// Predicted CPU seconds of scanning the next part of a process. Two parts are always within the burst; a scan that
+    /// takes longer is halted, and the next part is smaller.
     fn scan_cpu_seconds(&self, tracked: &TrackedProcess) -> f64 {
-        tracked.resident.0 as f64 / 1048576.0 * self.census_seconds_per_mib * tracked.scan_cost_factor()
+        let mib = self.part_bytes(tracked).0 as f64 / 1048576.0;
+        (mib * self.census_seconds_per_mib * tracked.scan_cost_factor())
+            .min(self.cpu_budget.burst_seconds() * MAX_PART_BURST_SHARE)
+    }
+
+    /// How long a due process waits at most before it precedes all others.
+    pub(super) fn max_wait(&self) -> Duration {
+        let scan_seconds = self.tracked_bytes as f64 / 1048576.0 * self.census_seconds_per_mib;
+        let seconds = (scan_seconds / self.rules.cpu_rate * MAX_WAIT.0).max(MAX_WAIT.1);
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
+
+    /// Whether a process precedes all others because it has waited too long.
+    fn is_overdue(&self, tracked: &TrackedProcess) -> bool {
+        self.now.saturating_sub(tracked.next_scan) >= self.max_wait()
+    }
+
+    /// Go on without partners that have exited, may not be scanned any more, or are in another trust domain now.
+    fn drop_lost_partners(&mut self) {
+        let is_lost = |(process, tracked): (&ProcessId, &TrackedProcess)| {
+            let (partner, _) = tracked.progress.partner()?;
+            let partner_state = self.tracked.get(&partner).filter(|partner| partner.may_be_scanned());
+            partner_state.is_none_or(|partner| partner.domain != tracked.domain).then_some(*process)
+        };
+        let seekers: Vec<ProcessId> = self.tracked.iter().filter_map(is_lost).collect();
+        for process in seekers {
+            let step = self.tracked.get_mut(&process).map(|tracked| tracked.progress.drop_partner(process));
+            if let Some(step) = step {
+                self.follow_step(process, step, self.max_scan_interval(), false);
+            }
+        }
+    }
+
+    /// The parts of the chosen processes that a census scans next.
+    fn parts_to_scan(&self, due: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> BTreeMap<ProcessId, Vec<ScanPart>> {
+        let partner = due.first().and_then(|first| self.tracked[first].progress.partner());
+        let part_from = |tracked: &TrackedProcess, range: AddressRange| {
+            let bytes = self.part_bytes(tracked).0;
+            let limit = if self.part_count(tracked) > 1 { bytes + bytes / PART_MARGIN_DIVISOR } else { u64::MAX };
+            ScanPart { range, max_bytes: Bytes(limit) }
+        };
+        let parts = |process: &ProcessId| {
+            let tracked = &self.tracked[process];
+            let own = due.contains(process).then(|| tracked.progress.part());
+            let compared = partner.filter(|(partner, _)| partner == process).map(|(_, start)| start);
+            let compared = compared.or(own.is_none().then_some(0));
+            let other = compared.map(|start| AddressRange { start, end: ScanPart::WHOLE.range.end });
+            (*process, own.into_iter().chain(other).map(|range| part_from(tracked, range)).collect())
+        };
+        chosen.iter().map(parts).collect()
     }
 
     /// CPU seconds reserved for the halted merge of a process. None if memory is short, or if other processes have used
@@ -234,25 +328,27 @@ impl DaemonState {
             self.reported_pause = None;
             return;
         }
-        let exceeds_burst =
-            |&process: &ProcessId| self.cpu_budget.time_until(self.scan_cpu_seconds(&self.tracked[&process])).is_none();
-        let (unaffordable, affordable): (Vec<ProcessId>, Vec<ProcessId>) = due.iter().copied().partition(exceeds_burst);
-        let chosen = self.choose_affordable(&affordable);
-        if !unaffordable.is_empty() {
-            let why = "a census of it takes more CPU time than the burst: set a larger `cpu_burst`";
-            effects.push(self.report_decision(DecisionKind::Refuse, &unaffordable, DecisionReason::Budget, why));
-            self.back_off(&unaffordable);
-        }
-        let Some(chosen) = chosen else {
-            if !affordable.is_empty() {
-                self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", effects);
-            }
-            return;
+        let Some(mut chosen) = self.choose_affordable(&due) else {
+            return self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", effects);
         };
         self.reported_pause = None;
-        let due_chosen: Vec<ProcessId> = affordable.into_iter().filter(|process| chosen.contains(process)).collect();
+        let mut due_chosen: Vec<ProcessId> = due.into_iter().filter(|process| chosen.contains(process)).collect();
+        if chosen.iter().any(|process| self.is_large(&self.tracked[process])) {
+            // A part is scanned beside processes of its own trust domain only.
+            let is_beside = |process: &ProcessId| self.tracked[process].domain == self.tracked[&due_chosen[0]].domain;
+            chosen.retain(is_beside);
+            due_chosen.retain(|process| chosen.contains(process));
+        }
+        let progress = &self.tracked[&due_chosen[0]].progress;
+        let partner = progress.partner().map(|(partner, _)| partner);
+        let is_large_partner =
+            |process: &&ProcessId| !due_chosen.contains(process) && self.is_large(&self.tracked[process]);
+        let partner = partner.or_else(|| chosen.iter().find(is_large_partner).copied());
+        let (is_next_part, is_next_partner) = (!progress.is_at_start(), progress.partner().is_some());
         let cause = self.tracked[&due_chosen[0]].scan_cause;
         let why = match cause {
+            _ if is_next_partner => "a part of it is compared with another part",
+            _ if is_next_part => "the next part of its memory",
             ScanCause::Arrived => "new process",
             ScanCause::Grown => "it has grown or used CPU time since the last scan",
             ScanCause::Due if self.tracked[&due_chosen[0]].scan_interval <= self.rules.min_scan_interval => {
@@ -261,18 +357,14 @@ impl DaemonState {
             ScanCause::Due => "not scanned for long",
         };
         effects.push(self.report_decision(DecisionKind::Census, &due_chosen, cause.into(), why));
-        if self.can_never_afford_partner(&chosen) {
-            let why = "a census of it and another process takes more CPU time than the burst, so it is scanned \
-                       alone and no shared pages are found: set a larger `cpu_burst`";
-            effects.push(self.report_decision(DecisionKind::Refuse, &due_chosen, DecisionReason::Budget, why));
-        }
+        let parts = self.parts_to_scan(&due_chosen, &chosen);
         for process in &due_chosen {
             if let Some(tracked) = self.tracked.get_mut(process) {
                 tracked.begin_scan(self.now);
             }
         }
-        let processes: Vec<ProcessId> = chosen.into_iter().collect();
-        self.start_task(DaemonTask::Census(due_chosen, processes.clone()), Effect::Census(processes), effects);
+        let task = CensusTask { due: due_chosen, processes: chosen.into_iter().collect(), partner };
+        self.start_task(DaemonTask::Census(task), Effect::Census(parts), effects);
     }
 
     /// The due processes in order of priority. With `only_short`, only processes that are short of memory in their
@@ -282,7 +374,12 @@ impl DaemonState {
             let is_due = |(_, tracked): &(&ProcessId, &TrackedProcess)| {
                 // A process with a long backoff may hold the duplicates that are needed when memory is short.
                 let is_short = tracked.is_cgroup_memory_short(&self.rules);
-                let early_share = if is_short || self.is_host_memory_short() { 0.75 } else { early_share };
+                let early_share = match tracked.progress.is_at_start() {
+                    // A part is repeated only once its contents can be stable.
+                    false => 0.0,
+                    true if is_short || self.is_host_memory_short() => 0.75,
+                    true => early_share,
+                };
                 (is_short || !only_short)
                     && tracked.may_be_scanned()
                     && tracked.next_scan.saturating_sub(tracked.scan_interval.mul_f64(early_share)) <= self.now
@@ -316,12 +413,24 @@ impl DaemonState {
         due.sort_by_key(|process| !tracked(process).is_cgroup_memory_short(&self.rules));
         due.sort_by_key(|process| tracked(process).overruns);
         if tracked(&due[0]).overruns == 0 {
-            due.retain(|process| tracked(process).overruns == 0);
+            due.retain(|process| tracked(process).overruns == 0 || self.is_overdue(tracked(process)));
         }
+        // A process that has waited too long precedes all others, whatever their priority.
+        due.sort_by_key(|process| match self.is_overdue(tracked(process)) {
+            true => (false, tracked(process).next_scan),
+            false => (true, Duration::ZERO),
+        });
         // First scans of new processes only record their pages. Known processes do not wait for them and are not mixed
         // with them.
         let is_first_scan = tracked(&due[0]).is_unscanned();
         due.retain(|process| tracked(process).is_unscanned() == is_first_scan);
+        // A large process is scanned part by part, each in a census of its own. All others go on with the same partner.
+        let (first, partner) = (due[0], tracked(&due[0]).progress.partner());
+        if self.is_large(tracked(&first)) {
+            due.truncate(1);
+        } else {
+            due.retain(|process| !self.is_large(tracked(process)) && tracked(process).progress.partner() == partner);
+        }
         due
     }
 
@@ -336,23 +445,45 @@ impl DaemonState {
         if !due.iter().any(|process| required_seconds(process) <= self.cpu_budget.available_seconds()) {
             return None;
         }
+        let first = *due.first()?;
+        // Cheaper processes would use up what it waits for.
+        if self.is_overdue(&self.tracked[&first]) && required_seconds(&first) > self.cpu_budget.available_seconds() {
+            return None;
+        }
+        if let Some((partner, _)) = self.tracked[&first].progress.partner() {
+            return self.choose_with_partner(due, partner);
+        }
+        if self.is_large(&self.tracked[&first]) && self.tracked[&first].is_unscanned() {
+            return Some(BTreeSet::from([first]));
+        }
+        self.choose_portion(due)
+    }
+
+    /// As many due processes and partners of them as the CPU budget and the index have room for. A large process is the
+    /// only due one.
+    fn choose_portion(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        let first = *due.first()?;
         // A process whose scan exceeded the budget is scanned with one partner only, to find out which of them is
         // expensive.
         let one_partner_only = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
         let max_processes = if one_partner_only { 1 } else { usize::MAX };
-        let tracked_bytes: u64 = self.tracked.values().map(|tracked| tracked.resident.0).sum();
-        let max_scan_bytes = (INDEX_BYTES_LIMIT.0 + tracked_bytes / INDEX_BYTES_LIMIT.1) * MEMORY_BYTES_PER_INDEX_BYTE;
+        let max_scan_bytes = self.max_census_bytes();
+        let is_large = |process: &ProcessId| self.is_large(&self.tracked[process]);
         let (mut due_chosen, mut chosen, mut scan_seconds, mut merge_seconds, mut scan_bytes) =
             (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
         let mut companion_count = 0;
         let mut try_add = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, max_processes: usize| {
             let tracked = &self.tracked[&process];
-            let (added_scan_seconds, bytes) = (scan_seconds + self.scan_cpu_seconds(tracked), tracked.resident.0);
+            let (added_scan_seconds, bytes) =
+                (scan_seconds + self.scan_cpu_seconds(tracked), self.part_bytes(tracked).0);
             let added_merge_seconds = merge_seconds + self.reserved_merge_seconds(process);
             // A big host is scanned in portions of at least two processes.
             let has_room = chosen.len() < max_processes.min(2)
                 || chosen.len() < max_processes && scan_bytes + bytes <= max_scan_bytes;
+            // Each census goes on with one large partner at most.
+            let has_large_partner = chosen.iter().any(|other| *other != first && is_large(other));
             let is_affordable = has_room
+                && !(has_large_partner && is_large(&process))
                 && self.required_cpu_seconds(added_scan_seconds, added_merge_seconds)
                     <= self.cpu_budget.available_seconds();
             if is_affordable {
@@ -386,16 +517,36 @@ impl DaemonState {
                 try_add(&mut chosen, companion, max_processes);
             }
         }
-        let first = *due_chosen.first()?;
+        due_chosen.first()?;
         let (is_single, mut partners) = (chosen.len() == 1, self.choose_partners(&due_chosen, &chosen));
         // Take the most similar partner, even if its cost must be awaited: a cheaper one may have nothing in common.
         partners.truncate(if one_partner_only { 1 } else { usize::MAX });
         let added =
             partners.iter().filter(|partner| try_add(&mut chosen, **partner, max_processes.saturating_add(1))).count();
         // A scan without a partner finds little: wait until the CPU budget can pay for one.
-        let must_wait =
-            is_single && added == 0 && partners.iter().any(|partner| self.can_ever_afford_pair(&first, partner));
+        let must_wait = is_single && added == 0 && !partners.is_empty();
         (!must_wait).then_some(chosen)
+    }
+
+    /// The due processes that go on with the same partner, and this partner. One of the due processes may be the partner
+    /// itself.
+    fn choose_with_partner(&self, due: &[ProcessId], partner: ProcessId) -> Option<BTreeSet<ProcessId>> {
+        let cost = |process: &ProcessId| {
+            let tracked = &self.tracked[process];
+            (self.scan_cpu_seconds(tracked), self.part_bytes(tracked).0)
+        };
+        let (mut chosen, (mut seconds, mut bytes)) = (BTreeSet::from([partner]), cost(&partner));
+        let mut has_due = false;
+        for process in due {
+            let (added_seconds, added_bytes) = cost(process);
+            let fits = seconds + added_seconds <= self.cpu_budget.available_seconds()
+                && (!has_due || bytes + added_bytes <= self.max_census_bytes());
+            if fits {
+                chosen.insert(*process);
+                (seconds, bytes, has_due) = (seconds + added_seconds, bytes + added_bytes, true);
+            }
+        }
+        has_due.then_some(chosen)
     }
 
     /// Whether the CPU budget cannot pay for scanning all of these processes now.
@@ -461,37 +612,16 @@ impl DaemonState {
         shared.0.checked_ilog2().map_or(0, |log2| log2 + 1)
     }
 
-    /// The scanned processes with a missed partner: a process of the same domain holds many of their unmerged pages,
-    /// and the partners in that scan do not.
-    pub(super) fn find_missed_partners(&self, due: &[ProcessId], scanned: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
-        let candidates: Vec<&TrackedProcess> = self
-            .tracked
-            .iter()
-            .filter(|(other, tracked)| !scanned.contains(other) && tracked.may_be_scanned())
-            .map(|(_, tracked)| tracked)
-            .collect();
-        let has_missed_partner = |process: &&ProcessId| {
-            let Some(tracked) = self.tracked.get(process).filter(|_| !candidates.is_empty()) else { return false };
-            let unmatched = self.unmatched_content(process, scanned);
-            candidates
-                .iter()
-                .any(|other| other.domain == tracked.domain && has_large_overlap(tracked, &unmatched, other))
+    /// Whether a scanned process missed a partner: a process of the same domain holds many of its unmerged pages, and
+    /// the processes that were scanned with it do not.
+    pub(super) fn has_missed_partner(&self, process: ProcessId, scanned: &BTreeSet<ProcessId>) -> bool {
+        let Some(tracked) = self.tracked.get(&process) else { return false };
+        let unmatched = self.unmatched_content(&process, scanned);
+        let is_candidate = |(other, candidate): &(&ProcessId, &TrackedProcess)| {
+            !scanned.contains(other) && candidate.may_be_scanned() && candidate.domain == tracked.domain
         };
-        due.iter().take(MAX_MISSED_PARTNER_CHECKS).filter(has_missed_partner).copied().collect()
-    }
-
-    /// Whether the burst can ever pay for a census of these two processes.
-    fn can_ever_afford_pair(&self, one: &ProcessId, other: &ProcessId) -> bool {
-        self.cpu_budget
-            .time_until(self.scan_cpu_seconds(&self.tracked[one]) + self.scan_cpu_seconds(&self.tracked[other]))
-            .is_some()
-    }
-
-    /// Whether a single process was chosen and the burst can never pay for scanning it with a partner.
-    fn can_never_afford_partner(&self, chosen: &BTreeSet<ProcessId>) -> bool {
-        let (Some(one), 1) = (chosen.first(), chosen.len()) else { return false };
-        let partners = self.choose_partners(&[*one], chosen);
-        !partners.is_empty() && !partners.iter().any(|partner| self.can_ever_afford_pair(one, partner))
+        let mut candidates = self.tracked.iter().filter(is_candidate);
+        candidates.any(|(_, candidate)| has_large_overlap(tracked, &unmatched, candidate))
     }
 
     /// The best partner of the same class, and whether it holds many of the pages that `process` has not merged and the

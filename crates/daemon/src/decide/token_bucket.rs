@@ -29,6 +29,11 @@ impl CpuTokenBucket {
         self.available_seconds = self.available_seconds.min(self.burst_seconds);
     }
 
+    /// Continue with the tokens that another bucket had some time ago.
+    pub fn continue_from(&mut self, available_seconds: f64, elapsed: Duration) {
+        self.available_seconds = (available_seconds + self.rate * elapsed.as_secs_f64()).min(self.burst_seconds);
+    }
+
     /// Update the bucket with the total CPU time spent at a time.
     pub fn update(&mut self, at: Duration, spent: Duration) {
         let elapsed = at.saturating_sub(self.updated_at).as_secs_f64();
@@ -51,15 +56,6 @@ impl CpuTokenBucket {
     pub fn burst_seconds(&self) -> f64 {
         self.burst_seconds
     }
-
-    /// Time until this many CPU seconds are available; `None` if never, or beyond the range of [`Duration`].
-    pub fn time_until(&self, cpu_seconds: f64) -> Option<Duration> {
-        let missing = (cpu_seconds - self.available_seconds).max(0.0);
-        if cpu_seconds > self.burst_seconds || (missing > 0.0 && self.rate <= 0.0) {
-            return None;
-        }
-        if missing > 0.0 { Duration::try_from_secs_f64(missing / self.rate).ok() } else { Some(Duration::ZERO) }
-    }
 }
 
 #[cfg(test)]
@@ -75,22 +71,10 @@ mod tests {
         assert_eq!(bucket.available_seconds(), 10.0);
         bucket.update(10 * SECOND, 13 * SECOND);
         assert!((bucket.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one was refilled");
-        assert_eq!(bucket.time_until(2.0), Some(10 * SECOND));
-        assert_eq!(bucket.time_until(11.0), None, "more than the burst");
         bucket.update(1000 * SECOND, 13 * SECOND);
         assert_eq!(bucket.available_seconds(), 10.0);
         bucket.set_limits(0.1, 2 * SECOND);
         assert_eq!((bucket.available_seconds(), bucket.burst_seconds()), (2.0, 2.0));
-    }
-
-    #[test]
-    fn time_until_is_none_when_rate_is_too_small() {
-        for average in [0.0, f64::MIN_POSITIVE, 1e-302, 1e-21] {
-            let mut budget = CpuTokenBucket::new(average, Duration::from_millis(150), Duration::ZERO, Duration::ZERO);
-            budget.update(SECOND, Duration::from_millis(100));
-            assert_eq!(budget.time_until(0.1), None, "{average:e}");
-            assert_eq!(budget.time_until(0.01), Some(Duration::ZERO), "{average:e}");
-        }
     }
 
     proptest! {

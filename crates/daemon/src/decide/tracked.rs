@@ -1,10 +1,11 @@
 //! A tracked process, and when its memory is scanned next.
 
 use super::event::{DecisionReason, UnenrollScope};
+use super::part_progress::{NextStep, PartProgress};
 use super::rules::DaemonRules;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::memory::Shortage;
-use pagefold_base::units::{Bytes, NetBytes, ProcessId};
+use pagefold_base::units::{Bytes, NetBytes, Pages, ProcessId};
 use pagefold_census::decide::sketch::ContentSketches;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,6 +46,9 @@ const UNENROLL_RETRY_COST_FACTOR: u32 = 200;
 
 /// A process that has not grown or been busy for this long counts as filled.
 const FILL_SETTLE_TIME: Duration = Duration::from_millis(750);
+
+/// Bytes of a base page, to size a sketch. On a host with larger pages a sketch keeps fewer contents.
+const BASE_PAGE_BYTES: u64 = 4096;
 
 /// Why a process is scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -137,8 +141,14 @@ pub struct TrackedProcess {
     pub next_scan: Duration,
     /// Reason of the next scan.
     pub scan_cause: ScanCause,
+    /// Progress of the current scan.
+    pub progress: PartProgress,
+    /// Start of the current scan of a part.
+    part_started_at: Duration,
     /// Time of its arrival.
     arrived_at: Duration,
+    /// Whether no earlier daemon has scanned it.
+    pub(super) is_new: bool,
     /// Start of its current growth, if it has not been scanned since.
     filling_since: Option<Duration>,
     /// Its total CPU time, and the time of that reading.
@@ -152,15 +162,17 @@ pub struct TrackedProcess {
     /// Scans without a partner known to hold many of the same pages, since its contents changed.
     missed_partner_scans: u32,
     /// Whether the last scan found nothing, not even unstable contents.
-    last_scan_found_nothing: bool,
+    pub(super) last_scan_found_nothing: bool,
     /// Whether its last merge saved less than half of the prediction, or cost more than the limit.
     pub last_merge_unprofitable: bool,
     /// Its CPU time at the start of the last scan, and the time of that reading.
-    cpu_reading_at_scan: Option<(Duration, Duration)>,
+    pub(super) cpu_reading_at_scan: Option<(Duration, Duration)>,
     /// Start of its last scan.
-    scan_started_at: Duration,
+    pub(super) scan_started_at: Duration,
+    /// Time from its last scan until this daemon started, if an earlier daemon scanned it last.
+    pub(super) scan_age_at_start: Duration,
     /// Resident memory at that time.
-    resident_at_scan: Bytes,
+    pub(super) resident_at_scan: Bytes,
 }
 
 impl TrackedProcess {
@@ -189,7 +201,10 @@ impl TrackedProcess {
             scan_interval: rules.min_scan_interval,
             next_scan: now + rules.debounce,
             scan_cause: ScanCause::Arrived,
+            progress: PartProgress::default(),
+            part_started_at: now,
             arrived_at: now,
+            is_new: true,
             filling_since: None,
             cpu_reading: None,
             last_busy: None,
@@ -200,6 +215,7 @@ impl TrackedProcess {
             last_merge_unprofitable: false,
             cpu_reading_at_scan: None,
             scan_started_at: now,
+            scan_age_at_start: Duration::ZERO,
             resident_at_scan: Bytes::ZERO,
         }
     }
@@ -210,6 +226,11 @@ impl TrackedProcess {
             && !self.unenrolled_by_operator
             && self.refused_until.is_none()
             && self.pending_unenroll.is_none()
+    }
+
+    /// Whether it has just started, so that it may still fill its memory.
+    fn is_recent(&self, now: Duration) -> bool {
+        self.is_new && now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0
     }
 
     /// Whether memory is short in its cgroup.
@@ -238,11 +259,15 @@ impl TrackedProcess {
     }
 
     /// Record its resident memory. A growing process is scanned once it stops growing, or after the minimum interval.
+    /// Growth between two parts counts once the scan is complete.
     pub fn update_resident(&mut self, resident: Bytes, now: Duration, rules: &DaemonRules) {
         let is_filling = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
         self.resident = resident;
+        if !self.progress.is_at_start() {
+            return;
+        }
         let growth = resident.saturating_sub(self.resident_at_scan);
-        let (divisor, min_growth) = if now < self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
+        let (divisor, min_growth) = if self.is_recent(now) {
             (RECENT_ARRIVAL_MIN_GROWTH.1, RECENT_ARRIVAL_MIN_GROWTH.2)
         } else {
             REFILL_MIN_GROWTH
@@ -268,7 +293,7 @@ impl TrackedProcess {
     /// resident, such as huge pages, fills without growth.
     pub fn update_cpu_time(&mut self, cpu_time: Duration, now: Duration, rules: &DaemonRules) {
         let (last_cpu_time, last_read) = self.cpu_reading.replace((cpu_time, now)).unwrap_or((cpu_time, now));
-        if now >= self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
+        if !self.is_recent(now) {
             self.last_busy = None;
         } else if cpu_time.saturating_sub(last_cpu_time) > (now.saturating_sub(last_read)).mul_f64(BUSY_CPU_SHARE) {
             self.last_busy = Some(now);
@@ -278,7 +303,7 @@ impl TrackedProcess {
             }
         } else if self.last_busy.is_some_and(|busy| now >= busy + FILL_SETTLE_TIME) && !self.is_unscanned() {
             self.last_busy = None;
-            if self.next_scan > now {
+            if self.next_scan > now && self.progress.is_at_start() {
                 (self.next_scan, self.scan_cause, self.scan_interval) =
                     (now, ScanCause::Grown, rules.min_scan_interval);
             }
@@ -290,10 +315,12 @@ impl TrackedProcess {
     pub fn defer_if_idle(&mut self, now: Duration, max_interval: Duration) {
         self.refused_until = self.refused_until.filter(|until| now < *until);
         let was_idle = |(cpu_before, start): (Duration, Duration), (cpu_after, end): (Duration, Duration)| {
-            end > start && cpu_after.saturating_sub(cpu_before) <= end.saturating_sub(start).mul_f64(IDLE_CPU_SHARE)
+            let elapsed = end.saturating_sub(start) + self.scan_age_at_start;
+            elapsed > Duration::ZERO && cpu_after.saturating_sub(cpu_before) <= elapsed.mul_f64(IDLE_CPU_SHARE)
         };
-        let latest = self.scan_started_at + max_interval;
-        let is_due = self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
+        let latest = self.scan_started_at + max_interval.saturating_sub(self.scan_age_at_start);
+        let is_due =
+            self.progress.is_at_start() && self.scan_cause == ScanCause::Due && self.next_scan <= now && now < latest;
         if is_due
             && self.last_scan_found_nothing
             && self.cpu_reading_at_scan.zip(self.cpu_reading).is_some_and(|(before, after)| was_idle(before, after))
@@ -303,12 +330,33 @@ impl TrackedProcess {
         }
     }
 
-    /// A scan starts.
+    /// A scan starts, or goes on with the next part.
     pub fn begin_scan(&mut self, now: Duration) {
+        self.part_started_at = now;
+        if !self.progress.is_at_start() {
+            return;
+        }
         (self.scan_started_at, self.resident_at_scan, self.filling_since) = (now, self.resident, None);
-        self.cpu_reading_at_scan = self.cpu_reading;
+        (self.cpu_reading_at_scan, self.scan_age_at_start) = (self.cpu_reading, Duration::ZERO);
         // A process that is still busy may still fill its memory.
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
+    }
+
+    /// A part was scanned. Returns the progress if the scan is complete, with [`Self::finish_scan`] to follow.
+    pub fn finish_part(&mut self, now: Duration, step: NextStep, rules: &DaemonRules) -> Option<PartProgress> {
+        self.next_scan = match step {
+            NextStep::Repeat => self.part_started_at + rules.min_scan_interval,
+            NextStep::Continue => now,
+            NextStep::Complete => {
+                let mut progress = std::mem::take(&mut self.progress);
+                if let Some(sketches) = progress.sketches.take() {
+                    self.set_sketches(sketches);
+                }
+                return Some(progress);
+            }
+        };
+        self.scan_cause = ScanCause::Due;
+        None
     }
 
     /// A scan has ended. `is_profitable` is whether it found anything to merge, `has_unstable` whether it found
@@ -336,8 +384,14 @@ impl TrackedProcess {
         }
         self.last_scan_found_nothing = !is_profitable && !has_unstable && !is_first;
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };
-        self.next_scan = self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread);
+        // A scan in parts may take longer than the interval; the process has not waited meanwhile.
+        self.next_scan = (self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread)).max(now);
         self.scan_cause = ScanCause::Due;
+    }
+
+    /// Record content sketches of a part of it.
+    pub fn add_sketches(&mut self, sketches: ContentSketches) {
+        self.progress.add_sketches(sketches, Pages(self.resident.0 / BASE_PAGE_BYTES));
     }
 
     /// Record its content sketches.
@@ -351,17 +405,23 @@ impl TrackedProcess {
 
     /// Its last scan missed a partner with many of the same pages: scan it again soon, unless earlier such scans were
     /// fruitless.
-    pub fn record_missed_partner(&mut self, rules: &DaemonRules) {
+    pub fn record_missed_partner(&mut self, now: Duration, rules: &DaemonRules) {
         self.missed_partner_scans += 1;
         if self.missed_partner_scans <= MAX_EARLY_MISSED_PARTNER_SCANS && !self.last_merge_unprofitable {
             (self.scan_interval, self.last_scan_found_nothing) = (rules.min_scan_interval, false);
-            self.next_scan = self.scan_started_at + self.scan_interval;
+            self.next_scan = (self.scan_started_at + self.scan_interval).max(now);
         }
     }
 
     /// A scan of it exceeded the CPU budget: double its predicted scan cost.
     pub fn record_overrun(&mut self) {
         self.overruns = (self.overruns + 1).min(MAX_COST_DOUBLINGS);
+    }
+
+    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened.
+    pub fn postpone_after_overrun(&mut self, now: Duration, rules: &DaemonRules) {
+        let pause = self.scan_interval.saturating_mul(1 << self.overruns);
+        self.next_scan = now + pause.min(rules.max_scan_interval).max(rules.min_scan_interval);
     }
 
     /// A scan of it completed within the budget.
@@ -375,8 +435,12 @@ impl TrackedProcess {
         f64::from(1_u32 << self.overruns)
     }
 
-    /// Delay the next scan and double the interval, since little savings are expected.
+    /// Delay the next scan and double the interval, since little savings are expected. The next part is not delayed:
+    /// other parts may save more.
     pub fn double_scan_interval(&mut self, rules: &DaemonRules) {
+        if !self.progress.is_at_start() {
+            return;
+        }
         self.next_scan += self.scan_interval;
         self.scan_interval = (self.scan_interval * 2).min(rules.max_scan_interval);
     }
@@ -444,7 +508,12 @@ impl TrackedProcess {
         if scope == UnenrollScope::AllMerged {
             (self.maybe_merged, self.maybe_shared_across_domains) = (false, false);
         }
-        self.pending_unenroll.take().filter(|pending| pending.last_failure.is_some()).map(|pending| pending.reason)
+        let pending = self.pending_unenroll.take()?;
+        if pending.reason == DecisionReason::Stopped {
+            // For the next daemon it is a new process: nothing of it is merged.
+            self.last_scan = None;
+        }
+        pending.last_failure.is_some().then_some(pending.reason)
     }
 
     /// Cancel a pending request to unenroll it, unless exclusion or its domain requires it.

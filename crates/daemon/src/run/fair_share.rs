@@ -7,19 +7,15 @@
 //! change, the interval grows, until a process is merged, unenrolled or exits: then the fair shares of other processes
 //! change, too.
 //!
-//! While a region is walked, its process cannot map or unmap memory: `show_smaps_rollup` (fs/proc/task_mmu.c) drops
-//! `mmap_lock` between regions only. The RAM of a virtual machine is one region, so processes beyond [`MAX_ROLLUP_RSS`] are
-//! not walked. Their zero pages are still counted if a merge noted any. That reads `pagemap`, for which the kernel
-//! holds the lock for a few MiB at a time (`pagemap_read`), in a bounded part of the address space
-//! ([`verify::uncounted_zero_pages`]).
+//! A walk never keeps a process from mapping memory for long: see [`process_pages`].
+//!
 //! Limits: if a target hangs, for example in a page fault on a dead file server, the walk hangs as well. That delays
 //! other walks and the daemon's exit; by then the daemon has restored everything.
 
 use super::{Message, WorkResult};
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
-use pagefold_host::{Host, observe, parse, receive_timeout};
-use pagefold_merge::verify;
-pub(super) use pagefold_merge::verify::MAX_ROLLUP_RSS;
+use pagefold_host::{Host, parse, receive_timeout};
+use pagefold_merge::process_pages;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, SystemTime};
@@ -69,8 +65,6 @@ impl FairShareReading {
 pub(super) struct WalkRequest {
     /// The process.
     pub process: ProcessId,
-    /// Whether to measure its fair share.
-    pub wants_fair_share: bool,
     /// Whether to count zero pages that KSM does not count.
     pub wants_zero_pages: bool,
 }
@@ -177,15 +171,14 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(3600);
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
     loop {
-        let WalkRequest { process, wants_fair_share, wants_zero_pages } =
-            match receive_timeout(host, requests, REQUEST_TIMEOUT) {
-                Ok(request) => request,
-                Err(RecvTimeoutError::Timeout) => continue,
-                Err(RecvTimeoutError::Disconnected) => return,
-            };
+        let WalkRequest { process, wants_zero_pages } = match receive_timeout(host, requests, REQUEST_TIMEOUT) {
+            Ok(request) => request,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
         let cpu_before = host.thread_cpu_time();
-        let fair_share = wants_fair_share.then(|| measure_fair_share(host, process)).and_then(Reading::ok);
-        let count_zero_pages = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
+        let fair_share = measure_fair_share(host, process).ok();
+        let count_zero_pages = || process_pages::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
         let uncounted_zero_pages = wants_zero_pages.then(count_zero_pages).and_then(Reading::ok);
         let cpu_time = host.thread_cpu_time().saturating_sub(cpu_before);
         // During shutdown the receiver may be gone.
@@ -202,7 +195,7 @@ fn measure_fair_share(host: &dyn Host, process: ProcessId) -> Reading<FairShareR
     let handle = pagefold_host::hold(host, process)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     let anonymous_resident = parse::statm(&handle.read("statm")?)?.anonymous_bytes(host.page_size());
-    let pss = observe::rollup(&*handle)?.pss?;
+    let pss = process_pages::fair_share(host, &*handle)?;
     Ok(FairShareReading {
         measured_at: host.unix_time(),
         pss,
@@ -345,7 +338,7 @@ mod tests {
         let (requests, request_receiver) = mpsc::channel();
         let (messages, message_receiver) = mpsc::channel();
         let reused_pid = ProcessId { start_time: 2, ..process(5) };
-        let walk_of = |process| WalkRequest { process, wants_fair_share: true, wants_zero_pages: false };
+        let walk_of = |process| WalkRequest { process, wants_zero_pages: false };
         [process(5), reused_pid, process(6)].into_iter().for_each(|process| requests.send(walk_of(process)).unwrap());
         drop(requests);
         run_walker(&host, &request_receiver, &messages);

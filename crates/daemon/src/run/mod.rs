@@ -16,6 +16,8 @@ mod fair_share;
 mod operator_store;
 mod process_table;
 pub mod replay;
+mod restart;
+mod saved_file;
 mod settings;
 mod snapshot;
 mod wait_reader;
@@ -24,10 +26,11 @@ mod worker;
 pub use clock::utc_offset;
 pub use fair_share::FairShareReading;
 pub use pagefold_sys::allocator::return_large_blocks_when_freed;
+pub use restart::forget_schedule;
 pub use settings::DaemonSettings;
 pub use snapshot::{CpuUsage, LoggedDecision, PassSummary, SharingHistory, Snapshot, WorkResult};
 
-use crate::decide::{DaemonState, DaemonStatus, Decision, Effect, Event, TickReadings, TrackedProcess, step};
+use crate::decide::{DaemonState, DaemonStatus, Decision, Effect, Event, TickReadings, step};
 use cgroup_shortages::CgroupShortageReader;
 use fair_share::WalkRequest;
 use jiff::tz::TimeZone;
@@ -36,17 +39,19 @@ use pagefold_base::process::Process;
 use pagefold_base::{Absent, Bytes, NetBytes, ProcessId};
 use pagefold_census::tally::MatrixRowKind;
 use pagefold_host::counting_host::CountingHost;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::transaction::session;
 use pagefold_host::{Host, elapsed_since, observe, receive_timeout};
-use pagefold_merge::ksmd::KsmdThread;
 use pagefold_merge::split_zeros::Notes;
 use process_table::ProcessTable;
+use restart::{SCHEDULE_FILE, SavedSchedule};
+use saved_file::SavedFile;
 use snapshot::CpuMeter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
@@ -61,6 +66,12 @@ const IDLE_POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(500), Duration
 /// The longest answer is to `madvise` over much memory at once, of which each page is copied: some seconds per GiB if
 /// it is swapped out meanwhile.
 const HANG_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Poll interval for the end of the threads.
+const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Minimum interval between two times at which the schedule is saved, unless a merge has ended.
+const SCHEDULE_SAVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of decisions kept.
 const MAX_KEPT_DECISIONS: usize = 100;
@@ -111,6 +122,10 @@ pub struct Daemon<'h, 'a> {
     other_tuner: Option<String>,
     /// Saves operator commands, where that is possible.
     operator_store: Option<OperatorStore>,
+    /// Passes the schedule on to the next daemon, where that is possible.
+    schedule_file: Option<SavedFile>,
+    /// When the schedule was last saved, and whether it has changed since.
+    schedule_saved: (Duration, bool),
     work_orders: Sender<WorkOrder>,
     /// Requests to the thread that walks page tables.
     walk_requests: Sender<WalkRequest>,
@@ -173,16 +188,35 @@ pub fn run(
     let host_answer_count = Arc::default();
     let counting_host = CountingHost::new(host, Arc::clone(&host_answer_count));
     let worker = Worker::new(&counting_host, directory.to_owned(), sender.clone())?;
+    // In this order, so that a simulated host lets the threads take turns alike in each run.
+    host.join_clock();
+    let has_joined = Barrier::new(2);
+    let announce = || {
+        host.join_clock();
+        has_joined.wait();
+    };
     std::thread::scope(|scope| {
         let (work_orders, work_receiver) = mpsc::channel();
-        let worker_thread = scope.spawn(move || worker.run(&work_receiver));
+        let worker_thread = scope.spawn(move || {
+            announce();
+            worker.run(&work_receiver);
+        });
+        has_joined.wait();
         let (walk_requests, walk_receiver) = mpsc::channel();
-        scope.spawn(move || fair_share::run_walker(host, &walk_receiver, &sender));
+        let walker_thread = scope.spawn(move || {
+            announce();
+            fair_share::run_walker(host, &walk_receiver, &sender);
+        });
+        has_joined.wait();
         let mut daemon =
             Daemon::new(host, settings, seed, WorkerChannels { work_orders, walk_requests, host_answer_count }, log);
         daemon.load_saved_state(directory);
         let restored = daemon.run(&messages, on_alive, || worker_thread.is_finished());
         drop(daemon);
+        // The threads notice the closed channels only while this thread waits by the clock of the host.
+        while !(worker_thread.is_finished() && walker_thread.is_finished()) {
+            host.sleep(END_POLL_INTERVAL);
+        }
         restored
     })
 }
@@ -236,6 +270,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             cgroup_shortages: CgroupShortageReader::default(),
             other_tuner: None,
             operator_store: None,
+            schedule_file: None,
+            schedule_saved: (Duration::ZERO, false),
             work_orders,
             walk_requests,
             walk_schedule: fair_share::WalkSchedule::default(),
@@ -293,7 +329,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
     }
 
-    /// Apply the operator commands that were given to a killed daemon, and load the zero pages that merges noted.
+    /// Apply the operator commands that were given to a killed daemon, continue the schedule of the previous daemon, and
+    /// load the zero pages that merges noted.
     fn load_saved_state(&mut self, directory: &Path) {
         self.split_zero_notes = Some(Notes::new(directory));
         self.update_split_zeros();
@@ -315,6 +352,32 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 let path = directory.join(operator_store::OPERATOR_FILE);
                 (self.log)(&format!("operator commands cannot be saved in {}: {why}", path.display()));
             }
+        }
+        if let Err(why) = self.load_schedule(directory) {
+            let path = directory.join(SCHEDULE_FILE);
+            (self.log)(&format!("all processes are scanned anew, since {} is unusable: {why}", path.display()));
+        }
+    }
+
+    /// Continue the schedule of the previous daemon.
+    fn load_schedule(&mut self, directory: &Path) -> std::io::Result<()> {
+        let boot_id = session::read_boot_id(self.host).map_err(std::io::Error::other)?;
+        let file = self.schedule_file.insert(SavedFile::new(directory, SCHEDULE_FILE, boot_id)?);
+        if let Some((saved, elapsed)) = file.load::<SavedSchedule>(self.host.unix_time())? {
+            let state = saved.into_state(|process| worker::is_alive(self.host, process));
+            self.apply_event(Event::StateReceived(state, elapsed));
+        }
+        Ok(())
+    }
+
+    /// Save the schedule for the next daemon.
+    fn save_schedule(&mut self) {
+        self.schedule_saved = (self.event_time, false);
+        let saved = SavedSchedule::new(&self.state().passed_state());
+        let now = self.host.unix_time();
+        if let Some(Err(why)) = self.schedule_file.as_ref().map(|file| file.save(&saved, now)) {
+            (self.log)(&format!("the next daemon will scan all processes anew: the schedule cannot be saved: {why}"));
+            self.schedule_file = None;
         }
     }
 
@@ -431,25 +494,20 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }));
         self.update_split_zeros();
         self.request_walk();
+        let (saved_at, has_changed) = self.schedule_saved;
+        if has_changed && now >= saved_at + SCHEDULE_SAVE_INTERVAL {
+            self.save_schedule();
+        }
         Ok(())
     }
 
     /// Request the next walk of page tables, if one is due.
     fn request_walk(&mut self) {
         let split_zeros = &self.snapshot.split_zero_pages;
-        let tracked_processes = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
-        let walk_request = |(process, tracked): (&ProcessId, &TrackedProcess)| WalkRequest {
-            process: *process,
-            wants_fair_share: tracked.resident <= fair_share::MAX_ROLLUP_RSS,
-            wants_zero_pages: split_zeros.contains_key(process),
-        };
-        let requests =
-            tracked_processes().map(walk_request).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
-        let Some(next) = self.walk_schedule.next_walk(self.event_time, requests.map(|walk| walk.process)) else {
-            return;
-        };
-        if let Some(walk) = tracked_processes().map(walk_request).find(|walk| walk.process == next) {
-            let _ = self.walk_requests.send(walk);
+        let tracked = self.state.as_ref().into_iter().flat_map(|state| state.tracked().keys().copied());
+        if let Some(process) = self.walk_schedule.next_walk(self.event_time, tracked) {
+            let wants_zero_pages = split_zeros.contains_key(&process);
+            let _ = self.walk_requests.send(WalkRequest { process, wants_zero_pages });
         }
     }
 
@@ -465,6 +523,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             summary.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
         self.save_operator_event(&event);
+        let has_merged = matches!(event, Event::MergeDone(_));
+        self.schedule_saved.1 |= has_merged || matches!(event, Event::CensusDone(_) | Event::UnenrollDone(_));
         let state = self.state.take().expect("the state is returned after every step");
         let (state, effects) = step(state, self.event_time, event);
         self.state = Some(state);
@@ -474,6 +534,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Effect::Halt => self.cancel.store(true, Ordering::Relaxed),
                 Effect::End { complete } => {
                     self.restored_at_end = Some(complete);
+                    self.save_schedule();
                     let ended_store = self.operator_store.take().filter(|_| !self.state().hands_over());
                     if let Some(Err(why)) = ended_store.map(|store| store.remove_file()) {
                         (self.log)(&format!("the saved operator commands cannot be removed: {why}"));
@@ -487,6 +548,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     let _ = self.work_orders.send(order);
                 }
             }
+        }
+        if has_merged {
+            self.save_schedule();
         }
     }
 
@@ -563,6 +627,9 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     (self.log)(&format!("dropped from the record of enrollments: {why}"));
                 }
                 snapshot.enrolled_ranges.extend(enrolled_ranges);
+            }
+            WorkResult::StateNotPassedOn(why) => {
+                (self.log)(&format!("observations of merged pages do not outlive a restart: {why}"))
             }
             WorkResult::Undone(description) => {
                 (self.log)(&format!("restored what an earlier pagefold had changed: {description}"))

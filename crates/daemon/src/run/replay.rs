@@ -7,7 +7,8 @@
 use super::cgroup_shortages::CgroupShortageReader;
 use super::process_table::ProcessTable;
 use super::worker::{
-    census_plan_request, exclusion_reason, merge_candidates, pages_read, scan_costs_in_pages, unstable_processes,
+    census_plan_request, exclusion_reason, left_out, merge_candidates, pages_read, scan_costs_in_pages, scanned_ranges,
+    unstable_processes,
 };
 use super::{DaemonSettings, Error, process_label};
 use crate::decide::{
@@ -15,10 +16,11 @@ use crate::decide::{
 };
 use pagefold_base::ProcessId;
 use pagefold_base::process::Process;
+use pagefold_census::ScanPart;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::{Host, observe};
 use pagefold_merge::StableAges;
-use pagefold_merge::ksmd::KsmdThread;
-use pagefold_merge::prepare::prepare_plan;
+use pagefold_merge::prepare::{PlanRequest, prepare_plan};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
@@ -107,7 +109,7 @@ impl DaemonReplay {
             for effect in effects {
                 match effect {
                     Effect::Report(decision) => on_decision(&self.process_names(&decision), &decision),
-                    Effect::Census(processes) => events.push_back(self.take_census(host, elapsed, &processes)),
+                    Effect::Census(parts) => events.push_back(self.take_census(host, elapsed, &parts)),
                     Effect::Halt | Effect::End { .. } => {}
                     _ => events.push_back(Event::TaskFailed("a recording cannot be changed".to_owned())),
                 }
@@ -124,15 +126,15 @@ impl DaemonReplay {
         decision.processes.iter().map(name).collect()
     }
 
-    fn take_census(&mut self, host: &dyn Host, elapsed: Duration, processes: &[ProcessId]) -> Event {
+    fn take_census(&mut self, host: &dyn Host, elapsed: Duration, parts: &BTreeMap<ProcessId, Vec<ScanPart>>) -> Event {
         self.stable_ages.retain_processes(|process| self.labels.contains_key(&process));
-        let settings = DaemonSettings { pass_interval: Duration::ZERO, census_threads: 1, ..self.settings.clone() };
-        let excluded = exclusion_reason(processes, &settings);
+        let settings = DaemonSettings { pass_interval: Duration::ZERO, ..self.settings.clone() };
+        let excluded = exclusion_reason(parts, &settings);
         let progress = pagefold_census::ScanProgress::default();
         let ages = Some((&mut self.stable_ages, self.started_at + elapsed));
         let not_canceled = AtomicBool::new(false);
-        let prepared =
-            prepare_plan(host, &census_plan_request(processes, &settings), &excluded, ages, &progress, &not_canceled);
+        let request = PlanRequest { threads: 1, ..census_plan_request(parts, &settings) };
+        let prepared = prepare_plan(host, &request, &excluded, ages, &progress, &not_canceled);
         let prepared = match prepared {
             Ok(prepared) => prepared,
             Err(error) => return Event::TaskFailed(error.to_string()),
@@ -148,6 +150,8 @@ impl DaemonReplay {
             cost_in_pages: scan_costs_in_pages(&prepared.census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, &settings),
+            scanned_ranges: scanned_ranges(&prepared.census),
+            left_out: left_out(parts.keys(), &prepared.census),
             sketches: prepared.sketches,
             partial: false,
         })

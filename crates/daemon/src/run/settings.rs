@@ -32,8 +32,6 @@ pub struct DaemonSettings {
     pub pass_interval: Duration,
     /// Minimum time for which merged pages are watched at the end of a merge.
     pub watch_time: Duration,
-    /// Threads of a census.
-    pub census_threads: usize,
 }
 
 impl Default for DaemonSettings {
@@ -50,7 +48,6 @@ impl Default for DaemonSettings {
             split_huge_pages: true,
             pass_interval: Duration::ZERO,
             watch_time: Duration::from_millis(500),
-            census_threads: 1,
         }
     }
 }

@@ -66,6 +66,8 @@ pub enum WorkResult {
         /// What is no longer enrolled, with reasons.
         dropped: Vec<String>,
     },
+    /// What the daemon has observed cannot be passed on to the next one, or could not be taken over; with the reason.
+    StateNotPassedOn(String),
     /// A change that a killed run had left was undone.
     Undone(String),
     /// A change could not be undone.

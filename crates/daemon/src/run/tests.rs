@@ -368,8 +368,8 @@ fn process_short_of_memory_is_scanned_first() {
         daemon.tick().unwrap();
         work.try_recv().ok()
     });
-    let Some(Effect::Census(processes)) = first.map(|order: WorkOrder| order.effect) else { panic!("no census") };
-    assert!(processes.iter().any(|process| process.pid == Pid(FIRST_TRACKED_PID + 2)), "{processes:?}");
+    let Some(Effect::Census(parts)) = first.map(|order: WorkOrder| order.effect) else { panic!("no census") };
+    assert!(parts.keys().any(|process| process.pid == Pid(FIRST_TRACKED_PID + 2)), "{parts:?}");
 }
 
 #[test]
@@ -425,13 +425,13 @@ fn work_progress_counts_host_answers() {
     assert!(answers.load(Ordering::Relaxed) > 0);
 }
 
-/// Noted zero pages of a process too large for a fair share walk are limited to those in its page tables, and notes of
-/// other commands are loaded while the daemon runs.
+/// Noted zero pages of a process are limited to those in its page tables, and notes of other commands are loaded while
+/// the daemon runs.
 #[test]
 fn split_zero_notes_are_capped_by_walks() {
     let (host, folder) = (host(), tempfile::tempdir().unwrap());
     let large = ProcessId { pid: Pid(FIRST_TRACKED_PID), start_time: 1 };
-    host.start_process(FIRST_TRACKED_PID, (fair_share::MAX_ROLLUP_RSS.0 >> 12) + 1);
+    host.start_process(FIRST_TRACKED_PID, 1 << 25);
     let directory = StateDirectory::open(folder.path()).unwrap();
     let note = |pages| split_zeros::note(&host, &directory, &BTreeMap::from([(large, Pages(pages))])).unwrap();
     let ((orders, _work), (walk_requests, walk_receiver)) = (mpsc::channel(), mpsc::channel());
@@ -464,7 +464,7 @@ fn split_zero_notes_are_capped_by_walks() {
         panic!("the large process is never walked");
     };
     let walk = walk_of_large();
-    assert!(walk.wants_zero_pages && !walk.wants_fair_share);
+    assert!(walk.wants_zero_pages);
     daemon.record_work_result(WorkResult::PageTableWalk {
         process: large,
         fair_share: None,

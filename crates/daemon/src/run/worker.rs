@@ -5,6 +5,8 @@
 //! task is the CPU time that the process and ksmd used meanwhile.
 
 use super::adoption::{describe_dropped, read_recorded_processes};
+use super::restart::{SavedWatch, WATCH_FILE};
+use super::saved_file::SavedFile;
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
     Adoption, CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff,
@@ -12,9 +14,9 @@ use crate::decide::{
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
-use pagefold_census::ProcessSelection;
+use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageCounts, Pages, Pid, ProcessId};
 use pagefold_census::results::{Census, SubjectCensus};
+use pagefold_census::{ProcessSelection, ScanPart};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
@@ -31,6 +33,7 @@ use pagefold_merge::recheck::{CheckScope, UnenrollPhase};
 use pagefold_merge::unmerge;
 use pagefold_sys::allocator::trim_free_memory;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,6 +52,10 @@ const REGION_SCAN_COST_PAGES: u64 = 8;
 
 /// Reused fingerprints that cost as much as one page read, for listing and lookup; measured by `make bench ARGS=again`.
 const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
+
+/// Minimum interval between two times at which observations are saved, and the same as a multiple of the time that
+/// saving takes.
+const WATCH_SAVE_INTERVAL: (Duration, u32) = (Duration::from_secs(60), 1000);
 
 /// A task with the settings in force.
 pub(super) struct WorkOrder {
@@ -73,8 +80,16 @@ pub(super) struct Worker<'h> {
     remerge_backoff: RemergeBackoff,
     /// Ranges of each process that the daemon has tried to enroll, accepted or not.
     enrolled_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
+    /// Passes observations of merged pages on to the next daemon, once the host was acquired and where that is possible.
+    watch_file: Option<SavedFile>,
+    /// Whether the observations of the previous daemon were taken over, if there are any.
+    watch_restored: bool,
+    /// When the observations are saved next.
+    save_watch_at: Duration,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
+    /// Page counts of the parts of each process.
+    part_counts: BTreeMap<ProcessId, Vec<(AddressRange, PageCounts)>>,
 }
 
 /// Why a task failed.
@@ -108,8 +123,12 @@ impl<'h> Worker<'h> {
             stable_ages,
             remerge_backoff: RemergeBackoff::default(),
             enrolled_ranges: BTreeMap::new(),
+            watch_file: None,
+            watch_restored: false,
+            save_watch_at: Duration::ZERO,
             started_at: host.now(),
             prepared: None,
+            part_counts: BTreeMap::new(),
         })
     }
 
@@ -152,10 +171,11 @@ impl<'h> Worker<'h> {
 
     fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
         self.cancel = cancel;
+        let is_merge = matches!(effect, Effect::Merge { .. });
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
-            Effect::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
+            Effect::Census(parts) => self.take_census(&parts, &settings).map(Event::CensusDone),
             Effect::Merge { processes, cpu_share } => {
                 self.merge(&processes, cpu_share, &settings).map(Event::MergeDone)
             }
@@ -171,6 +191,9 @@ impl<'h> Worker<'h> {
         };
         if let Some(Err(error)) = self.session.as_mut().map(Session::store_recorded_enrollments) {
             self.send(Message::WorkResult(WorkResult::UndoFailed(session::chain(&error))));
+        }
+        if self.session.is_some() && (is_merge || self.time_since_start() >= self.save_watch_at) {
+            self.save_watch();
         }
         result.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
@@ -193,9 +216,43 @@ impl<'h> Worker<'h> {
         }
         self.report_failed_undos(failed_undos);
         ksmd::pause(&mut session)?;
+        self.restore_watch();
         self.adopt_enrollments(&mut session)?;
         (self.session, self.settings_overwritten, self.needs_sweep) = (Some(session), false, true);
         Ok(())
+    }
+
+    /// Take over what the previous daemon has observed of merged pages, once.
+    fn restore_watch(&mut self) {
+        if !std::mem::replace(&mut self.watch_restored, true)
+            && let Err(why) = self.load_watch()
+        {
+            self.send(Message::WorkResult(WorkResult::StateNotPassedOn(why.to_string())));
+        }
+    }
+
+    fn load_watch(&mut self) -> io::Result<()> {
+        let boot_id = session::read_boot_id(self.host).map_err(io::Error::other)?;
+        let file = self.watch_file.insert(SavedFile::new(&self.directory, WATCH_FILE, boot_id)?);
+        if let Some((saved, elapsed)) = file.load::<SavedWatch>(self.host.unix_time())? {
+            let (monitor, backoff) = saved.into_records(elapsed, |process| is_alive(self.host, process));
+            self.merge_monitor.restore(monitor);
+            self.remerge_backoff.restore(backoff, self.time_since_start());
+        }
+        Ok(())
+    }
+
+    /// Save what was observed of merged pages for the next daemon.
+    fn save_watch(&mut self) {
+        let (cpu_before, now) = (self.host.thread_cpu_time(), self.time_since_start());
+        let saved = SavedWatch::new(&self.merge_monitor.record(), self.remerge_backoff.records(now));
+        let saved = self.watch_file.as_ref().map(|file| file.save(&saved, self.host.unix_time()));
+        if let Some(Err(why)) = saved {
+            self.send(Message::WorkResult(WorkResult::StateNotPassedOn(why.to_string())));
+            self.watch_file = None;
+        }
+        let cpu_time = self.host.thread_cpu_time().saturating_sub(cpu_before);
+        self.save_watch_at = now + WATCH_SAVE_INTERVAL.0.max(cpu_time * WATCH_SAVE_INTERVAL.1);
     }
 
     /// Watch the recorded ranges that are still enrolled, and drop the others from the record. Ranges that this daemon
@@ -230,6 +287,7 @@ impl<'h> Worker<'h> {
 
     /// Restore KSM's settings. Returns whether all are restored.
     fn restore_settings(&mut self) -> Result<bool, Error> {
+        self.save_watch();
         let Some(mut session) = self.session.take() else { return Ok(true) };
         let failed_undos = session.undo_all()?;
         let complete = failed_undos.is_empty();
@@ -243,13 +301,17 @@ impl<'h> Worker<'h> {
         }
     }
 
-    fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
+    fn take_census(
+        &mut self,
+        parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
+        settings: &DaemonSettings,
+    ) -> Result<CensusSummary, Error> {
         self.prepared = None;
         let cpu_before = self.host.own_cpu_time();
         let (max_added_metadata, excluded_ranges) =
             (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
-        let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(processes, settings) };
-        let excluded = exclusion_reason(processes, settings);
+        let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(parts, settings) };
+        let excluded = exclusion_reason(parts, settings);
         let progress = pagefold_census::ScanProgress::default();
         let host = self.host;
         self.stable_ages.retain_processes(|process| is_alive(host, process));
@@ -269,12 +331,21 @@ impl<'h> Worker<'h> {
             cost_in_pages: scan_costs_in_pages(census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
             not_yet_stable: unstable_processes(&prepared, settings),
+            scanned_ranges: scanned_ranges(census),
+            left_out: left_out(parts.keys(), census),
             sketches: std::mem::take(&mut prepared.sketches),
             partial: census.partial,
         };
         let mut page_counts = BTreeMap::new();
+        self.part_counts.retain(|process, _| is_alive(host, *process));
         for subject in census.subjects.iter().filter(|subject| !subject.is_foreign) {
-            page_counts.insert(subject.process.id, subject.counts);
+            let parts = self.part_counts.entry(subject.process.id).or_default();
+            // Of two parts of one process, the counts are known from their own scans.
+            if let [range] = subject.scanned_ranges[..] {
+                parts.retain(|(part, _)| part.overlap(range).is_none());
+                parts.push((range, subject.counts));
+            }
+            page_counts.insert(subject.process.id, sum_counts(parts));
         }
         let unscanned_processes = census.unscanned.len() as u64;
         let matrix = census.matrix.clone();
@@ -512,15 +583,47 @@ pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
     Pages(subject.counts.resident().0.saturating_sub(reused) + reused / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
-/// The plan request of a census of some processes.
-pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSettings) -> PlanRequest {
-    let pids = processes.iter().map(|process| process.pid).collect();
+/// Threads of a census: the CPUs of the rate, as far as the host has them. A scan on more threads would use up the burst
+/// faster, and wait longer afterwards.
+fn census_threads(cpu_rate: f64) -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // The cast rounds down and saturates.
+    (cpu_rate as usize).clamp(1, cpus)
+}
+
+/// The sum of the page counts of some parts.
+fn sum_counts(parts: &[(AddressRange, PageCounts)]) -> PageCounts {
+    let mut sum = PageCounts::default();
+    parts.iter().for_each(|(_, counts)| sum += *counts);
+    sum
+}
+
+/// The addresses that were scanned of each process.
+pub(super) fn scanned_ranges(census: &Census) -> BTreeMap<ProcessId, Vec<AddressRange>> {
+    let selected = census.subjects.iter().filter(|subject| !subject.is_foreign);
+    selected.map(|subject| (subject.process.id, subject.scanned_ranges.clone())).collect()
+}
+
+/// The processes to scan that are no subject of a census, although they could be scanned.
+pub(super) fn left_out<'p>(processes: impl Iterator<Item = &'p ProcessId>, census: &Census) -> BTreeSet<ProcessId> {
+    let subjects = census.subjects.iter().map(|subject| subject.process.id.pid);
+    let known: BTreeSet<Pid> = subjects.chain(census.unscanned.iter().map(|process| process.pid)).collect();
+    processes.copied().filter(|process| !known.contains(&process.pid)).collect()
+}
+
+/// The plan request of a census of parts of some processes.
+pub(super) fn census_plan_request(
+    parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
+    settings: &DaemonSettings,
+) -> PlanRequest {
+    let pids = parts.keys().map(|process| process.pid).collect();
+    let parts = parts.iter().map(|(process, parts)| (process.pid, parts.clone())).collect();
     PlanRequest {
-        selection: ProcessSelection { pids, ..ProcessSelection::default() },
+        selection: ProcessSelection { pids, parts, ..ProcessSelection::default() },
         domains: settings.domains.clone(),
         across_domains: settings.rules.across_domains,
         pass_interval: settings.pass_interval,
-        threads: settings.census_threads,
+        threads: census_threads(settings.rules.cpu_rate),
         whole_processes: false,
         min_profit: settings.min_profit,
         ksmd_cpu_share: 1.0,
@@ -533,14 +636,14 @@ pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSett
     }
 }
 
-/// Returns why a process must not be enrolled, or nothing: it is excluded, or it is none of `processes` and has the PID
-/// of one that ended.
+/// Returns why a process must not be enrolled, or nothing: it is excluded, or it is none of the census's processes and
+/// has the PID of one that ended.
 pub(super) fn exclusion_reason(
-    processes: &[ProcessId],
+    parts: &BTreeMap<ProcessId, Vec<ScanPart>>,
     settings: &DaemonSettings,
 ) -> impl Fn(&Process) -> Option<String> + use<> {
     let (selected, exclusions): (BTreeSet<ProcessId>, _) =
-        (processes.iter().copied().collect(), settings.exclusions.clone());
+        (parts.keys().copied().collect(), settings.exclusions.clone());
     move |process| {
         exclusions.reason(process).or_else(|| (!selected.contains(&process.id)).then(|| "not selected".to_owned()))
     }

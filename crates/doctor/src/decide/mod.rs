@@ -113,7 +113,7 @@ pub enum Verdict {
     Unknown,
     /// The operator should decide: it has a cost or a risk, or does not work as probably intended.
     Warn,
-    /// It prevents merging, or harms the host now.
+    /// It defeats merging that is asked for, or harms the host now.
     Fail,
 }
 

@@ -36,6 +36,8 @@ pub struct Gang {
     pub weight: u32,
     /// The vCPUs, ascending.
     pub vcpus: Vec<Pid>,
+    /// The NUMA node on which they get CPUs if it has room: see [`super::nodes::find_home_node`].
+    pub home_node: Option<u32>,
 }
 
 /// Which threads are vCPUs.
@@ -107,7 +109,8 @@ pub enum GangError {
     UnknownWeight(String),
 }
 
-/// Forms a gang of each process with vCPUs, ascending by process number. A given weight counts before the cgroup's.
+/// Forms a gang of each process with vCPUs, ascending by process number. A given weight counts before the cgroup's. The
+/// gangs have no home yet.
 ///
 /// # Errors
 /// [`GangError`] if there is none, if there are too many, or if a weight is for none.
@@ -141,7 +144,7 @@ fn form_gang(candidate: &Candidate, rule: &VcpuRule, weights: &[NamedWeight]) ->
     vcpus.sort_unstable();
     let given = weights.iter().rev().find(|weight| is_named(candidate.pid, &candidate.name, weight));
     let weight = given.map(|weight| weight.weight).or(candidate.cgroup_weight).unwrap_or(DEFAULT_WEIGHT);
-    let gang = Gang { pid: candidate.pid, name: candidate.name.clone(), weight, vcpus };
+    let gang = Gang { pid: candidate.pid, name: candidate.name.clone(), weight, vcpus, home_node: None };
     (!gang.vcpus.is_empty()).then_some(gang)
 }
 

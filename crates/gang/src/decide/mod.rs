@@ -2,5 +2,6 @@
 
 pub mod demand;
 pub mod gangs;
+pub mod nodes;
 pub mod slots;
 pub mod trial;

@@ -6,7 +6,7 @@
 
 use super::text::malformed;
 use pagefold_base::identity::virtual_nodes::VirtualNode;
-use pagefold_base::identity::vm_definition::{VmDefinition, VmDisk, VmNetwork};
+use pagefold_base::identity::vm_definition::{VmDefinition, VmDisk, VmNetwork, machine_version};
 use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, LibvirtDefinition, libvirt_unit_bytes};
 use pagefold_base::{IdSet, Reading};
 use roxmltree::{Document, Node, ParsingOptions};
@@ -59,6 +59,7 @@ pub fn libvirt_definition(bytes: &[u8]) -> Reading<LibvirtDefinition> {
         needs_shared_memory: devices().any(|node| {
             node.attribute("type") == Some("vhostuser") || attribute_at(node, &["driver"], "type") == Some("virtiofs")
         }),
+        machine_version: attribute_at(domain, &["os", "type"], "machine").and_then(machine_version),
         disks: devices().filter(|node| node.has_tag_name("disk")).filter_map(parse_disk).collect(),
         networks,
     };
@@ -211,6 +212,8 @@ fn parse_disk(disk: Node<'_, '_>) -> Option<VmDisk> {
         local: matches!(disk.attribute("type"), Some("file" | "block")),
         virtio_blk: is_virtio,
         iothreads: mapped.max(u32::from(option("iothread").is_some())),
+        // libvirt names its objects so (src/qemu/qemu_command.c, `qemuBuildIOThreadCommandLine`).
+        iothread: option("iothread").map(|number| format!("iothread{number}")),
         direct: matches!(option("cache"), Some("none" | "directsync")),
         aio: option("io").unwrap_or("threads").to_owned(),
     })

@@ -137,7 +137,7 @@ pub struct Session<'a> {
     recorded: RecordedEnrollments,
     /// The labels of processes with which the next commit records its enrollments, if it does.
     enrollment_labels: Option<BTreeMap<ProcessId, String>>,
-    _lock: File,
+    _lock: SessionLock,
     _claim: HostLock,
 }
 
@@ -659,9 +659,20 @@ pub fn read_boot_id(host: &dyn Host) -> Result<String, Absent> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/random/boot_id")?).trim().to_owned())
 }
 
+/// The lock of a class in a state directory. It is released here and not by closing the file alone: a child of another
+/// thread has the file, too, from its fork(2) until it executes its program.
+struct SessionLock(File);
+
+impl Drop for SessionLock {
+    fn drop(&mut self) {
+        // Fails for no file that could be locked; closing it releases the lock then.
+        let _ = self.0.unlock();
+    }
+}
+
 /// Opens a directory, which is created if necessary, and takes the lock of a class in it. The lock file contains the
 /// holder's process number.
-fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, File), Error> {
+fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, SessionLock), Error> {
     let unusable = |path: &Path| {
         let path = path.to_owned();
         move |source| Error::StateDirectoryUnusable { path, source }
@@ -684,7 +695,7 @@ fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, 
         Err(TryLockError::Error(source)) => return Err(Error::StateDirectoryUnusable { path, source }),
     }
     lock.set_len(0).and_then(|()| write!(lock, "{}", std::process::id())).map_err(unusable(&path))?;
-    Ok((directory, lock))
+    Ok((directory, SessionLock(lock)))
 }
 
 #[cfg(test)]

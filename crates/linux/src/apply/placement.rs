@@ -118,9 +118,11 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
             let page = process.host.page_size();
             let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
             outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
-            for unit in unmoved_units(process, &unconfirmed, node)? {
+            let unmoved = unmoved_units(process, &unconfirmed, node)?;
+            let has_free_memory = if unmoved.is_empty() { None } else { has_free_memory(process.host, node) };
+            for unit in unmoved {
                 let range = AddressRange { start: unit.address, end: unit.end };
-                let why = refusal(unconfirmed.get(&unit.address).map(|(_, status)| *status));
+                let why = refusal(unconfirmed.get(&unit.address).map(|(_, status)| *status), has_free_memory);
                 outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
                 push_missed_range(&mut outcome.missed_ranges, range, why);
             }
@@ -231,16 +233,37 @@ fn move_error(error: &std::io::Error, node: u32) -> ActionError {
     }
 }
 
-/// Why a page stayed, by its status. The kernel gives none for a pinned page.
-fn refusal(status: Option<i32>) -> MissedReason {
+/// Whether a node has more free memory than the kernel reserves on all nodes together (`min_free_kbytes`), so that a page
+/// comes to it without reclaim. `None` if that cannot be read.
+fn has_free_memory(host: &LiveHost, node: u32) -> Option<bool> {
+    let meminfo = host.read(&format!("sys/devices/system/node/node{node}/meminfo")).ok()?;
+    let reserved: u64 = parse::number(&host.read("proc/sys/vm/min_free_kbytes").ok()?).ok()?;
+    Some(free_kib(&meminfo)? > reserved)
+}
+
+/// The free memory in lines such as `Node 0 MemFree:       24680 kB` (drivers/base/node.c, `node_read_meminfo`).
+fn free_kib(meminfo: &[u8]) -> Option<u64> {
+    let text = String::from_utf8_lossy(meminfo);
+    let value = text.lines().find_map(|line| line.split_once(" MemFree:").map(|(_, value)| value))?;
+    value.trim().strip_suffix(" kB")?.trim_end().parse().ok()
+}
+
+/// Why a page stayed, by its status, and by whether its new node has free memory afterwards. The kernel gives no status
+/// for a pinned page.
+fn refusal(status: Option<i32>, has_free_memory: Option<bool>) -> MissedReason {
+    const NO_FREE_MEMORY: &str = "the node has no free memory";
     const SHARED: i32 = -Errno::ACCESS.raw_os_error();
     const BUSY: i32 = -Errno::BUSY.raw_os_error();
     const NO_MEMORY: i32 = -Errno::NOMEM.raw_os_error();
     let why = match status {
         Some(SHARED) => return MissedReason::MappedBySeveral,
         Some(BUSY) => "the kernel uses it now",
-        Some(NO_MEMORY) => "the node has no free memory",
-        _ => "it is pinned, or the node has no free memory",
+        Some(NO_MEMORY) => NO_FREE_MEMORY,
+        _ => match has_free_memory {
+            Some(true) => "it is pinned",
+            Some(false) => NO_FREE_MEMORY,
+            None => "it is pinned, or the node has no free memory",
+        },
     };
     MissedReason::Refused(why.to_owned())
 }
@@ -282,8 +305,22 @@ mod tests {
     #[test]
     fn every_status_of_a_page_has_a_reason() {
         for status in [None, Some(numa::NOT_REACHED), Some(0), Some(1), Some(i32::MAX), Some(-MAX_ERRNO - 1)] {
-            assert_eq!(refusal(status).to_string(), "it is pinned, or the node has no free memory", "{status:?}");
+            let reason = |has_free_memory| refusal(status, has_free_memory).to_string();
+            assert_eq!(reason(Some(true)), "it is pinned", "{status:?}");
+            assert_eq!(reason(Some(false)), "the node has no free memory", "{status:?}");
+            assert_eq!(reason(None), "it is pinned, or the node has no free memory", "{status:?}");
         }
-        assert_eq!(refusal(Some(-Errno::ACCESS.raw_os_error())), MissedReason::MappedBySeveral);
+        let errno = |errno: Errno| refusal(Some(-errno.raw_os_error()), Some(true));
+        assert_eq!(errno(Errno::ACCESS), MissedReason::MappedBySeveral);
+        assert_eq!(errno(Errno::NOMEM).to_string(), "the node has no free memory");
+    }
+
+    #[test]
+    fn free_memory_of_a_node_is_read() {
+        let meminfo = b"Node 1 MemTotal:         524288 kB\nNode 1 MemFree:          1234 kB\nNode 1 MemUsed: 9 kB\n";
+        assert_eq!(free_kib(meminfo), Some(1234));
+        for text in ["", "Node 1 MemTotal: 5 kB\n", "Node 1 MemFree: x kB\n", "Node 1 MemFree: 5\n"] {
+            assert_eq!(free_kib(text.as_bytes()), None, "{text}");
+        }
     }
 }

@@ -6,12 +6,13 @@
 //! check sees each COW break.
 
 use crate::decide::pace::KsmdPace;
-use crate::ksmd::{self, KsmdThread, read_full_scans};
+use crate::ksmd::{self, read_full_scans};
 use crate::merge_monitor::MergeMonitor;
 use crate::recheck::CheckScope;
 use pagefold_base::ksm::Setting;
 use pagefold_base::{Pages, Reading};
 use pagefold_host::knob::Knob;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use pagefold_host::{Host, elapsed_since};

@@ -1,7 +1,7 @@
 //! Placement on a host in memory, with faults at each step.
 
 use super::*;
-use crate::decide::steps::ThreadStep;
+use crate::decide::steps::{RestrictedThread, ThreadStep};
 use pagefold_base::memory::MemoryPolicy;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
@@ -91,6 +91,17 @@ fn read_policies(host: &FakeHost, pid: u32) -> String {
     String::from_utf8(host.read(&format!("proc/{pid}/numa_maps")).unwrap()).unwrap()
 }
 
+/// A thread of process 7 beside threads 7 and 8.
+fn put_thread(host: &FakeHost, tid: u32, start_time: u64, cpus: &str) {
+    let stat = format!("{tid} (TC) S 1 1 1 0 0 0 0 0 0 0 0 0 0 0 20 0 1 0 {start_time}{}\n", " 0".repeat(30));
+    host.put_file(&format!("proc/7/task/{tid}/stat"), &stat);
+    host.put_file(&format!("proc/7/task/{tid}/cpus"), cpus);
+}
+
+fn restricted(tid: u32) -> RestrictedThread {
+    RestrictedThread { tid: Pid(tid), start_time: 1, node_cpus: cpus("2-3") }
+}
+
 fn place(host: &dyn Host, directory: &Path, limits: ApplyLimits) -> Result<ApplyOutcome, Error> {
     place_until(host, directory, limits, &AtomicBool::new(false))
 }
@@ -137,6 +148,38 @@ fn placement_is_kept_and_undone() {
     let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
     assert_eq!(sessions.undo_kept().unwrap().1, Vec::new());
     assert_eq!(state(&host), before);
+}
+
+#[test]
+fn threads_that_the_cpuset_of_the_main_thread_takes_along_are_placed() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    for (tid, start_time) in [(9, 1), (10, 1), (12, 2)] {
+        put_thread(&host, tid, start_time, "0-1");
+    }
+    // As libvirt, which writes the cpuset of threads 7, 8, 9 and 12 when it pins thread 7.
+    let faulty = FaultyHost::new(&host, |path| {
+        if path == "proc/7#set_affinity" {
+            for tid in [8, 9, 12] {
+                host.put_file(&format!("proc/7/task/{tid}/cpus"), "2-3");
+            }
+        }
+        None
+    });
+    let mut machines = machines();
+    machines.truncate(1);
+    // Thread 11 has ended, and another thread has the number 12 now.
+    machines[0].steps.restricted_threads = vec![restricted(9), restricted(10), restricted(11), restricted(12)];
+    let outcome = place_machines(&faulty, directory.path(), &machines);
+    let done = &outcome.machines[0];
+    assert_eq!((&done.placed_threads, &done.following_threads), (&vec![Pid(7)], &vec![Pid(8), Pid(9)]));
+    assert_eq!(done.kept_threads, [(Pid(10), "its owner restricts it to CPUs of other nodes".to_owned())]);
+    assert!(!outcome.is_complete());
+    // Nothing is undone for threads that follow.
+    assert_eq!(read_kept_cpus(&host, directory.path()).unwrap().len(), 1);
+
+    machines[0].steps.restricted_threads = vec![restricted(9)];
+    let again = place_machines(&faulty, directory.path(), &machines);
+    assert!(again.is_complete() && again.machines[0].following_threads.contains(&Pid(9)), "{again:?}");
 }
 
 #[test]
@@ -267,6 +310,8 @@ fn threads_get_their_cpus_back_if_most_memory_stays() {
         };
         let faulty = FaultyHost::new(&fake, refuse);
         let mut machines = machines();
+        put_thread(&fake, 9, 1, "2-3");
+        machines[0].steps.restricted_threads = vec![restricted(9)];
         let steps = &mut machines[0].steps.moves;
         let last = steps[1].clone();
         steps.resize(batches, last);
@@ -274,8 +319,10 @@ fn threads_get_their_cpus_back_if_most_memory_stays() {
         let (cpus, nodes, _) = state(&fake);
         assert_eq!(cpus, [cpus_after, cpus_after, "2-3", "2-3"], "{batches} batches");
         assert_eq!(nodes[0].iter().filter(|node| **node == Some(1)).count(), 4);
-        let restored = outcome.machines[0].kept_threads.iter().filter(|(_, why)| why.contains("memory stays")).count();
-        assert_eq!((restored, outcome.machines[0].placed_threads.len()), if batches == 2 { (0, 2) } else { (2, 0) });
+        let done = &outcome.machines[0];
+        let restored = done.kept_threads.iter().filter(|(_, why)| why.contains("memory stays")).count();
+        let threads = (restored, done.placed_threads.len(), done.following_threads.len());
+        assert_eq!(threads, if batches == 2 { (0, 2, 1) } else { (3, 0, 0) });
         assert_eq!(read_kept_cpus(&fake, directory.path()).unwrap().len(), if batches == 2 { 4 } else { 2 });
     }
 }

@@ -5,7 +5,7 @@ use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
 /// What to do about NUMA balancing, which moves pages to the threads that read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BalancingAdvice {
-    /// It is on, and all machines are placed: its page faults gain nothing more.
+    /// It is on, and all machines are placed: its page faults gain nothing more. They are few where memory has a policy.
     TurnOff,
     /// It is off, and machines read remote memory: it would move their memory.
     TurnOn,

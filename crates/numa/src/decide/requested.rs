@@ -1,6 +1,9 @@
-//! Nodes that an operator requests for a machine: `1`, or `0=1,1=0` for the virtual nodes 0 and 1.
+//! Nodes that an operator requests for a machine: `1`, or `0=1,1=0` for the virtual nodes 0 and 1; and which of them the
+//! machine may not use.
 
-use crate::decide::plan::Pattern;
+use crate::decide::plan::{Pattern, PlannedVm};
+use pagefold_base::IdSet;
+use pagefold_base::identity::virtual_nodes::VirtualNode;
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
@@ -86,9 +89,144 @@ impl RequestedNodes {
     }
 }
 
+/// A requested node that a machine, or one of its virtual nodes, may not use now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForbiddenNode {
+    /// The node.
+    pub node: u32,
+    /// The virtual node; `None` if it is the whole machine that may not use the node.
+    pub virtual_node: Option<u32>,
+    /// The nodes that are permitted.
+    pub permitted: IdSet,
+    /// What restricts it, and how to change that.
+    pub reason: String,
+}
+
+impl ForbiddenNode {
+    /// The machine or its virtual node, by the name of the machine.
+    pub fn describe_subject(&self, machine: &str) -> String {
+        match self.virtual_node {
+            Some(id) => format!("virtual node {id} of {machine}"),
+            None => machine.to_owned(),
+        }
+    }
+}
+
+/// The requested nodes that a machine may not use: by its cpuset and libvirt, by the affinity of its virtual CPUs, and by
+/// memory policies. `parts` has the nodes of each of its parts, and `virtual_nodes` are those of the machine. Unless it
+/// `has_vcpus`, the affinity is that of all its threads.
+pub fn forbidden_nodes(
+    vm: &PlannedVm,
+    parts: &[Vec<(u32, f64)>],
+    virtual_nodes: &[VirtualNode],
+    has_vcpus: bool,
+) -> Vec<ForbiddenNode> {
+    let mut forbidden: Vec<ForbiddenNode> = Vec::new();
+    for (position, (part, nodes)) in vm.parts.iter().zip(parts).enumerate() {
+        let virtual_node = if vm.parts.len() > 1 { virtual_nodes.get(position) } else { None };
+        let threads = match virtual_node {
+            Some(node) => describe_vcpus(&node.vcpus),
+            None if has_vcpus => "its virtual CPUs".to_owned(),
+            None => "its threads".to_owned(),
+        };
+        let virtual_node = virtual_node.map(|node| node.id);
+        for &(node, _) in nodes {
+            let mut refuse = |permitted: &Option<IdSet>, virtual_node, reason: &dyn Fn(&str) -> String| {
+                let Some(permitted) = permitted.as_ref().filter(|nodes| !nodes.contains(node)) else { return };
+                let reason = reason(&describe_permitted(permitted));
+                let found = ForbiddenNode { node, virtual_node, permitted: permitted.clone(), reason };
+                if !forbidden.contains(&found) {
+                    forbidden.push(found);
+                }
+            };
+            refuse(&vm.allowed_nodes, None, &|permitted| {
+                format!("its cpuset and strict policies of libvirt permit {permitted}; change these first")
+            });
+            refuse(&part.cpu_nodes, virtual_node, &|permitted| {
+                format!("the affinity of {threads} permits {permitted}; change it first (libvirt: <vcpupin>)")
+            });
+            refuse(&part.bound_nodes, virtual_node, &|permitted| {
+                format!(
+                    "its memory backend has policy=bind, which permits {permitted}; start the machine with other \
+                     host-nodes= (libvirt: <numatune>) to place it elsewhere"
+                )
+            });
+        }
+    }
+    forbidden
+}
+
+/// `node 0`, `nodes 0-1`, `no node`.
+fn describe_permitted(nodes: &IdSet) -> String {
+    match nodes.iter().count() {
+        0 => "no node".to_owned(),
+        1 => format!("node {nodes}"),
+        _ => format!("nodes {nodes}"),
+    }
+}
+
+fn describe_vcpus(vcpus: &IdSet) -> String {
+    let plural = if vcpus.iter().count() == 1 { "" } else { "s" };
+    format!("virtual CPU{plural} {vcpus}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::plan::PlannedPart;
+
+    fn ids(text: &str) -> IdSet {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn forbidden_nodes_are_named_with_what_restricts_them() {
+        let node = |id, vcpus| VirtualNode {
+            id,
+            vcpus: ids(vcpus),
+            backend: None,
+            memory_bytes: None,
+            backend_position: 0,
+            is_anonymous: true,
+            policy: None,
+            host_nodes: IdSet::default(),
+        };
+        let tied = |nodes| PlannedPart { cpu_nodes: Some(ids(nodes)), ..PlannedPart::default() };
+        let bound = PlannedPart { bound_nodes: Some(ids("0-1")), ..PlannedPart::default() };
+        let vm = |allowed: Option<&str>, parts: &[PlannedPart]| PlannedVm {
+            parts: parts.to_vec(),
+            allowed_nodes: allowed.map(ids),
+            ..PlannedVm::default()
+        };
+        let check = |vm: &PlannedVm, nodes: &[u32], has_vcpus, expected: &[&str]| {
+            let parts: Vec<Vec<(u32, f64)>> = nodes.iter().map(|&node| vec![(node, 1.0)]).collect();
+            let found = forbidden_nodes(vm, &parts, &[node(0, "0"), node(1, "1-2")], has_vcpus);
+            let found: Vec<String> = found
+                .iter()
+                .map(|forbidden| {
+                    let reason = forbidden.reason.split(';').next().unwrap();
+                    format!("{} may not use {}: {reason}", forbidden.describe_subject("web"), forbidden.node)
+                })
+                .collect();
+            assert_eq!(found, expected);
+        };
+        let exchanged = vm(None, &[tied("0"), tied("1")]);
+        check(&exchanged, &[0, 1], true, &[]);
+        let first = "virtual node 0 of web may not use 1: the affinity of virtual CPU 0 permits node 0";
+        let second = "virtual node 1 of web may not use 0: the affinity of virtual CPUs 1-2 permits node 1";
+        check(&exchanged, &[1, 0], true, &[first, second]);
+        check(&exchanged, &[1, 1], true, &[first]);
+        let apart = ["web may not use 1: the affinity of its virtual CPUs permits no node"];
+        check(&vm(None, &[tied("")]), &[1], true, &apart);
+        let process = ["web may not use 3: the affinity of its threads permits nodes 1-2"];
+        check(&vm(None, &[tied("1-2")]), &[3], false, &process);
+        let backend = ["web may not use 2: its memory backend has policy=bind, which permits nodes 0-1"];
+        check(&vm(None, &[bound]), &[2], true, &backend);
+        // The cpuset is that of the whole machine, and named once.
+        let cpuset = "web may not use 1: its cpuset and strict policies of libvirt permit node 0";
+        check(&vm(Some("0"), &[PlannedPart::default(), PlannedPart::default()]), &[1, 1], true, &[cpuset]);
+        check(&vm(Some("0"), &[tied("0"), tied("1")]), &[1, 1], true, &[cpuset, first]);
+    }
 
     #[test]
     fn nodes_are_requested_for_machine_or_virtual_nodes() {

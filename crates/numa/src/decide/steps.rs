@@ -59,6 +59,27 @@ pub struct ThreadStep {
     pub to: IdSet,
 }
 
+/// A thread whose owner restricts it to CPUs of other nodes than those of its part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RestrictedThread {
+    /// Its number.
+    pub tid: Pid,
+    /// When it began.
+    pub start_time: u64,
+    /// The CPUs of the nodes of its part.
+    pub node_cpus: IdSet,
+}
+
+impl RestrictedThread {
+    /// Whether it is on its nodes in spite of that, now that the other threads are placed: the kernel lets a thread run on
+    /// all CPUs of its cpuset if none of those that its owner permits is among them (kernel/sched/core.c,
+    /// `__set_cpus_allowed_ptr`). libvirt writes the cpuset of a domain's threads that it does not pin one by one when it
+    /// pins the main thread. `allowed_now` are the CPUs on which the thread may run now.
+    pub fn is_on_its_nodes(&self, allowed_now: &IdSet) -> bool {
+        !allowed_now.is_empty() && allowed_now.is_subset(&self.node_cpus)
+    }
+}
+
 /// Memory to move together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoveStep {
@@ -86,8 +107,8 @@ pub struct PolicyStep {
 pub struct MachineSteps {
     /// New CPUs of threads, in the order of their numbers.
     pub threads: Vec<ThreadStep>,
-    /// Threads whose owner restricts them to CPUs of other nodes. They stay as they are.
-    pub restricted_threads: Vec<Pid>,
+    /// Threads that get no CPUs of their own, because their owner restricts them.
+    pub restricted_threads: Vec<RestrictedThread>,
     /// Memory to move.
     pub moves: Vec<MoveStep>,
     /// New memory policies.
@@ -106,12 +127,13 @@ pub fn machine_steps(
     for thread in threads {
         let own = thread.part.and_then(|part| parts.get(part)).map(std::slice::from_ref);
         let nodes = own.unwrap_or(parts).iter().flat_map(|part| &part.nodes);
-        let cpus = nodes.filter_map(|(node, _)| cpus_of_node.get(node)).flat_map(|cpus| cpus.iter());
-        let to: IdSet = cpus.filter(|&cpu| thread.permitted_cpus.contains(cpu)).collect();
+        let node_cpus: IdSet =
+            nodes.filter_map(|(node, _)| cpus_of_node.get(node)).flat_map(|cpus| cpus.iter()).collect();
+        let to = node_cpus.intersection(&thread.permitted_cpus);
+        let ThreadToPlace { tid, start_time, .. } = *thread;
         if to.is_empty() {
-            steps.restricted_threads.push(thread.tid);
+            steps.restricted_threads.push(RestrictedThread { tid, start_time, node_cpus });
         } else if to != thread.allowed_cpus {
-            let ThreadToPlace { tid, start_time, .. } = *thread;
             steps.threads.push(ThreadStep { tid, start_time, from: thread.allowed_cpus.clone(), to });
         }
     }
@@ -278,14 +300,25 @@ mod tests {
         let to: Vec<_> = steps.threads.iter().map(|step| (step.tid.0, step.to.to_string())).collect();
         // Thread 1 may run on both nodes already, and thread 6 is where it shall be.
         assert_eq!(to, [(2, "0-3".to_owned()), (3, "4-7".to_owned()), (5, "4-7".to_owned())]);
-        assert_eq!(steps.restricted_threads, [Pid(4)], "its owner permits only CPUs of the other node");
+        let restricted = RestrictedThread { tid: Pid(4), start_time: 1, node_cpus: cpus("4-7") };
+        assert_eq!(steps.restricted_threads, [restricted], "its owner permits only CPUs of the other node");
+    }
+
+    #[test]
+    fn restricted_thread_may_be_taken_to_its_nodes_by_its_cpuset() {
+        let thread = |node_cpus| RestrictedThread { tid: Pid(4), start_time: 1, node_cpus: cpus(node_cpus) };
+        let is_there = |allowed_now| thread("4-7").is_on_its_nodes(&cpus(allowed_now));
+        assert!(is_there("4-7") && is_there("5"));
+        assert!(!is_there("0-3") && !is_there("3-4") && !is_there("0-7"), "it may run elsewhere");
+        assert!(!is_there("") && !thread("").is_on_its_nodes(&cpus("0")));
     }
 
     #[test]
     fn node_without_cpus_gets_no_threads() {
         let part = PartToPlace { nodes: vec![(2, 1.0)], regions: Vec::new() };
         let steps = machine_steps(&[part], &[thread(1, Some(0), "0-7", "0-7")], &nodes());
-        assert_eq!((steps.threads.len(), steps.restricted_threads), (0, vec![Pid(1)]));
+        let restricted = RestrictedThread { tid: Pid(1), start_time: 1, node_cpus: IdSet::default() };
+        assert_eq!((steps.threads.len(), steps.restricted_threads), (0, vec![restricted]));
     }
 
     #[test]

@@ -8,6 +8,11 @@ use pagefold_base::{Absent, AddressRange, Fingerprint, Pages, Pid};
 use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use pagefold_host::fake_host::{FakeHost, MERGED_PAGE_NAME};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::resource::ResourceClass;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session::ChangeLifetime;
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -91,10 +96,20 @@ fn run(
     host: &dyn Host,
     settings: KeeperSettings,
     control: &KeeperControl,
+    follow: impl FnMut(usize) -> bool,
+) -> Vec<KeeperReport> {
+    run_in(tempfile::tempdir().unwrap().path(), host, settings, control, follow)
+}
+
+/// As [`run`], with the directory of the journals.
+fn run_in(
+    directory: &Path,
+    host: &dyn Host,
+    settings: KeeperSettings,
+    control: &KeeperControl,
     mut follow: impl FnMut(usize) -> bool,
 ) -> Vec<KeeperReport> {
-    let directory = tempfile::tempdir().unwrap();
-    let mut keeper = PlacementKeeper::new(host, directory.path().to_owned(), settings);
+    let mut keeper = PlacementKeeper::new(host, directory.to_owned(), settings);
     let (mut reports, mut checks) = (Vec::new(), 0);
     keeper.run(control, &mut |report| {
         reports.push(report.clone());
@@ -394,4 +409,30 @@ fn failed_undo_is_counted() {
     assert!(pages_during_pause[1] > 0, "the first batch was not undone");
     let last = reports.last().unwrap();
     assert_eq!((last.placed_machines, last.failed_undos), (1, 1));
+}
+
+#[test]
+fn failed_undo_of_a_killed_command_is_counted_once() {
+    let fake = host_with_remote_machine(MANY_PAGES);
+    let process = fake.open(Pid(VM)).unwrap().id();
+    let (killed, directory) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (mut session, ..) = Session::begin(&fake, killed.path(), ResourceClass::MemoryPlacement).unwrap();
+    let first_page = Action::MovePages { process, ranges: vec![range(1)], node: 1 };
+    session.apply(&first_page, ChangeLifetime::Temporary).unwrap();
+    // The journal as the command would leave it.
+    for file in fs::read_dir(killed.path()).unwrap() {
+        let file = file.unwrap();
+        fs::copy(file.path(), directory.path().join(file.file_name())).unwrap();
+    }
+    drop(session);
+    let undos = AtomicU64::new(0);
+    let host = FaultyHost::new(&fake, |path| {
+        // Three plans try to undo it. The first two fail.
+        let is_refused = path.ends_with("#move_pages") && undos.fetch_add(1, Ordering::Relaxed) < 2;
+        is_refused.then_some(InjectedFault::Absent(Absent::Denied))
+    });
+    let settings = KeeperSettings { replan_interval: INTERVAL, ..settings() };
+    let reports = run_in(directory.path(), &host, settings, &KeeperControl::default(), |checks| checks < 6);
+    assert!(undos.load(Ordering::Relaxed) > 2, "{reports:?}");
+    assert_eq!(reports.last().unwrap().failed_undos, 1, "{reports:?}");
 }

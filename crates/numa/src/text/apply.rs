@@ -166,14 +166,18 @@ fn describe_state(machine: &MachineVerifyReport) -> String {
 
 fn describe_balancing(report: &NumaVerifyReport) -> String {
     let faults = match report.local_hint_fault_share {
-        Some(share) => format!(" {:.1} % of its page faults since the placement found the page local.", 100.0 * share),
+        Some(share) => format!(
+            " Of its page faults on the whole host since the placement, {:.1} % found the page local.",
+            100.0 * share
+        ),
         None => String::new(),
     };
     match (report.numa_balancing, report.balancing_advice) {
         (None, _) => "This kernel has no NUMA balancing.".to_owned(),
         (Some(_), "turn_off") => format!(
-            "NUMA balancing is on, and all virtual machines are placed, so its page faults gain nothing:{faults} \
-             `echo 0 > /proc/sys/kernel/numa_balancing` turns it off."
+            "NUMA balancing is on, and all virtual machines are placed. Memory with a policy, which `numa apply` sets for \
+             large mappings, takes none of its page faults, so turning it off gains little.{faults} `echo 0 > \
+             /proc/sys/kernel/numa_balancing` turns it off."
         ),
         (Some(_), "turn_on") => "NUMA balancing is off, and some virtual machines read remote memory: place them, or \
                                  `echo 1 > /proc/sys/kernel/numa_balancing`."

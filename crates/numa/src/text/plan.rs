@@ -3,6 +3,7 @@
 use super::format_machine_count;
 use super::map::{NAME_COLUMNS, render_unscanned, right};
 use crate::decide::plan::VCPU_TOLERANCE;
+use crate::decide::plan::baselines::Baseline;
 use crate::wire::plan::{AlternativeReport, HotnessSourceReport, MachinePlanReport, NumaPlanReport, PartPlanReport};
 use comfy_table::Cell;
 use pagefold_base::IdSet;
@@ -64,9 +65,10 @@ fn render_title(report: &NumaPlanReport) -> String {
     let bytes: u64 = moved.clone().map(|machine| machine.moved_pages * report.page_size).sum();
     let proof = match report.gap {
         0.0 => "No other choice of the considered placements is better.".to_owned(),
-        gap => {
-            format!("Another choice of the considered placements could save at most {:.1} % of its cost.", 100.0 * gap)
-        }
+        gap => format!(
+            "Another choice of the considered placements could save at most {:.1} % of the cost that can be avoided.",
+            100.0 * gap
+        ),
     };
     let bound = match report.machines.iter().filter(|machine| machine.bound).count() {
         0 => String::new(),
@@ -249,9 +251,11 @@ fn render_comparison(report: &NumaPlanReport, style: TextStyle) -> String {
     ]);
     let bytes = |pages: f64| format_bytes((pages * report.page_size as f64).round() as u64);
     let count = |count: f64| if count > 0.0 { format!("{count:.0}") } else { "·".to_owned() };
+    let is_numad = |placement: &str| placement == Baseline::Numad.name();
+    let label = |placement| if is_numad(placement) { "numad's heuristic" } else { placement };
     for compared in &report.comparison {
         table.add_row([
-            compared.placement.to_owned(),
+            label(compared.placement).to_owned(),
             bytes(compared.remote_pages as f64),
             bytes(compared.remote_reads),
             bytes(compared.moved_pages as f64),

@@ -4,7 +4,7 @@ use super::apply::format_parts;
 use super::map::render_unscanned;
 use super::plan::gain_cells;
 use crate::wire::map::AccessReport;
-use crate::wire::predict::{MachinePredictionReport, NodeArrivalReport, NumaPredictReport};
+use crate::wire::predict::{ForbiddenNodeReport, MachinePredictionReport, NodeArrivalReport, NumaPredictReport};
 use comfy_table::Cell;
 use pagefold_output::text::{TextStyle, escape_unprintable, format_bytes, format_number};
 
@@ -55,7 +55,8 @@ fn render_machine(report: &NumaPredictReport, machine: &MachinePredictionReport,
         style.new_table(&["gain in CPU s/h", ">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"]);
     gains.add_row([Cell::new("")].into_iter().chain(gain_cells(&machine.gain)));
     text.push_str(&style.render_table(&gains));
-    for line in machine_lines(report, machine) {
+    let forbidden = machine.forbidden_nodes.iter().map(forbidden_line);
+    for line in forbidden.chain(machine_lines(report, machine)) {
         text.push_str(&style.format_paragraph(&line, 4));
     }
     text
@@ -107,6 +108,14 @@ fn machine_lines(report: &NumaPredictReport, machine: &MachinePredictionReport) 
         ));
     }
     lines
+}
+
+fn forbidden_line(forbidden: &ForbiddenNodeReport) -> String {
+    let ForbiddenNodeReport { node, virtual_node, reason, .. } = forbidden;
+    match virtual_node {
+        Some(id) => format!("Virtual node {id} may not use node {node} now: {reason}."),
+        None => format!("It may not use node {node} now: {reason}."),
+    }
 }
 
 fn memory_line(node: &NodeArrivalReport) -> String {

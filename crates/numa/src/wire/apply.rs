@@ -218,7 +218,7 @@ fn bytes_by_reason(bytes: &BTreeMap<String, Bytes>) -> impl Iterator<Item = (Str
 impl MachineApplyReport {
     fn add_outcome(&mut self, done: &MachineOutcome) {
         self.moved_pages = done.moved_pages.0;
-        self.placed_threads = done.placed_threads.len() as u64;
+        self.placed_threads = (done.placed_threads.len() + done.following_threads.len()) as u64;
         self.kept_pages = done.kept_pages.iter().map(|(why, pages)| (why.to_string(), pages.0)).collect();
         let kept = |(tid, why): &(pagefold_base::Pid, String)| KeptThreadReport { tid: tid.0, why: why.clone() };
         self.kept_threads = done.kept_threads.iter().map(kept).collect();
@@ -241,7 +241,8 @@ pub struct NumaVerifyReport {
     pub machines: Vec<MachineVerifyReport>,
     /// Counters of `/proc/vmstat` since the last placement.
     pub counters: BTreeMap<String, u64>,
-    /// The share of NUMA balancing's page faults since then that found the page on the node of the CPU.
+    /// The share of NUMA balancing's page faults since then, of all processes of the host, that found the page on the node
+    /// of the CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub local_hint_fault_share: Option<f64>,
     /// Whether NUMA balancing is on; absent on a kernel without it.

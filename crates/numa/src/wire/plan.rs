@@ -185,7 +185,7 @@ pub struct PartPlanReport {
 /// A placement of all machines.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct ComparedPlacementReport {
-    /// `plan`, `nothing`, `interleave`, `first fit` or `numad`.
+    /// `plan`, `nothing`, `interleave`, `first fit` or `numad`, which is its published heuristic and not the program.
     pub placement: &'static str,
     /// Remote reads of all machines.
     pub remote_reads: f64,

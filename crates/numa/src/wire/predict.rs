@@ -3,6 +3,7 @@
 use super::apply::PartNodesReport;
 use super::map::AccessReport;
 use crate::apply::MachineTarget;
+use crate::decide::requested::ForbiddenNode;
 use crate::map::NumaMap;
 use crate::page_nodes::PageKinds;
 use crate::placement_record::machine_name;
@@ -40,6 +41,8 @@ pub struct MachinePredictionReport {
     pub name: String,
     /// The nodes of each virtual node, or of the whole machine.
     pub parts: Vec<PartNodesReport>,
+    /// The new nodes that it may not use now. All figures are those after a change of what restricts it.
+    pub forbidden_nodes: Vec<ForbiddenNodeReport>,
     /// What the placement gains against leaving the machine.
     pub gain: GainReport,
     /// The expected accesses now.
@@ -72,6 +75,28 @@ pub struct MachinePredictionReport {
     pub copies_before_bytes: u64,
     /// The same after the placement.
     pub copies_after_bytes: u64,
+}
+
+/// A new node that a machine, or one of its virtual nodes, may not use now.
+#[derive(Clone, Debug, Serialize, JsonSchema)]
+pub struct ForbiddenNodeReport {
+    /// The node.
+    pub node: u32,
+    /// The virtual node; absent if it is the whole machine that may not use the node.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub virtual_node: Option<u32>,
+    /// The nodes that are permitted, such as `0-1`.
+    pub permitted_nodes: String,
+    /// What restricts it, and how to change that.
+    pub reason: String,
+}
+
+impl From<&ForbiddenNode> for ForbiddenNodeReport {
+    fn from(forbidden: &ForbiddenNode) -> Self {
+        let ForbiddenNode { node, virtual_node, permitted, reason } = forbidden;
+        let (node, virtual_node) = (*node, *virtual_node);
+        Self { node, virtual_node, permitted_nodes: permitted.to_string(), reason: reason.clone() }
+    }
 }
 
 /// Base pages by kind.
@@ -151,9 +176,10 @@ impl NumaPredictReport {
         }
     }
 
-    /// Whether a machine does not fit on its new nodes.
-    pub fn has_misfit(&self) -> bool {
-        self.machines.iter().flat_map(|machine| &machine.nodes).any(|node| node.fits == Some(false))
+    /// Whether a machine does not fit on its new nodes, or may not use them now.
+    pub fn has_obstacle(&self) -> bool {
+        let is_misfit = |node: &NodeArrivalReport| node.fits == Some(false);
+        self.machines.iter().any(|machine| !machine.forbidden_nodes.is_empty() || machine.nodes.iter().any(is_misfit))
     }
 }
 
@@ -179,6 +205,7 @@ fn machine_report(
         start_time: placement.process.id.start_time,
         name: machine_name(placement),
         parts: target.parts.iter().map(Into::into).collect(),
+        forbidden_nodes: prediction.forbidden.iter().map(Into::into).collect(),
         gain: prediction.gain.into(),
         accesses_before: prediction.cost_before.map(Into::into),
         accesses_after: prediction.cost_after.map(Into::into),

@@ -102,6 +102,8 @@ pub struct WorkCounts {
     pub cow_breaks: u64,
     /// Huge pages that ksmd split.
     pub splits: u64,
+    /// Pages that these splits mapped to the zero page.
+    pub zero_pages_of_splits: u64,
     /// Metadata items allocated.
     pub allocated_items: u64,
 }

@@ -14,6 +14,10 @@ use super::ksmd::KsmModel;
 /// A part of a batch has at least so many visits, unless fewer are left.
 const MIN_PART_VISITS: u64 = 512;
 
+/// A part has at most so many visits. At a few microseconds each it takes less than a second, however wrong the
+/// estimate of its time is.
+const MAX_PART_VISITS: u64 = 50_000;
+
 /// The time of the first part is estimated with this cost of a visit, in nanoseconds; later ones by the last part.
 const ASSUMED_VISIT_NS: f64 = 1000.0;
 
@@ -130,7 +134,7 @@ impl KsmdTime {
             return self.end_batch(model, at_ns);
         }
         let visits_in_time = ((target_ns - at_ns) as f64 / self.visit_ns.max(1.0)) as u64;
-        let limit = visits_in_time.max(MIN_PART_VISITS).min(remaining);
+        let limit = visits_in_time.clamp(MIN_PART_VISITS, MAX_PART_VISITS).min(remaining);
         model.set_time(at_ns / NS_PER_MS, self.cpu_ns);
         let visits = model.run_visits(limit);
         let operations = OperationCounts::new(&model.counters(), model.work());

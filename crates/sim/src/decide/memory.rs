@@ -204,6 +204,10 @@ pub struct PageTotals {
     pub huge: u64,
     /// Pages with a numbered frame: merged, or shared by a fork.
     pub numbered: u64,
+    /// Pages that are mapped to the zero page because they were read, or by a split of a huge page.
+    pub zero: u64,
+    /// Pages that ksmd mapped to the zero page.
+    pub ksm_zero: u64,
 }
 
 impl PageTotals {
@@ -213,12 +217,20 @@ impl PageTotals {
         self.private + self.huge + self.numbered
     }
 
+    /// All pages that are mapped.
+    #[must_use]
+    pub fn mapped(&self) -> u64 {
+        self.anonymous() + self.zero + self.ksm_zero
+    }
+
     fn of_kind(&mut self, entry: PageEntry) -> Option<&mut u64> {
         match entry {
             PageEntry::Private(_) => Some(&mut self.private),
             PageEntry::HugePart(_) => Some(&mut self.huge),
             PageEntry::Frame(_) => Some(&mut self.numbered),
-            PageEntry::Absent | PageEntry::ZeroPage | PageEntry::KsmZeroPage => None,
+            PageEntry::ZeroPage => Some(&mut self.zero),
+            PageEntry::KsmZeroPage => Some(&mut self.ksm_zero),
+            PageEntry::Absent => None,
         }
     }
 }
@@ -427,6 +439,12 @@ impl Memory {
             self.stale_frames -= 1;
             self.unused_frames.push(frame);
         }
+    }
+
+    /// Whether this frame is a merged one that is freed and whose stable node is not yet removed.
+    pub(crate) fn is_stale(&self, frame: FrameId) -> bool {
+        let record = self.frame(frame);
+        record.is_merged && record.mappings == 0
     }
 
     /// Whether a merged frame is freed and its stable node is not yet removed.

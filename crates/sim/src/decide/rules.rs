@@ -54,6 +54,10 @@ pub struct KsmRules {
     /// Splitting a huge page maps its zero-filled pages to the zero page (`try_to_map_unused_to_zeropage` in
     /// mm/migrate.c, since 6.12).
     pub split_maps_zero_pages: bool,
+    /// The checksum and the age of a page lie where its index is while it is in the stable tree (`struct ksm_rmap_item`,
+    /// since 7.3). So a page that leaves the stable tree has neither, and one that was written and is still linked there
+    /// is not skipped (`should_skip_rmap_item`). Before, both outlast the merge.
+    pub stable_tree_forgets_history: bool,
     /// The scan-time advisor exists (`scan_time_advisor`, since 6.8).
     pub has_advisor: bool,
 }
@@ -71,6 +75,7 @@ impl KsmRules {
                 || version.is_stable_release_from(6, 12, 54)
                 || version.is_stable_release_from(6, 6, 113),
             split_maps_zero_pages: version.is_at_least(6, 12),
+            stable_tree_forgets_history: version.is_at_least(7, 3),
             has_advisor: version.is_at_least(6, 8),
         }
     }

@@ -4,11 +4,12 @@
 //! a search finds a page exactly if the tree has one of its content, so an index by content and a record of all
 //! insertions and removals are enough; in both, neighboring pages with ascending contents share an entry. At the first
 //! change the record gives the tree in the kernel's shape, since from then on the result of a search depends on the
-//! pages that it passes.
+//! pages that it passes. A tree that is an index only has no record, and pages that change leave it at once.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 
 use super::memory::{Content, PageKey};
 use super::red_black_tree::{ChildSide, NodeId, RedBlackTree};
@@ -62,6 +63,7 @@ pub(crate) struct UnstableTree {
     by_content: BTreeMap<Content, PageRun>,
     /// Pages in the index.
     len: u64,
+    is_index: bool,
     record: Vec<Change>,
     shaped: Option<ShapedTree>,
 }
@@ -77,9 +79,14 @@ pub(crate) enum Search {
 }
 
 impl UnstableTree {
+    /// An empty tree, with the kernel's shape or as an index only.
+    pub(crate) fn new(is_index: bool) -> Self {
+        Self { is_index, ..Self::default() }
+    }
+
     /// Begin a scan.
     pub(crate) fn clear(&mut self) {
-        *self = Self::default();
+        *self = Self::new(self.is_index);
     }
 
     /// A page changes during the scan: from now on searches walk the tree.
@@ -161,6 +168,9 @@ impl UnstableTree {
                 self.by_content.insert(content, run);
             }
         }
+        if self.is_index {
+            return;
+        }
         match self.record.last_mut() {
             Some(Change::Insert { run: last, content: first }) if last.is_continued_by(*first, run, content) => {
                 last.pages += run.pages;
@@ -169,32 +179,51 @@ impl UnstableTree {
         }
     }
 
-    /// Remove pages that were inserted with ascending contents from this one on.
+    /// Remove pages that were inserted with ascending contents from this one on. Some may have left an index before.
     pub(crate) fn remove(&mut self, key: PageKey, pages: u64, content: Content) {
         if let Some(shaped) = &mut self.shaped {
             (0..pages).for_each(|page| shaped.remove(key.plus(page)));
             return;
         }
-        self.len -= pages;
         let run = PageRun { first: key, pages: u32::try_from(pages).expect("a run has fewer than 2^32 pages") };
-        self.record.push(Change::Remove { run });
-        let (mut content, mut left) = (content, run.pages);
-        while left > 0 {
-            let (&first, &found) = self.by_content.range(..=content).next_back().expect("the page is in the tree");
-            let offset = content - first;
-            let removed = left.min(found.pages - offset);
-            if offset == 0 {
-                self.by_content.remove(&first);
-            } else {
-                self.by_content.insert(first, PageRun { pages: offset, ..found });
+        let before = self.len;
+        self.remove_from_index(run, content);
+        if !self.is_index {
+            assert_eq!(before - self.len, pages, "the pages are in the tree");
+            self.record.push(Change::Remove { run });
+        }
+    }
+
+    /// Remove those of the pages that are in the index.
+    fn remove_from_index(&mut self, run: PageRun, content: Content) {
+        let end = content + run.pages;
+        let mut next = content;
+        while next < end {
+            let before = self.by_content.range(..=next).next_back();
+            let Some((&first, &found)) = before.filter(|&(&first, found)| next - first < found.pages) else {
+                next = self.by_content.range(next..).next().map_or(end, |(&first, _)| first);
+                continue;
+            };
+            let offset = next - first;
+            let removed = (end - next).min(found.pages - offset);
+            if found.first.plus(offset.into()) == run.first.plus((next - content).into()) {
+                self.cut(first, found, offset..offset + removed);
             }
-            let behind = offset + removed;
-            if behind < found.pages {
-                let rest = PageRun { first: found.first.plus(behind.into()), pages: found.pages - behind };
-                self.by_content.insert(first + behind, rest);
-            }
-            content += removed;
-            left -= removed;
+            next += removed;
+        }
+    }
+
+    /// Remove pages from a run of the index.
+    fn cut(&mut self, first: Content, run: PageRun, removed: Range<u32>) {
+        self.len -= u64::from(removed.end - removed.start);
+        if removed.start == 0 {
+            self.by_content.remove(&first);
+        } else {
+            self.by_content.insert(first, PageRun { pages: removed.start, ..run });
+        }
+        if removed.end < run.pages {
+            let rest = PageRun { first: run.first.plus(removed.end.into()), pages: run.pages - removed.end };
+            self.by_content.insert(first + removed.end, rest);
         }
     }
 }

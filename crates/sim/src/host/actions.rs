@@ -1,6 +1,6 @@
 //! What programs change on a simulated host: settings of KSM, and advice about memory.
 
-use super::state::{HostState, PAGE_BYTES};
+use crate::decide::host_state::{HostState, PAGE_BYTES};
 use crate::decide::ksmd::{Advice, KsmSettings, RunState};
 use pagefold_base::ksm::Setting;
 use pagefold_base::setting::check_setting_value;
@@ -45,8 +45,8 @@ impl HostState<'_> {
             Setting::MergeAcrossNodes => settings.merge_across_nodes = is_on,
             Setting::MaxPageSharing => settings.max_page_sharing = number as usize,
             Setting::AdvisorMode => settings.advisor = (value == "scan-time").then_some(self.advisor),
-            Setting::AdvisorTargetScanTime => self.advisor.target_scan_seconds = number,
-            Setting::AdvisorMaxCpu => self.advisor.max_cpu_percent = number,
+            Setting::AdvisorTargetScanTime => self.advisor.target_scan_time = number,
+            Setting::AdvisorMaxCpu => self.advisor.max_cpu = number,
             Setting::AdvisorMinPagesToScan => self.advisor.min_pages_to_scan = number,
             Setting::AdvisorMaxPagesToScan => self.advisor.max_pages_to_scan = number,
         }
@@ -98,11 +98,7 @@ impl HostState<'_> {
     /// Enroll a process whole, or unenroll it (`ksm_enable_merge_any`, `ksm_disable_merge_any`).
     pub(super) fn merge_any(&mut self, process: ProcessId, enable: bool) -> Result<ActionOutcome, ActionError> {
         let pid = self.living(process)?;
-        let model_id = self.processes[&pid].model_id;
-        let vmas = self.model.memory().process(model_id).vmas.values();
-        let ranges: Vec<(u64, u64)> = vmas.map(|vma| (vma.start, vma.end() - vma.start)).collect();
-        let advice = if enable { Advice::Mergeable } else { Advice::Unmergeable };
-        ranges.into_iter().for_each(|(start, pages)| self.model.advise(model_id, start, pages, advice));
+        self.advise_all(pid, if enable { Advice::Mergeable } else { Advice::Unmergeable });
         self.processes.entry(pid).and_modify(|process| process.merges_any = enable);
         Ok(ActionOutcome { stop_durations: vec![STOP_TIME], ..ActionOutcome::default() })
     }

@@ -1,21 +1,17 @@
 //! Virtual time for several threads, independent of how fast they run.
 //!
-//! Threads that wait for messages are members of the clock until they end. Time passes only while all members wait: then
-//! it advances to the earliest deadline of all waiting threads. A member that works takes no time, except for the time
-//! that it charges itself by a sleep. Before time passes, each waiting thread has looked for its message after the last
-//! one began to wait, so that no message of a member is overlooked. Messages of other threads, such as those of signals,
-//! arrive at some moment of virtual time.
+//! Threads that wait for messages are members of the clock until they end. One member works at a time: those that wait
+//! look for their messages in turn, in the order in which they joined, and the first that finds one works on. If none
+//! finds one, time advances to the earliest deadline. So the same program does the same at the same virtual times in each
+//! run. A member that works takes no time, except for what it charges itself by a sleep. Messages of other threads, such
+//! as those of signals, arrive at some moment of virtual time.
 //!
-//! Limit: a member must not block elsewhere for a thread that sleeps here, because time stands still then.
+//! Limit: a member must not block elsewhere for a thread that waits or sleeps here, because that would last forever.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
-
-/// How often a waiting thread looks for messages of threads that are no members.
-const FOREIGN_MESSAGE_DELAY: Duration = Duration::from_millis(1);
 
 /// The clock of a host.
 #[derive(Debug, Default)]
@@ -32,34 +28,67 @@ struct SharedClock {
 #[derive(Debug, Default)]
 struct ClockState {
     now: Duration,
-    /// Members and sleeping threads; `None` while they work.
-    threads: HashMap<ThreadId, Option<Wait>>,
-    /// How many waits have begun.
-    waits_begun: u64,
-    /// Increases whenever a wait begins or ends.
-    epoch: u64,
+    /// Members and sleeping threads, in the order in which they joined.
+    threads: Vec<ClockThread>,
+}
+
+#[derive(Debug)]
+struct ClockThread {
+    id: ThreadId,
+    /// `None` while it works.
+    wait: Option<Wait>,
 }
 
 /// A thread that waits.
 #[derive(Clone, Copy, Debug)]
 struct Wait {
     deadline: Duration,
-    /// The earlier of two waits with one deadline ends first.
-    number: u64,
-    /// The last epoch in which the thread looked for its message and found none.
-    looked_in: Option<u64>,
+    /// Whether it looked for its message since the last thread worked, and found none.
+    has_looked: bool,
 }
 
 impl ClockState {
-    /// Whether time may pass until the deadline of this thread: all members wait in vain, and none for a shorter time.
-    fn may_pass(&self, thread: ThreadId) -> bool {
-        let order = |wait: &Wait| (wait.deadline, wait.number);
-        let Some(Some(own)) = self.threads.get(&thread) else { return false };
-        let waits_in_vain = |wait: &Option<Wait>| {
-            wait.is_some_and(|wait| wait.looked_in == Some(self.epoch) && order(&wait) >= order(own))
-        };
-        self.threads.values().all(waits_in_vain)
+    fn position(&self, thread: ThreadId) -> Option<usize> {
+        self.threads.iter().position(|found| found.id == thread)
     }
+
+    fn add(&mut self, id: ThreadId) -> usize {
+        self.threads.push(ClockThread { id, wait: None });
+        self.threads.len() - 1
+    }
+
+    fn is_anyone_working(&self) -> bool {
+        self.threads.iter().any(|thread| thread.wait.is_none())
+    }
+
+    /// A thread stops working: those that wait may have messages of it.
+    fn look_again(&mut self) {
+        self.threads.iter_mut().filter_map(|thread| thread.wait.as_mut()).for_each(|wait| wait.has_looked = false);
+    }
+
+    /// Whose turn it is: a thread that looks for its message, or, after all have looked, that with the earliest deadline.
+    fn turn(&self) -> Option<Turn> {
+        if self.is_anyone_working() {
+            return None;
+        }
+        let waits = || self.threads.iter().map(|thread| thread.wait).enumerate();
+        let unseen = waits().find(|(_, wait)| wait.is_some_and(|wait| !wait.has_looked));
+        match unseen {
+            Some((position, _)) => Some(Turn::Looks(position)),
+            None => waits()
+                .filter_map(|(position, wait)| Some((wait?.deadline, position)))
+                .min()
+                .map(|(deadline, position)| Turn::GoesOn(position, deadline)),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// The thread at this position looks for its message.
+    Looks(usize),
+    /// Time passes to this deadline of the thread at this position.
+    GoesOn(usize, Duration),
 }
 
 impl SharedClock {
@@ -67,12 +96,10 @@ impl SharedClock {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self, state: &mut ClockState, thread: ThreadId, wait: Option<Option<Wait>>) {
-        match wait {
-            Some(wait) => drop(state.threads.insert(thread, wait)),
-            None => drop(state.threads.remove(&thread)),
-        }
-        state.epoch += 1;
+    fn remove(&self, thread: ThreadId) {
+        let mut state = self.lock();
+        state.threads.retain(|found| found.id != thread);
+        state.look_again();
         self.changed.notify_all();
     }
 }
@@ -86,7 +113,7 @@ struct Membership {
 impl Drop for Membership {
     fn drop(&mut self) {
         if let Some(clock) = self.clock.upgrade() {
-            clock.change(&mut clock.lock(), self.thread, None);
+            clock.remove(self.thread);
         }
     }
 }
@@ -102,69 +129,72 @@ impl VirtualClock {
         self.shared.lock().now
     }
 
-    /// Whether this thread works, and no other member does.
-    pub(super) fn is_alone_at_work(&self) -> bool {
-        let own = thread::current().id();
-        self.shared.lock().threads.iter().all(|(thread, wait)| *thread == own || wait.is_some())
+    /// Whether this thread may let time pass: it is a member, or no member works, which might block for it.
+    pub(super) fn may_sleep(&self) -> bool {
+        let state = self.shared.lock();
+        state.position(thread::current().id()).is_some() || !state.is_anyone_working()
+    }
+
+    /// Makes this thread a member that works.
+    pub(super) fn join(&self) {
+        MEMBERSHIPS.with_borrow_mut(|memberships| {
+            memberships.retain(|membership| membership.clock.strong_count() > 0);
+            if !memberships.iter().any(|membership| membership.clock.as_ptr() == Arc::as_ptr(&self.shared)) {
+                let membership = Membership { clock: Arc::downgrade(&self.shared), thread: thread::current().id() };
+                self.shared.lock().add(membership.thread);
+                memberships.push(membership);
+            }
+        });
     }
 
     /// Let this thread sleep.
     pub(super) fn sleep(&self, duration: Duration) {
-        let is_member = self.shared.lock().threads.contains_key(&thread::current().id());
+        let this = thread::current().id();
+        let is_member = self.shared.lock().position(this).is_some();
         self.pass(duration, &mut |_| false);
         if !is_member {
-            self.shared.change(&mut self.shared.lock(), thread::current().id(), None);
+            self.shared.remove(this);
         }
     }
 
     /// Let this thread wait until `receive` succeeds or the time is over. It becomes a member.
     pub(super) fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
-        MEMBERSHIPS.with_borrow_mut(|memberships| {
-            memberships.retain(|membership| membership.clock.strong_count() > 0);
-            if !memberships.iter().any(|membership| membership.clock.as_ptr() == Arc::as_ptr(&self.shared)) {
-                let clock = Arc::downgrade(&self.shared);
-                memberships.push(Membership { clock, thread: thread::current().id() });
-            }
-        });
+        self.join();
         self.pass(timeout, receive);
     }
 
     fn pass(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
-        let (clock, thread) = (&*self.shared, thread::current().id());
+        let (clock, this) = (&*self.shared, thread::current().id());
         let mut state = clock.lock();
-        state.waits_begun += 1;
-        let mut wait = Wait { deadline: state.now + timeout, number: state.waits_begun, looked_in: None };
-        clock.change(&mut state, thread, Some(Some(wait)));
+        let position = state.position(this).unwrap_or_else(|| state.add(this));
+        state.threads[position].wait = Some(Wait { deadline: state.now + timeout, has_looked: false });
+        state.look_again();
+        clock.changed.notify_all();
         loop {
-            let epoch = state.epoch;
-            drop(state);
-            let has_received = receive(Duration::ZERO);
-            state = clock.lock();
-            if has_received {
-                break;
+            // Threads before this one may have ended.
+            let position = state.position(this).expect("a thread that waits is in the list");
+            match state.turn() {
+                Some(Turn::Looks(turn)) if turn == position => {
+                    if receive(Duration::ZERO) {
+                        break state.threads[position].wait = None;
+                    }
+                    state.threads[position].wait.iter_mut().for_each(|wait| wait.has_looked = true);
+                    clock.changed.notify_all();
+                }
+                Some(Turn::GoesOn(turn, deadline)) if turn == position => {
+                    state.now = state.now.max(deadline);
+                    break state.threads[position].wait = None;
+                }
+                _ => state = clock.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
-            if state.epoch != epoch {
-                continue;
-            }
-            if wait.looked_in != Some(epoch) {
-                wait.looked_in = Some(epoch);
-                state.threads.insert(thread, Some(wait));
-                clock.changed.notify_all();
-            }
-            if state.may_pass(thread) {
-                state.now = state.now.max(wait.deadline);
-                break;
-            }
-            let waited = clock.changed.wait_timeout(state, FOREIGN_MESSAGE_DELAY);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        clock.change(&mut state, thread, Some(None));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Barrier;
     use std::sync::mpsc::{self, Receiver, Sender};
 
     fn receive<T>(clock: &VirtualClock, messages: &Receiver<T>, timeout: Duration) -> Option<T> {
@@ -182,10 +212,13 @@ mod tests {
         let (order, orders_received): (Sender<u64>, _) = mpsc::channel();
         let (answer, answers) = mpsc::channel();
         let mut log = Vec::new();
+        let has_joined = Barrier::new(2);
         thread::scope(|scope| {
-            let clock = &clock;
+            let (clock, has_joined) = (&clock, &has_joined);
+            clock.join();
             scope.spawn(move || {
-                // Without a limit this thread ends when the channel is closed.
+                clock.join();
+                has_joined.wait();
                 while let Some(work) = receive(clock, &orders_received, Duration::from_secs(3600)) {
                     if work == 0 {
                         return;
@@ -196,8 +229,7 @@ mod tests {
                     answer.send(work).unwrap();
                 }
             });
-            // The other thread is a member from its first wait on.
-            thread::sleep(Duration::from_millis(20));
+            has_joined.wait();
             for &(pause, work) in orders {
                 let _ = receive(clock, &answers, Duration::from_millis(pause));
                 order.send(work).unwrap();
@@ -208,6 +240,7 @@ mod tests {
                 }
             }
             order.send(0).unwrap();
+            clock.sleep(Duration::ZERO);
         });
         log
     }
@@ -226,7 +259,8 @@ mod tests {
         let clock = VirtualClock::default();
         let (sender, messages) = mpsc::channel();
         thread::scope(|scope| {
-            let waiting = scope.spawn(|| receive(&clock, &messages, Duration::from_secs(5)));
+            let clock = &clock;
+            let waiting = scope.spawn(move || receive(clock, &messages, Duration::from_secs(5)));
             assert_eq!(waiting.join().unwrap(), None::<()>);
         });
         drop(sender);

@@ -1,8 +1,8 @@
 //! The files of a host outside of `/proc/PID`, as the kernel prints them.
 
-use super::frames::BLOCK_BYTES;
 use super::process_text;
-use super::state::{BOOT_TICKS, HostState, KSMD_PID, NS_PER_TICK, PAGE_BYTES};
+use crate::decide::frame_numbers::BLOCK_BYTES;
+use crate::decide::host_state::{BOOT_TICKS, HostState, KSMD_PID, NS_PER_TICK, PAGE_BYTES};
 use crate::decide::ksmd::RunState;
 use crate::decide::memory::PAGES_IN_HUGE_PAGE;
 use pagefold_base::{Absent, Pid, Reading};
@@ -101,8 +101,8 @@ fn ksm_file(host: &HostState<'_>, file: &str) -> Option<String> {
             let is_on = settings.advisor.is_some();
             if is_on { "none [scan-time]\n" } else { "[none] scan-time\n" }.to_owned()
         }),
-        "advisor_target_scan_time" => since(8).and_then(|()| number(host.advisor.target_scan_seconds)),
-        "advisor_max_cpu" => since(8).and_then(|()| number(host.advisor.max_cpu_percent)),
+        "advisor_target_scan_time" => since(8).and_then(|()| number(host.advisor.target_scan_time)),
+        "advisor_max_cpu" => since(8).and_then(|()| number(host.advisor.max_cpu)),
         "advisor_min_pages_to_scan" => since(8).and_then(|()| number(host.advisor.min_pages_to_scan)),
         "advisor_max_pages_to_scan" => since(8).and_then(|()| number(host.advisor.max_pages_to_scan)),
         "full_scans" => number(counters.full_scans),
@@ -187,7 +187,7 @@ fn cgroup_file(host: &HostState<'_>, path: &str) -> Option<String> {
 }
 
 fn no_pressure() -> String {
-    let line = |who: &str| format!("{who} avg10=0.00 avg60=0.00 avg300=0.00 total=0\n");
+    let line = |share: &str| format!("{share} avg10=0.00 avg60=0.00 avg300=0.00 total=0\n");
     line("some") + &line("full")
 }
 

@@ -14,27 +14,23 @@
 mod actions;
 mod clock;
 mod contents;
-mod frames;
 mod host_text;
-mod machine_events;
 mod pages;
 mod process_text;
-mod state;
-
-pub use state::ProcessIdentity;
 
 use crate::decide::cost::CostModel;
 use crate::decide::counters::KsmdCounters;
+use crate::decide::frame_numbers::FrameOrigin;
+use crate::decide::host_state::{self, Exactness, HostSetup, HostState, KSMD_PID, PAGE_BYTES, ProcessIdentity};
 use crate::decide::memory::Content;
+use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::{HostSpec, Scenario};
 use crate::decide::workload::ContentsUsedUp;
 use clock::VirtualClock;
-use frames::FrameOrigin;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::{FrameFlags, Host, ProcessHandle};
 use pages::OpenProcess;
-use state::{HostState, KSMD_PID, PAGE_BYTES};
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -68,22 +64,25 @@ struct OwnCpuTime {
     total_ns: u64,
     by_thread: HashMap<ThreadId, u64>,
     /// CPU time that has not become time of the clock yet.
-    unspent: HashMap<ThreadId, u64>,
+    unspent_ns: u64,
 }
 
 impl SimulatedHost<'static> {
     /// A host without processes. `description` is for reports.
     #[must_use]
     pub fn new(description: &str, spec: HostSpec, costs: CostModel) -> Self {
-        Self::with_state(description, HostState::new(spec, costs))
+        let setup = HostSetup::without_policy(&spec, Exactness::Exact);
+        Self::with_state(description, HostState::new(spec, costs, setup))
     }
 }
 
 impl<'s> SimulatedHost<'s> {
-    /// A host on which the machines of a scenario run. Those that arrive at the start are there.
+    /// A host on which the machines of a scenario run. Those that arrive at the start are there. Nothing is enrolled, and
+    /// ksmd is stopped.
     #[must_use]
-    pub fn with_scenario(description: &str, scenario: &'s Scenario, seed: u64) -> Self {
-        Self::with_state(description, HostState::with_scenario(scenario, seed))
+    pub fn with_scenario(description: &str, scenario: &'s Scenario, seed: u64, exactness: Exactness) -> Self {
+        let setup = HostSetup::without_policy(&scenario.host, exactness);
+        Self::with_state(description, HostState::with_scenario(scenario, seed, setup))
     }
 
     fn with_state(description: &str, state: HostState<'s>) -> Self {
@@ -135,6 +134,12 @@ impl<'s> SimulatedHost<'s> {
         self.lock().model.counters()
     }
 
+    /// What a run of a scenario has shown so far.
+    #[must_use]
+    pub fn simulated_run(&self) -> SimulatedRun {
+        self.lock().finish()
+    }
+
     /// Why machines are missing, or write no more: the scenario has more contents than the model.
     #[must_use]
     pub fn workload_failure(&self) -> Option<ContentsUsedUp> {
@@ -160,26 +165,17 @@ impl<'s> SimulatedHost<'s> {
             own.total_ns += ns;
             let thread = thread::current().id();
             *own.by_thread.entry(thread).or_default() += ns;
-            *own.unspent.entry(thread).or_default() += ns;
+            own.unspent_ns += ns;
         }
     }
 
-    /// Let the CPU time that this thread used become time of the clock. A thread that works alone also accounts for
-    /// those that it started, which share the host's CPUs.
+    /// Let the CPU time that was used become time of the clock, as if one thread had used it. Threads that help a member
+    /// of the clock do not wait for it.
     fn pass_own_time(&self) {
-        let ns = {
-            let mut own = self.own_cpu();
-            if own.unspent.is_empty() {
-                return;
-            }
-            let helpers = if self.clock.is_alone_at_work() { std::mem::take(&mut own.unspent) } else { HashMap::new() };
-            let this = thread::current().id();
-            let of_this = own.unspent.remove(&this).or(helpers.get(&this).copied()).unwrap_or(0);
-            let of_helpers = helpers.iter().filter(|(thread, _)| **thread != this);
-            let (count, sum) = of_helpers.fold((0, 0), |(count, sum), (_, ns)| (count + 1, sum + ns));
-            of_this + sum / u64::max(1, count)
-        };
-        self.clock.sleep(Duration::from_nanos(ns));
+        if self.own_cpu().unspent_ns > 0 && self.clock.may_sleep() {
+            let unspent_ns = std::mem::take(&mut self.own_cpu().unspent_ns);
+            self.clock.sleep(Duration::from_nanos(unspent_ns));
+        }
     }
 
     /// Wait until ksmd's batch in progress ends.
@@ -221,7 +217,7 @@ impl Host for SimulatedHost<'_> {
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         let start_time = match pid {
-            KSMD_PID => state::KSMD_START_TICKS,
+            KSMD_PID => host_state::KSMD_START_TICKS,
             _ => self.lock().processes.get(&pid).ok_or(Absent::Vanished)?.start_ticks,
         };
         Ok(Box::new(OpenProcess { host: self, id: ProcessId { pid, start_time } }))
@@ -272,6 +268,10 @@ impl Host for SimulatedHost<'_> {
     fn sleep(&self, duration: Duration) {
         self.pass_own_time();
         self.clock.sleep(duration);
+    }
+
+    fn join_clock(&self) {
+        self.clock.join();
     }
 
     fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {

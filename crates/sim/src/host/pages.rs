@@ -1,9 +1,9 @@
 //! The page tables of a process, the flags of its frames and the bytes of its pages.
 
 use super::contents::PageBytes;
-use super::frames::FrameOrigin;
-use super::state::{HostState, MappedRun, PAGE_BYTES};
 use super::{PAGE_READ_NS, PAGE_WALK_NS, SimulatedHost, process_text};
+use crate::decide::frame_numbers::FrameOrigin;
+use crate::decide::host_state::{HostState, MappedRun, PAGE_BYTES};
 use crate::decide::memory::{Content, PageEntry};
 use pagefold_base::{Absent, AddressRange, Pfn, ProcessId, Reading};
 use pagefold_host::action::ActionError;

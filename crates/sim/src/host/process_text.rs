@@ -1,6 +1,6 @@
 //! The files of `/proc/PID`, as the kernel prints them (fs/proc/array.c, task_mmu.c, base.c; 6.18).
 
-use super::state::{
+use crate::decide::host_state::{
     BOOT_TICKS, HostProcess, HostState, KSMD_PID, KSMD_START_TICKS, MappedRun, NS_PER_TICK, PAGE_BYTES, ShownRegion,
 };
 use crate::decide::memory::PageEntry;

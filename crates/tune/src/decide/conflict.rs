@@ -1,5 +1,6 @@
 //! Programs that write the same settings as `pagefold tune`. Pagefold does not fight them: a KSM setting that one of
 //! them writes repeatedly is refused, and all others are named, so that the operator gives the value to that program.
+//! A program that moves memory and threads of machines is a rival of `pagefold numa apply`.
 
 /// A program that may change a setting back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,14 +24,17 @@ struct TunerRow {
     repeats: bool,
     /// Whether it defines virtual machines.
     defines_machines: bool,
+    /// Whether it moves memory and threads of virtual machines between nodes.
+    places_machines: bool,
 }
 
 const KSM: &str = "sys/kernel/mm/ksm/";
 
-/// Names and settings: tuned 2.24 `profiles/*/tuned.conf`; ksmtuned 4.20150326; numad 0.5 `numad.c` (writes cpusets and
-/// `khugepaged/scan_sleep_millisecs`); KubeVirt `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; Harvester
-/// node-manager `pkg/ksmtuned`; Kata ksm-throttler `throttler.go`; irqbalance 1.9
-/// (`/proc/irq/*/smp_affinity`); power-profiles-daemon 0.21 (energy preference and governor).
+/// Names and settings: tuned 2.24 `profiles/*/tuned.conf`; ksmtuned 4.20150326; numad 0.5+20150602 `numad.c`
+/// (sched_setaffinity(2) and migrate_pages(2); `khugepaged/scan_sleep_millisecs` when it starts and ends); KubeVirt
+/// `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; Harvester node-manager `pkg/ksmtuned`; Kata ksm-throttler
+/// `throttler.go`; irqbalance 1.9 (`/proc/irq/*/smp_affinity`); power-profiles-daemon 0.21 (energy preference and
+/// governor).
 const TUNERS: &[TunerRow] = &[
     TunerRow {
         names: &["tuned"],
@@ -43,6 +47,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &["proc/sys/", "sys/kernel/mm/transparent_hugepage/", "sys/devices/system/cpu/", "sys/block/", KSM],
         repeats: false,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["ksmtuned", "ksmctl"],
@@ -54,20 +59,20 @@ const TUNERS: &[TunerRow] = &[
         paths: &[KSM],
         repeats: true,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["numad"],
         conflict: Conflict {
             program: "numad",
-            writes: "cpusets and affinities of processes, and the pause of khugepaged",
-            remedy: "stop it (systemctl disable --now numad), or leave these settings to it",
+            writes: "the CPUs and memory nodes of large processes, again and again, and the pause of khugepaged when it \
+                     starts and ends",
+            remedy: "stop it: systemctl disable --now numad",
         },
-        paths: &[
-            "sys/kernel/mm/transparent_hugepage/khugepaged/scan_sleep_millisecs",
-            "proc/sys/kernel/numa_balancing",
-        ],
-        repeats: true,
+        paths: &["sys/kernel/mm/transparent_hugepage/khugepaged/scan_sleep_millisecs"],
+        repeats: false,
         defines_machines: false,
+        places_machines: true,
     },
     TunerRow {
         names: &["virt-handler"],
@@ -79,6 +84,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[KSM],
         repeats: true,
         defines_machines: true,
+        places_machines: false,
     },
     TunerRow {
         names: &["momd"],
@@ -90,6 +96,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[KSM],
         repeats: true,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["harvester-node-manager"],
@@ -101,6 +108,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[KSM],
         repeats: true,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["ksm-throttler", "kata-ksm-throttler", "vc-throttler"],
@@ -112,6 +120,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[KSM],
         repeats: true,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["pve-firewall", "pvestatd", "pvedaemon"],
@@ -123,6 +132,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[],
         repeats: false,
         defines_machines: true,
+        places_machines: false,
     },
     TunerRow {
         names: &["libvirtd", "virtqemud"],
@@ -134,6 +144,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &[],
         repeats: false,
         defines_machines: true,
+        places_machines: false,
     },
     TunerRow {
         names: &["irqbalance"],
@@ -145,6 +156,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &["proc/irq/"],
         repeats: true,
         defines_machines: false,
+        places_machines: false,
     },
     TunerRow {
         names: &["power-profiles-daemon"],
@@ -156,6 +168,7 @@ const TUNERS: &[TunerRow] = &[
         paths: &["sys/devices/system/cpu/"],
         repeats: false,
         defines_machines: false,
+        places_machines: false,
     },
 ];
 
@@ -183,6 +196,11 @@ pub fn find_repeating_writer(running: &[String], path: &str) -> Option<Conflict>
     rows.find(|row| row.paths.iter().any(|prefix| path.starts_with(prefix))).map(|row| row.conflict)
 }
 
+/// The running programs that move memory and threads of virtual machines, against any other placement.
+pub fn find_placement_rivals(running: &[String]) -> Vec<Conflict> {
+    running_rows(running).filter(|row| row.places_machines).map(|row| row.conflict).collect()
+}
+
 fn running_rows(running: &[String]) -> impl Iterator<Item = &'static TunerRow> {
     TUNERS.iter().filter(move |row| row.names.iter().any(|name| running.iter().any(|running| running == name)))
 }
@@ -204,5 +222,14 @@ mod tests {
         assert_eq!(writer, Some("ksmtuned"));
         assert_eq!(find_repeating_writer(&running, "proc/sys/vm/swappiness"), None);
         assert_eq!(find_repeating_writer(&[], "sys/kernel/mm/ksm/run"), None);
+    }
+
+    #[test]
+    fn numad_is_the_rival_of_a_placement_and_of_no_other_setting() {
+        let running = ["tuned", "libvirtd", "irqbalance", "numad"].map(str::to_owned);
+        let programs: Vec<&str> = find_placement_rivals(&running).iter().map(|rival| rival.program).collect();
+        assert_eq!(programs, ["numad"]);
+        assert_eq!(find_placement_rivals(&running[..3]), []);
+        assert_eq!(find_repeating_writer(&running, "proc/sys/kernel/numa_balancing"), None);
     }
 }

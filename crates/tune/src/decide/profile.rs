@@ -19,7 +19,7 @@ pub enum Profile {
     Latency,
     /// As many machines as possible.
     Density,
-    /// Databases: huge pages, and no double cache.
+    /// Databases: buffer pools stay in memory, and in huge or shared memory.
     Database,
     /// Many short jobs on machines with one image.
     Htc,
@@ -59,12 +59,11 @@ pub enum ProfileDecision {
 }
 
 const HALT_POLL: &str = "sys/module/kvm/parameters/halt_poll_ns";
-const HUGE_PAGES: &str = "sys/kernel/mm/transparent_hugepage/enabled";
 const SWAPPINESS: &str = "proc/sys/vm/swappiness";
 const ACROSS_NODES: &str = "sys/kernel/mm/ksm/merge_across_nodes";
 
-/// The settings that a profile sets wherever the host has them, each with the reason.
-fn settings(profile: Profile) -> &'static [(&'static str, &'static str, &'static str)] {
+/// The settings that a profile sets wherever the host has them: the path as a pattern, the value, and the reason.
+pub fn settings(profile: Profile) -> &'static [(&'static str, &'static str, &'static str)] {
     const PERFORMANCE: (&str, &str, &str) = (
         "sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
         "performance",
@@ -83,10 +82,7 @@ fn settings(profile: Profile) -> &'static [(&'static str, &'static str, &'static
             (HALT_POLL, "10000", "an idle vCPU leaves its CPU to other machines"),
             (KSM_RUN_PATH, "1", "ksmd merges equal pages of the machines"),
         ],
-        Profile::Database => &[
-            (HUGE_PAGES, "always", "large buffer pools need fewer page table walks"),
-            (SWAPPINESS, "10", "buffer pools of guests stay in memory"),
-        ],
+        Profile::Database => &[(SWAPPINESS, "10", "buffer pools of guests stay in memory")],
         Profile::Htc => &[
             DEFAULT_POLL,
             (KSM_RUN_PATH, "1", "machines of one image have equal pages; `pagefold daemon` finds them by guided scans"),

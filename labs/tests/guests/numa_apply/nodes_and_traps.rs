@@ -1,6 +1,7 @@
 //! A machine over four nodes, and memory, CPUs and nodes with which a placement must not end half done.
 
 use super::{MAX_TOUCHED_PAGES, State, page_nodes, state};
+use pagefold_labs::fault_points::VISIT_POINTS;
 use pagefold_labs::scenes::Scenes;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -28,33 +29,9 @@ const LAST_UNDO_STEPS: [&str; 8] = [
     "after setting an affinity",
 ];
 
-/// The steps of its visits to processes that restore memory policies. Other changes visit processes in the same way, so a
-/// part of the steps is chosen each day, and all with `PAGEFOLD_SOAK=1`.
-const VISIT_STEPS: [&str; 20] = [
-    "tracer started",
-    "thread chosen",
-    "seized",
-    "interrupted",
-    "stopped",
-    "seccomp suspended",
-    "frame written",
-    "parked",
-    "signals blocked",
-    "system call replaced",
-    "at the exit of the call",
-    "at the entry of sigreturn",
-    "parked again",
-    "interrupted to leave",
-    "resumed to leave",
-    "stopped to leave",
-    "signal mask restored",
-    "registers restored",
-    "stack restored",
-    "detached",
-];
-
-/// The days after which each step of a visit was chosen.
-const DAYS_FOR_ALL_VISIT_STEPS: u64 = 4;
+/// The days after which each step of a visit was chosen. Other changes visit processes in the same way, so the undo is killed
+/// at a part of the steps each day, and at all with `PAGEFOLD_SOAK=1`.
+const DAYS_FOR_ALL_VISIT_POINTS: u64 = 4;
 
 const SECONDS_PER_DAY: u64 = 86_400;
 
@@ -64,8 +41,8 @@ pub fn undo_steps() -> Vec<&'static str> {
     let is_complete = std::env::var_os("PAGEFOLD_SOAK").is_some();
     let today = || UNIX_EPOCH.elapsed().unwrap().as_secs() / SECONDS_PER_DAY;
     let day = std::env::var("PAGEFOLD_DAY").map_or_else(|_| today(), |day| day.parse().expect("a number of days"));
-    let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_STEPS);
-    let visits = VISIT_STEPS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
+    let is_chosen = |number: usize| is_complete || (number as u64 + day).is_multiple_of(DAYS_FOR_ALL_VISIT_POINTS);
+    let visits = VISIT_POINTS.iter().enumerate().filter(|(number, _)| is_chosen(*number)).map(|(_, step)| *step);
     FIRST_UNDO_STEPS.into_iter().chain(visits).chain(LAST_UNDO_STEPS).collect()
 }
 
@@ -191,7 +168,7 @@ fn assert_as_before(scenes: &Scenes, name: &str, before: &str) {
 }
 
 pub fn check_pinned_memory(scenes: &Scenes) {
-    let pinned = "it is pinned, or the node has no free memory";
+    let pinned = "it is pinned";
     let kept = |name: &str| scenes.json(name)["machines"][0]["kept_pages"][pinned].clone();
     assert_eq!(outcome(scenes, "pinned"), (3, "partial".into()));
     assert_eq!(kept("pinned"), 40);
@@ -273,6 +250,43 @@ pub fn check_incomplete_nodes(scenes: &Scenes) {
     assert_eq!(scenes.json("edge")["machines"], json!([]));
     let after = state(scenes, "edge");
     assert!(State { cpus: before.cpus.clone(), ..after.clone() }.is_as(&before) && after.cpus == "6", "{after:?}");
+}
+
+/// A placement while NUMA balancing is on, which moves memory of another process at the same time.
+pub fn check_balancing(scenes: &Scenes) {
+    assert_eq!(outcome(scenes, "beside"), (0, "done".into()), "{}", scenes.json("beside"));
+    let placed = state(scenes, "beside");
+    assert!(placed.cpus == "2-3" && placed.own_pages(0) <= MAX_TOUCHED_PAGES, "{placed:?}");
+    // The smaller mapping has no policy: the kernel samples it.
+    assert_eq!(placed.policies, "default,prefer:1");
+    for (name, node) in [("beside-before", 0), ("beside", 1)] {
+        let mut found = page_nodes(scenes, name);
+        found.sort_by_key(Vec::len);
+        assert_eq!(found, [vec![node; 2000], vec![node; 9000]], "{name}");
+    }
+    // It is on: it has moved the memory of the process that is not placed.
+    let (before, pulled) = (state(scenes, "stray-before"), state(scenes, "stray"));
+    assert!(before.own_pages(0) >= 2000 && pulled.own_pages(1) >= 1000, "{before:?} {pulled:?}");
+    let verified = scenes.json("beside-verify");
+    assert_eq!(scenes.exit("beside-verify"), 0, "{verified}");
+    let machines = verified["machines"].as_array().unwrap();
+    let running: Vec<&Value> = machines.iter().filter(|machine| machine["state"] != "ended").collect();
+    assert!(running.len() == 1 && running[0]["state"] == "as_planned", "{verified}");
+    assert_eq!((&verified["numa_balancing"], &verified["balancing_advice"]), (&true.into(), &"keep".into()));
+    let counter = |name: &str| verified["counters"][name].as_u64().unwrap_or_else(|| panic!("{name}: {verified}"));
+    assert!(counter("numa_hint_faults") >= 1000 && counter("numa_pages_migrated") >= 1000, "{verified}");
+    let share = verified["local_hint_fault_share"].as_f64().unwrap();
+    let counted = counter("numa_hint_faults_local") as f64 / counter("numa_hint_faults") as f64;
+    assert!((share - counted).abs() < 1e-9, "{verified}");
+    // The kernel may have moved pages before Pagefold did, which stay.
+    let report = &scenes.json("beside")["machines"][0];
+    let pages = |name: &str| report[name].as_u64().unwrap();
+    let moved_by_kernel = pages("planned_pages").saturating_sub(pages("moved_pages"));
+    assert_eq!(scenes.exit("beside-undo"), 0);
+    let (before, undone) = (state(scenes, "beside-before"), state(scenes, "beside-undone"));
+    assert!(undone.cpus == before.cpus && undone.policies == before.policies, "{before:?} {undone:?}");
+    let staying = before.own_pages(0).saturating_sub(undone.own_pages(0));
+    assert!(staying <= moved_by_kernel + MAX_TOUCHED_PAGES, "{moved_by_kernel}: {before:?} {undone:?}");
 }
 
 pub fn check_killed_undo(scenes: &Scenes) {

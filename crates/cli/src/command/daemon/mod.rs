@@ -6,6 +6,7 @@ mod http;
 mod notify;
 mod placement;
 mod replay;
+pub mod scenario_end;
 mod status;
 mod vm_cpus;
 
@@ -29,6 +30,7 @@ use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_vcpu::monitor::MachineMonitor;
 use placement::{PlacementThread, SharedPlacement};
+use scenario_end::ScenarioEnd;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use status::ProcessScope;
@@ -49,6 +51,9 @@ Examples:
   pagefold status                        show its state, savings and costs
   pagefold top                           the same, updated live
   pagefold pause                         restore KSM's settings; `pagefold resume` continues
+  pagefold --host sim:SCENARIO daemon --mode act
+                                         run on a simulated host until its scenario is over,
+                                         in virtual time and without root
   pagefold --host recording:DIR daemon   show what it would do on a recorded host: a recording
                                          runs until stopped, a trace (`record --interval`) at once
 
@@ -202,15 +207,11 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     {
         log_line(&warning);
     }
-    let end = host_selection::simulated_duration(global)?.map(|duration| host.now() + duration);
-    let end_sender = sender.clone();
-    let mut has_ended = false;
+    let mut end = host_selection::simulated_duration(global)?
+        .map(|duration| ScenarioEnd::new(host, duration, sender.clone(), options.unmerge_on_exit));
     let mut on_alive = |state: &DaemonState| {
-        if !has_ended && end.is_some_and(|end| host.now() >= end) {
-            has_ended = true;
-            log_line("the scenario is over");
-            // The main loop may be ending already.
-            let _ = end_sender.send(Message::Event(Event::Stop { unmerge: options.unmerge_on_exit }));
+        if end.as_mut().is_some_and(|end| end.stop_if_over(host)) {
+            log_line(&scenario_end::describe_savings(host));
         }
         notify.notify_alive(&state.status().1);
         if let Some(placement) = &placement {

@@ -175,14 +175,19 @@ mod scheduling {
         let selection = host_selection::process_selection(&options.targets, global)?;
         let found = find_processes(&*host, &selection, global)?;
         let candidates: Vec<Candidate> = found.iter().map(|(_, candidate)| candidate.clone()).collect();
-        let gangs = gangs::form_gangs(&candidates, &rule, &options.weight)?;
+        let mut gangs = gangs::form_gangs(&candidates, &rule, &options.weight)?;
         let processes = gangs.iter().filter_map(|gang| found.iter().find(|(id, _)| id.pid == gang.pid));
         let processes: Vec<ProcessId> = processes.map(|(id, _)| *id).collect();
+        let settings = read_settings(&*host, options)?;
+        for (process, gang) in processes.iter().zip(&mut gangs) {
+            let Ok(handle) = hold(&*host, *process) else { continue };
+            gang.home_node = members::read_home_node(&*handle, gang.vcpus.len(), &settings.node_cpus);
+        }
         if let Some(command) = &options.metric {
             read_counter(command).context("the scheduler cannot be compared with the kernel's own")?;
         }
         let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
-        let program = Program::load(&settings(&*host, options)?, &gangs)?;
+        let program = Program::load(&settings, &gangs)?;
         let mut scheduling = Scheduling {
             host: &*host,
             program,
@@ -253,7 +258,7 @@ mod scheduling {
         Ok(found)
     }
 
-    fn settings(host: &dyn Host, options: &GangArguments) -> anyhow::Result<ProgramSettings> {
+    fn read_settings(host: &dyn Host, options: &GangArguments) -> anyhow::Result<ProgramSettings> {
         let possible = host.read("sys/devices/system/cpu/possible").context("cannot read the possible CPUs")?;
         let possible: pagefold_base::IdSet = String::from_utf8_lossy(&possible)
             .trim()
@@ -263,6 +268,7 @@ mod scheduling {
         Ok(ProgramSettings {
             policy: options.policy.into(),
             cpus,
+            node_cpus: members::read_node_cpus(host),
             ordinary_percent: options.ordinary_share,
             fills_gaps: !options.no_gap_filling,
             slot: options.slot,
@@ -485,6 +491,7 @@ mod scheduling {
                 name: gang.name.clone(),
                 vcpus: u32::try_from(gang.vcpus.len()).unwrap_or(u32::MAX),
                 weight: gang.weight,
+                home_node: gang.home_node,
                 cpu_ms: milliseconds(counted.cpu_time),
                 slots: counted.slots,
                 yields: counted.yields,

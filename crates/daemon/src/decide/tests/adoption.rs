@@ -10,7 +10,7 @@ fn scope_of(process: ProcessId) -> SharingScope {
 
 impl SimulatedHost {
     /// The daemon ends or is killed, and another one starts. An unfinished merge is undone.
-    fn restart(&mut self, rules: DaemonRules) {
+    pub(super) fn restart(&mut self, rules: DaemonRules) {
         if let Some((_, Event::MergeDone(summary))) = self.pending_answer.take() {
             self.enrolled.retain(|process| !summary.enrolled.contains(process));
         }

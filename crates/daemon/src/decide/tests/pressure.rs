@@ -64,7 +64,11 @@ fn process_in_short_cgroup_is_merged_during_a_pause() {
         host.run(2);
         let last_census = host.trace.iter().rev().find(|(_, effect)| is_census(effect));
         assert!(host.count_effects(is_census) > before, "{paused_status:?}");
-        assert_eq!(last_census.map(|(_, effect)| effect), Some(&Effect::Census(vec![id(1)])), "and no other process");
+        assert_eq!(
+            last_census.map(|(_, effect)| effect),
+            Some(&Effect::Census([(id(1), vec![ScanPart::WHOLE])].into())),
+            "and no other process"
+        );
         host.run(1);
         if wait_share > 0.0 {
             assert_eq!(host.state.status(), paused_status, "all other processes stay paused");
@@ -85,7 +89,7 @@ fn process_in_short_cgroup_is_scanned_first() {
         set_cgroup_pressure(&mut host, 7, is_short);
         host.run(2);
         let census = host.trace.into_iter().find(|(_, effect)| is_census(effect)).map(|(_, effect)| effect);
-        matches!(census, Some(Effect::Census(processes)) if processes.len() == 2 && processes.contains(&id(7)))
+        matches!(census, Some(Effect::Census(parts)) if parts.len() == 2 && parts.contains_key(&id(7)))
     };
     assert_eq!([false, true].map(first), [false, true]);
 }

@@ -178,9 +178,9 @@ proptest! {
             for (_, effect) in &host.trace[from..] {
                 match effect {
                     Effect::AcquireHost | Effect::Sweep | Effect::Merge { .. } => prop_assert_eq!(mode, DaemonMode::Act),
-                    Effect::Census(processes) => {
+                    Effect::Census(parts) => {
                         prop_assert!(mode != DaemonMode::Observe);
-                        prop_assert!(processes.iter().all(|process| !unenrolled.contains(process)));
+                        prop_assert!(parts.keys().all(|process| !unenrolled.contains(process)));
                     }
                     Effect::CheckMerged { unenroll } => prop_assert!(!unenroll || host.pressure < 10.0),
                     _ => {}

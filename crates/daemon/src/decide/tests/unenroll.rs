@@ -20,7 +20,7 @@ fn unenroll_scopes(host: &SimulatedHost, process: ProcessId) -> Vec<UnenrollScop
 }
 
 fn count_censuses_with(host: &SimulatedHost, process: ProcessId) -> usize {
-    host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&process)))
+    host.count_effects(|effect| matches!(effect, Effect::Census(parts) if parts.contains_key(&process)))
 }
 
 /// A host on which these processes are merged.
@@ -244,7 +244,7 @@ fn domain_change_does_not_halt_tasks_on_other_processes() {
         let mut host = host_with_merged(&[2]);
         [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
         let is_running = |host: &SimulatedHost| match &host.state.task {
-            Some(DaemonTask::Census(_, processes)) => !in_merge && processes.len() == 2,
+            Some(DaemonTask::Census(CensusTask { processes, .. })) => !in_merge && processes.len() == 2,
             Some(DaemonTask::Merge(processes)) => in_merge && processes.len() == 2,
             _ => false,
         };
@@ -304,7 +304,7 @@ fn domain_change_halts_the_running_task() {
             [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
             // Wait until a task is running that plans or merges both processes.
             let is_running = |host: &SimulatedHost| match &host.state.task {
-                Some(DaemonTask::Census(due, _)) => !in_merge && due.len() == 2,
+                Some(DaemonTask::Census(CensusTask { due, .. })) => !in_merge && due.len() == 2,
                 Some(DaemonTask::Merge(processes)) => in_merge && processes.len() == 2,
                 _ => false,
             };

@@ -193,14 +193,17 @@ fn repeated_unenroll_needs_memory() {
     };
     worker.merge_monitor.set_max_pressure(MAX_PRESSURE_PERCENT);
     let unknown = "the memory available for copies is unknown";
-    for (percent, merged, free, why) in [
-        ("10.00", 64, 5_000_000, "memory is short"),
-        ("0.00", -1, 5_000_000, unknown),
-        ("0.00", 64, 0, "there is no memory for copies"),
+    host.put_file(&format!("proc/{PID}/ksm_merging_pages"), "64\n");
+    for (percent, free, why) in [
+        ("10.00", Some(5_000_000), "memory is short"),
+        ("0.00", None, unknown),
+        ("0.00", Some(0), "there is no memory for copies"),
     ] {
         waited(percent);
-        host.put_file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{merged}\n"));
-        host.set_free_kib(free);
+        match free {
+            Some(kib) => host.set_free_kib(kib),
+            None => host.put_file("proc/meminfo", ""),
+        }
         let missed = worker.merge_monitor.repeat_temporary_unenroll(worker.session.as_mut().unwrap()).unwrap();
         assert_eq!(missed.iter().map(|missed| missed.why.as_str()).collect::<Vec<_>>(), [why]);
         assert!(host.regions(Pid(PID)).unwrap().contains(&(RANGE, MERGED_PAGE_NAME, true)));
@@ -264,10 +267,18 @@ fn operator_unenroll_is_no_cow_break() {
     assert_eq!(plan_at(&mut worker, Duration::ZERO).targets.len(), 1, "it may be enrolled again at once");
 }
 
+#[test]
+fn census_takes_the_threads_that_the_rate_pays_for() {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    assert_eq!([0.0, 0.1, 1.9, f64::INFINITY].map(census_threads), [1, 1, 1, cpus]);
+    assert_eq!(census_threads(2.0), cpus.min(2));
+}
+
 /// A PID may be reused between the decision for a census and the census.
 #[test]
 fn process_with_reused_pid_is_excluded() {
-    let excluded = exclusion_reason(&[process()], &DaemonSettings::default());
+    let parts = [(process(), vec![ScanPart::WHOLE])].into();
+    let excluded = exclusion_reason(&parts, &DaemonSettings::default());
     let with_start_time = |start_time| Process::absent(ProcessId { start_time, ..process() }, &Absent::Denied);
     assert_eq!(excluded(&with_start_time(1)), None);
     assert!(excluded(&with_start_time(2)).is_some());

@@ -53,7 +53,7 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vhost-worker-node",
-            source: "/proc/PID/task/TID/status, /proc/PID/task/TID/stat, /proc/PID/numa_maps",
+            source: "/proc/PID/task/TID/status, /proc/PID/task/TID/stat, /proc/PID/numa_maps, /proc/PID/ksm_stat",
             why: "A vhost worker copies packets between guest RAM and the host's. On another node than its machine, \
                   each packet crosses the link between nodes.",
             needs_ksm: false,
@@ -76,7 +76,7 @@ pub(super) const RULES: &[SettingRule] = &[
         rule: RuleInfo {
             id: "device-node",
             source: "/sys/bus/pci/devices/*/class, /sys/bus/pci/devices/*/numa_node, /proc/PID/task/TID/status, \
-                     /proc/PID/numa_maps",
+                     /proc/PID/numa_maps, /proc/PID/ksm_stat",
             why: "A device that is passed through writes to guest RAM. If it is attached to another node, all of its \
                   data crosses the link between nodes.",
             needs_ksm: false,
@@ -182,7 +182,7 @@ fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<MachineNodes,
     let is_bound = bound.is_some();
     let own = match bound {
         Some(bound) => bound,
-        None => vm.require_node_memory()?.nodes(),
+        None => vm.require_node_memory(facts)?.nodes()?,
     };
     let cpus = nodes.iter().filter(|(node, _)| own.contains(**node)).flat_map(|(_, cpus)| cpus.iter()).collect();
     Ok(Ok(MachineNodes { nodes: own, cpus, is_bound }))

@@ -1,7 +1,7 @@
 //! What the rules about settings read of a host: files of sysfs and procfs as text, each with its mode, and the
 //! virtual machines.
 
-use crate::decide::{MissingReading, require};
+use crate::decide::{HostFacts, MissingReading, require};
 use pagefold_base::guest::{GuestSystem, GuestVcpus};
 use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorBackend};
 use pagefold_base::identity::thread_role::ThreadRole;
@@ -10,7 +10,7 @@ use pagefold_base::identity::vm_definition::VmDefinition;
 use pagefold_base::libvirt::LibvirtDefinition;
 use pagefold_base::memory::MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
 use pagefold_base::reading::{Absent, Reading};
-use pagefold_base::units::{Pid, ProcessId};
+use pagefold_base::units::{Pages, Pid, ProcessId};
 use pagefold_base::{Bytes, IdSet};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -52,6 +52,10 @@ pub struct VmFacts {
     pub threads: Reading<Vec<VmThread>>,
     /// Its memory on each node that has some; `None` on a host with one node, and for a domain that does not run.
     pub node_memory: Option<Reading<BTreeMap<u32, Bytes>>>,
+    /// Its pages that KSM has merged (`ksm_merging_pages`).
+    pub merged_pages: Reading<u64>,
+    /// Its iothreads that run for a minute at least, with the CPUs that each took on average since its start.
+    pub iothread_loads: Reading<Vec<(ThreadRole, f64)>>,
     /// How its cgroup limits its CPU time, by the cgroup that limits it most; `None` if no cgroup has a limit.
     pub throttling: Reading<Option<CpuThrottling>>,
     /// libvirt's persistent definition, with which it starts the next time; `None` if libvirt has none.
@@ -63,37 +67,62 @@ pub struct VmFacts {
 }
 
 /// The memory of a machine on each node that has some.
+///
+/// Merged pages do not count for where a machine is: NUMA balancing skips them (mm/mprotect.c, `change_pte_range`), and
+/// moving one moves it for all machines that share it. `numa_maps` counts them with the other pages of each node, so only
+/// bounds are known: all of them, or none, may be on other nodes.
 #[derive(Clone, Copy)]
-pub(super) struct MemoryByNode<'a>(pub(super) &'a BTreeMap<u32, Bytes>);
+pub(super) struct MemoryByNode<'a> {
+    by_node: &'a BTreeMap<u32, Bytes>,
+    /// The most that can be merged.
+    merged: Bytes,
+}
 
 impl MemoryByNode<'_> {
-    fn total(self) -> u64 {
-        self.0.values().fold(0, |sum, bytes| sum.saturating_add(bytes.0))
+    /// Whether all but a negligible part of the memory that is not merged is on these nodes. `None` if that depends on
+    /// the nodes of merged pages.
+    pub(super) fn is_on(self, nodes: &IdSet) -> Option<bool> {
+        let sum = |sum: u64, bytes: &Bytes| sum.saturating_add(bytes.0);
+        let total = self.by_node.values().fold(0, sum);
+        let remote = self.by_node.iter().filter(|(node, _)| !nodes.contains(**node)).map(|(_, bytes)| bytes);
+        let remote = remote.fold(0, sum);
+        let limit = total.saturating_sub(self.merged.0) as f64 * MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
+        if remote as f64 <= limit {
+            Some(true)
+        } else if remote.saturating_sub(self.merged.0) as f64 > limit {
+            Some(false)
+        } else {
+            None
+        }
     }
 
-    /// Whether all but a negligible part is on these nodes.
-    pub(super) fn is_on(self, nodes: &IdSet) -> bool {
-        let remote = self.0.iter().filter(|(node, _)| !nodes.contains(**node));
-        let remote = remote.fold(0u64, |sum, (_, bytes)| sum.saturating_add(bytes.0));
-        remote as f64 <= self.total() as f64 * MAX_REMOTE_SHARE_OF_PLACED_MACHINE
-    }
-
-    /// The nodes that have all but a negligible part: those with the most memory, as few as suffice.
-    pub(super) fn nodes(self) -> IdSet {
-        let mut by_size: Vec<(&u32, &Bytes)> = self.0.iter().collect();
+    /// The nodes that have all but a negligible part of what is not merged: those with the most memory, as few as
+    /// suffice.
+    pub(super) fn nodes(self) -> Result<IdSet, MissingReading> {
+        let mut by_size: Vec<(&u32, &Bytes)> = self.by_node.iter().collect();
         by_size.sort_by_key(|(node, bytes)| (std::cmp::Reverse(bytes.0), **node));
         let largest = |count: usize| by_size[..count].iter().map(|(node, _)| **node).collect::<IdSet>();
-        (0..=by_size.len()).map(largest).find(|nodes| self.is_on(nodes)).unwrap_or_default()
+        let candidates = (0..=by_size.len()).map(largest).map(|nodes| (self.is_on(&nodes), nodes));
+        match candidates.into_iter().find(|(is_on, _)| *is_on != Some(false)) {
+            Some((None, _)) => Err(MissingReading {
+                reading_name: format!("the nodes of merged pages ({self})"),
+                absent: Absent::NotAsked(
+                    "/proc/PID/numa_maps does not tell merged pages from others; `pagefold numa map` does".to_owned(),
+                ),
+            }),
+            Some((_, nodes)) => Ok(nodes),
+            None => Ok(IdSet::default()),
+        }
     }
 }
 
-/// As `node 0: 20.4 MiB, node 3: 21.6 MiB`.
+/// As `node 0: 20.4 MiB, node 3: 21.6 MiB, of which up to 3.20 MiB is merged`.
 impl fmt::Display for MemoryByNode<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (position, (node, bytes)) in self.0.iter().enumerate() {
+        for (position, (node, bytes)) in self.by_node.iter().enumerate() {
             write!(f, "{}node {node}: {bytes}", if position > 0 { ", " } else { "" })?;
         }
-        Ok(())
+        if self.merged.0 > 0 { write!(f, ", of which up to {} is merged", self.merged) } else { Ok(()) }
     }
 }
 
@@ -212,12 +241,30 @@ impl VmFacts {
 
 impl VmFacts {
     /// Its memory on each node, on a host with several nodes.
-    pub(super) fn require_node_memory(&self) -> Result<MemoryByNode<'_>, MissingReading> {
+    pub(super) fn require_node_memory(&self, facts: &HostFacts) -> Result<MemoryByNode<'_>, MissingReading> {
         let reading_name = format!("/proc/{}/numa_maps", self.process.pid);
         match &self.node_memory {
-            Some(memory) => require(&reading_name, memory).map(MemoryByNode),
+            Some(memory) => {
+                Ok(MemoryByNode { by_node: require(&reading_name, memory)?, merged: self.max_merged(facts)? })
+            }
             None => Err(MissingReading { reading_name, absent: Absent::NotOnThisKernel }),
         }
+    }
+
+    /// The most of its memory that can be merged: on a kernel that does not tell it for each process (before 5.19), what is
+    /// merged on the host.
+    fn max_merged(&self, facts: &HostFacts) -> Result<Bytes, MissingReading> {
+        let pages = match (&self.merged_pages, &facts.ksm) {
+            (Err(Absent::NotOnThisKernel), Err(Absent::NotOnThisKernel)) => 0,
+            (Err(Absent::NotOnThisKernel), ksm) => {
+                let ksm = require("/sys/kernel/mm/ksm", ksm)?;
+                let frames = require("/sys/kernel/mm/ksm/pages_shared", &ksm.pages_shared)?;
+                let further_copies = require("/sys/kernel/mm/ksm/pages_sharing", &ksm.pages_sharing)?;
+                frames.saturating_add(*further_copies)
+            }
+            (pages, _) => *require(&format!("ksm_merging_pages of process {}", self.process.pid), pages)?,
+        };
+        Ok(facts.page_size.bytes_of(Pages(pages)))
     }
 
     /// The memory backends that the monitor lists.

@@ -356,7 +356,15 @@ fn judge_nx_huge_pages(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult
             change(rule.warn("KVM splits huge pages of guests without need", value), "N")
         }
         (false, true) if vulnerability.contains("Vulnerable") => {
-            change(rule.fail("a guest can stop this host: the CPU needs nx_huge_pages", value), "Y")
+            let finding = rule.fail("a guest can stop this host: the CPU needs nx_huge_pages", value);
+            // Once `never` is set, the kernel refuses every other value until kvm is loaded again.
+            if text == "never" {
+                return Ok(finding.remedy([
+                    "# remove nx_huge_pages=never from /etc/modprobe.d and kvm.nx_huge_pages=never from the kernel's command",
+                    "# line; it is in force until kvm is loaded again without it, which needs all machines to be stopped",
+                ]));
+            }
+            change(finding, "Y")
         }
         _ => Ok(rule.ok("nx_huge_pages suits the CPU", value)),
     }

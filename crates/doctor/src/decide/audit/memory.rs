@@ -12,21 +12,25 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "numa-balancing",
-            source: "/proc/sys/kernel/numa_balancing, /proc/PID/numa_maps, /proc/PID/task/TID/status",
+            source: "/proc/sys/kernel/numa_balancing, /proc/PID/numa_maps, /proc/PID/ksm_stat, \
+                     /proc/PID/task/TID/status",
             why: "NUMA balancing moves memory to the node whose CPUs use it. Guests whose virtual CPUs are bound to \
-                  one node each, with all of their memory there, gain nothing, and still take its page faults.",
+                  one node each, with all of their memory there, gain nothing. They take its page faults only where \
+                  memory has no policy: it skips memory that a policy binds, and merged pages.",
             needs_ksm: false,
             verdicts: Verdict::ALL_BUT_FAIL,
             expected: "1, unless each machine is placed: all its virtual CPUs are bound to a node that has 98 % of \
-                       its memory, or each of its virtual nodes binds memory and virtual CPUs to one node: then 0",
+                       its memory that is not merged, or each of its virtual nodes binds memory and virtual CPUs to one node: then 0",
             details: SettingDetails {
-                benefit: "memory follows guests that are not placed; placed guests take no hinting faults",
+                benefit: "memory follows guests that are not placed; placed guests take no hinting faults in memory \
+                          without a policy",
                 risk: "off, memory of guests that move between nodes stays remote",
                 method: ApplyMethod::Live,
                 undo: "write the value that was there",
                 counter: "numa_pte_updates, numa_hint_faults and numa_pages_migrated in /proc/vmstat",
                 versions: "Linux 3.13 and later",
-                citation: "Documentation/admin-guide/sysctl/kernel.rst (numa_balancing)",
+                citation: "Documentation/admin-guide/sysctl/kernel.rst (numa_balancing); Linux 6.18: kernel/sched/fair.c \
+                           (task_numa_work), mm/mprotect.c (change_pte_range)",
             },
         },
         judge: Judge::Host(judge_balancing),
@@ -154,8 +158,8 @@ pub(super) fn bound_nodes(vm: &VmFacts, nodes: &BTreeMap<u32, IdSet>) -> Result<
 }
 
 /// Off only if each machine is placed. A machine on several nodes is placed only if its virtual nodes are: otherwise its
-/// virtual CPUs may read memory of one another's nodes. Where bindings do not show it, the setting stays as it is, because
-/// `pagefold numa verify`, which reads page tables, may have advised it.
+/// virtual CPUs may read memory of one another's nodes. Where bindings do not show it, or what is on other nodes may be
+/// merged, the setting stays as it is, because `pagefold numa verify`, which reads page tables, may have advised it.
 fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     let settings = &facts.settings;
     let path = "proc/sys/kernel/numa_balancing";
@@ -189,30 +193,32 @@ fn judge_balancing(rule: &'static RuleInfo, facts: &HostFacts) -> RuleResult {
     if unbound > 0 {
         return Ok(rule.ok("NUMA balancing moves memory to the guests that use it", value));
     }
-    let (mut misplaced, mut unbound_memory) = (Vec::new(), Vec::new());
+    let (mut misplaced, mut undecided) = (Vec::new(), Vec::new());
     for (vm, vcpu_nodes) in bound {
-        let (memory, name) = (vm.require_node_memory()?, vm.name.escape_debug());
-        if !memory.is_on(&vcpu_nodes) {
-            misplaced.push(format!("{name} on {vcpu_nodes} with memory on {memory}"));
-        } else if vcpu_nodes.iter().count() > 1 {
-            match has_near_memory(vm, &nodes)? {
+        let (memory, name) = (vm.require_node_memory(facts)?, vm.name.escape_debug());
+        let is_over_several = vcpu_nodes.iter().count() > 1;
+        match memory.is_on(&vcpu_nodes) {
+            Some(false) => misplaced.push(format!("{name} on {vcpu_nodes} with memory on {memory}")),
+            None => undecided.push(format!("{name} on {vcpu_nodes} with memory on {memory}")),
+            Some(true) if is_over_several => match has_near_memory(vm, &nodes)? {
                 Some(true) => {}
                 Some(false) => misplaced.push(format!("{name} on {vcpu_nodes}, with virtual CPUs away from memory")),
-                None => unbound_memory.push(format!("{name} on {vcpu_nodes}")),
-            }
+                None => undecided.push(format!("{name} on {vcpu_nodes}, with virtual nodes that are not bound")),
+            },
+            Some(true) => {}
         }
     }
     match (mode, misplaced.as_slice()) {
-        (_, []) if !unbound_memory.is_empty() => {
-            let title = "virtual nodes are not bound: `pagefold numa verify` tells whether NUMA balancing is of use";
-            if_machines_are_known(rule.ok(title, format!("{value}; {}", shown_names(&unbound_memory))), facts)
+        (_, []) if !undecided.is_empty() => {
+            let title = "only page tables show whether NUMA balancing is of use: `pagefold numa verify` reads them";
+            if_machines_are_known(rule.ok(title, format!("{value}; {}", shown_names(&undecided))), facts)
         }
         (0, []) => {
             if_machines_are_known(rule.ok("all machines are placed on nodes, and NUMA balancing is off", value), facts)
         }
         (_, []) => {
             require_command_lines(facts)?;
-            let title = "all machines are placed on nodes, and NUMA balancing costs faults and moves nothing";
+            let title = "all machines are placed on nodes, and NUMA balancing has nothing to move";
             Ok(with_write(rule.warn(title, value), path, "0"))
         }
         (0, misplaced) => {

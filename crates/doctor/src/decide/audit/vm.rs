@@ -47,8 +47,8 @@ pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
         rule: RuleInfo {
             id: "vm-virtual-nodes",
-            source: "/proc/PID/cmdline, monitor:query-memdev, /proc/PID/numa_maps, /proc/PID/task/TID/status, \
-                     /sys/devices/system/node/node*/cpulist",
+            source: "/proc/PID/cmdline, monitor:query-memdev, /proc/PID/numa_maps, /proc/PID/ksm_stat, \
+                     /proc/PID/task/TID/status, /sys/devices/system/node/node*/cpulist",
             why: "The kernel of a machine that spans nodes of the host does not know which memory is near, unless it \
                   has virtual nodes. Virtual nodes whose memory or virtual CPUs are elsewhere mislead it.",
             needs_ksm: false,
@@ -274,7 +274,7 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
         _ => 1,
     };
     let parts = parts_by_memory.max(vcpus.div_ceil(widest));
-    let memory = vm.node_memory.is_some().then(|| vm.require_node_memory());
+    let memory = vm.node_memory.is_some().then(|| vm.require_node_memory(facts));
     if parts <= 1 && virtual_nodes.len() < 2 {
         return judge_narrow(rule, vm, memory, facts, value);
     }
@@ -300,7 +300,10 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
     if faults.is_empty() {
         return Ok(rule.ok("each virtual node is bound to nodes of the host", value));
     }
-    if parts <= 1 && memory.transpose()?.is_some_and(|memory| memory.nodes().iter().count() < 2) {
+    if parts <= 1
+        && let Some(memory) = memory
+        && memory?.nodes()?.iter().count() < 2
+    {
         return Ok(rule.ok("the memory of all virtual nodes is on one node of the host", value));
     }
     Ok(rule
@@ -359,7 +362,7 @@ fn judge_narrow(
         );
     }
     let memory = memory?;
-    if memory.nodes().iter().count() > 1 {
+    if memory.nodes()?.iter().count() > 1 {
         return spans("its memory spans nodes, and its kernel does not know", memory.to_string());
     }
     if bound.is_empty() && !vcpus.is_empty() {

@@ -446,6 +446,17 @@ fn permanent_change_is_not_undone() {
 }
 
 #[test]
+fn lock_ends_with_its_session_although_a_forked_child_has_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_, lock) = lock_directory(folder.path(), ResourceClass::Settings).unwrap();
+    let file_of_child = lock.0.try_clone().unwrap();
+    assert!(matches!(lock_directory(folder.path(), ResourceClass::Settings), Err(Error::Busy { .. })));
+    drop(lock);
+    assert!(lock_directory(folder.path(), ResourceClass::Settings).is_ok());
+    drop(file_of_child);
+}
+
+#[test]
 fn second_session_error_names_the_holder() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let session = begin_clean_session(&host, directory.path());

@@ -65,6 +65,7 @@ fn census_with_ranges(ranges: &[(usize, AddressRange)], arguments: &[&[&str]]) -
         process: process(i as u32 + 1, arguments),
         domain: TrustDomain::Host,
         is_foreign: false,
+        scanned_ranges: Vec::new(),
         counts: PageCounts::default(),
         regions: vec![RegionCensus { region: region.clone(), ineligible: None, counts: PageCounts::default() }],
     });

@@ -107,6 +107,7 @@ impl KsmModel {
 
     /// Map something else, with the accounting for what was mapped (`ksm_might_unmap_zero_page`).
     pub(super) fn replace_entries(&mut self, process: SimulatedProcessId, page: u64, entries: EntryRun) {
+        let mut freed = Vec::new();
         for (start, run) in self.memory.runs(process, page..page + entries.pages) {
             match run.entry() {
                 PageEntry::KsmZeroPage if self.rules.tracks_zero_pages => {
@@ -120,12 +121,18 @@ impl KsmModel {
                             self.unmapped.insert((frame, PageKey::new(process, start + offset)));
                         }
                         self.memory.drop_mapping(frame);
+                        freed.extend(self.memory.is_stale(frame).then_some(frame));
                     }
                 }
                 _ => {}
             }
         }
         self.memory.set_run(process, page, entries);
+        if !self.is_exact {
+            let max = self.settings.max_page_sharing;
+            freed.iter().for_each(|&node| self.stable.remove(&mut self.memory, node, max, &mut self.tally));
+            self.unlink_pages_of(&freed);
+        }
     }
 
     /// Drop the pages of a range.

@@ -33,7 +33,9 @@ impl KsmModel {
                     PageEntry::Private(_) => totals.private += run.pages,
                     PageEntry::HugePart(_) => totals.huge += run.pages,
                     PageEntry::Frame(_) => totals.numbered += run.pages,
-                    PageEntry::Absent | PageEntry::ZeroPage | PageEntry::KsmZeroPage => {}
+                    PageEntry::ZeroPage => totals.zero += run.pages,
+                    PageEntry::KsmZeroPage => totals.ksm_zero += run.pages,
+                    PageEntry::Absent => {}
                 }
             }
             if totals != process.totals {

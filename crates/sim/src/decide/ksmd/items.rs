@@ -61,6 +61,12 @@ impl ItemRun {
         (self.content, self.content_ascends) = (content, ascends);
     }
 
+    /// Forget the last visit and the age.
+    pub(super) fn forget_history(&mut self) {
+        (self.content, self.content_ascends) = (NO_CONTENT, false);
+        (self.age, self.remaining_skips) = (0, 0);
+    }
+
     pub(super) fn set_link(&mut self, link: Link, ascends: bool) {
         (self.link, self.link_ascends) = (link, ascends && matches!(link, Link::Stable(_)));
     }
@@ -172,6 +178,19 @@ impl ItemRuns {
         let before = self.runs.range(..range.start).next_back();
         let before = before.filter(|&(&start, run)| start + u64::from(run.pages) > range.start);
         before.into_iter().chain(self.runs.range(range)).any(|(_, run)| condition(run))
+    }
+
+    /// The metadata of the pages of a range.
+    pub(super) fn runs_in(&self, range: Range<u64>) -> Vec<(u64, ItemRun)> {
+        let mut runs = Vec::new();
+        let mut page = range.start;
+        while let Some(start) = self.next_page(page).filter(|&start| start < range.end) {
+            let mut run = self.run_from(start).expect("the page has metadata");
+            run.pages = run.pages.min(u32::try_from(range.end - start).unwrap_or(u32::MAX));
+            runs.push((start, run));
+            page = start + u64::from(run.pages);
+        }
+        runs
     }
 
     /// The first page with metadata from a page on.

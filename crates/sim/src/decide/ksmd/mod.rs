@@ -15,13 +15,13 @@ mod visit;
 
 use std::collections::BTreeSet;
 
-use super::advisor::{AdvisorMemory, AdvisorSettings};
 use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
 use super::memory::{Content, FrameId, Memory, PageKey, SimulatedProcessId};
 use super::rules::KsmRules;
 use super::stable_tree::{StableId, StableTree};
 use super::unstable_tree::UnstableTree;
 use items::{ItemRuns, Link};
+use pagefold_merge::decide::policy::advisor::{Advisor, AdvisorContext};
 
 /// What `/sys/kernel/mm/ksm/run` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +52,7 @@ pub struct KsmSettings {
     /// One tree for all NUMA nodes.
     pub merge_across_nodes: bool,
     /// The scan-time advisor, when it is on.
-    pub advisor: Option<AdvisorSettings>,
+    pub advisor: Option<Advisor>,
 }
 
 impl Default for KsmSettings {
@@ -135,11 +135,13 @@ pub struct KsmModel {
     /// Pages that no longer map a merged frame, and that its node may still count.
     unmapped: BTreeSet<(FrameId, PageKey)>,
     visits_runs: bool,
+    is_exact: bool,
     stable: StableTree,
     unstable: Vec<UnstableTree>,
     tally: Tally,
     work: WorkCounts,
-    advisor: AdvisorMemory,
+    /// What the advisor remembers, while it is on.
+    advisor: Option<AdvisorContext>,
     now_ms: u64,
     cpu_ns: u64,
     scan_started_ms: u64,
@@ -159,11 +161,12 @@ impl KsmModel {
             items: Vec::new(),
             unmapped: BTreeSet::new(),
             visits_runs: true,
+            is_exact: true,
             stable: StableTree::default(),
             unstable: Vec::new(),
             tally: Tally::default(),
             work: WorkCounts::default(),
-            advisor: AdvisorMemory::default(),
+            advisor: settings.advisor.map(|rule| rule.start()),
             now_ms: 0,
             cpu_ns: 0,
             scan_started_ms: 0,
@@ -174,6 +177,14 @@ impl KsmModel {
     #[must_use]
     pub fn page_by_page(self) -> Self {
         Self { visits_runs: false, ..self }
+    }
+
+    /// Approximate what ksmd does with pages that change during a scan. A changed page leaves the unstable tree at once
+    /// and leads no search astray, and the stable node of a freed frame is removed at once. So hosts with writers are
+    /// scanned by runs, too, and counters differ a little from the kernel's.
+    #[must_use]
+    pub fn seeing_changes_at_once(self) -> Self {
+        Self { is_exact: false, ..self }
     }
 
     /// The memory.
@@ -242,8 +253,8 @@ impl KsmModel {
             }
         }
         if settings.advisor.is_some() != old.advisor.is_some() {
-            self.advisor = AdvisorMemory::default();
-            let start = settings.advisor.map(|advisor| advisor.min_pages_to_scan);
+            self.advisor = settings.advisor.map(|rule| rule.start());
+            let start = self.advisor.map(|context| context.pages_to_scan);
             settings.pages_to_scan = start.unwrap_or(KsmSettings::default().pages_to_scan);
         }
         self.settings = settings;

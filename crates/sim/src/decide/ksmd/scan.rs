@@ -1,6 +1,7 @@
 //! The scan: which page ksmd visits next, and the metadata of pages.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use super::super::entry_runs::EntryRun;
 use super::super::memory::{Memory, PAGE_LIMIT, PageEntry, PageKey, SimulatedProcessId};
@@ -8,6 +9,7 @@ use super::super::stable_tree::{StableId, StableTree};
 use super::super::unstable_tree::UnstableTree;
 use super::items::{ItemRun, Link};
 use super::{Cursor, KsmModel, RunState, Visit};
+use pagefold_merge::decide::policy::advisor::AdvisorContext;
 
 impl KsmModel {
     /// One batch (`ksm_do_scan`): visits until `pages_to_scan` are done or the scan ends. Returns the number of visits.
@@ -45,7 +47,8 @@ impl KsmModel {
     pub(super) fn unstable_tree(&mut self, number: u8) -> &mut UnstableTree {
         let index = usize::from(number);
         if self.unstable.len() <= index {
-            self.unstable.resize_with(index + 1, UnstableTree::default);
+            let is_index = !self.is_exact;
+            self.unstable.resize_with(index + 1, || UnstableTree::new(is_index));
         }
         &mut self.unstable[index]
     }
@@ -57,6 +60,17 @@ impl KsmModel {
             return;
         }
         let scan = self.scan_number();
+        if !self.is_exact {
+            for (page, item) in self.items[process.0 as usize].runs_in(start..start + pages) {
+                if let Link::Unstable { scan: inserted, tree } = item.link
+                    && inserted == scan
+                {
+                    let content = item.last_content().expect("a page in the tree was visited");
+                    self.unstable_tree(tree).remove(PageKey::new(process, page), item.pages.into(), content);
+                }
+            }
+            return;
+        }
         let is_in_tree =
             |item: &ItemRun| matches!(item.link, Link::Unstable { scan: inserted, .. } if inserted == scan);
         if self.items[process.0 as usize].any_in(start..start + pages, is_in_tree) {
@@ -100,7 +114,9 @@ impl KsmModel {
             let is_shared = matches!(entries.entry(), PageEntry::Frame(frame) if item.link != Link::Stable(frame));
             let is_run = self.visits_runs && !is_shared;
             let pages = if is_run { entries.pages.min(item.pages.into()) } else { 1 };
-            let is_skipped = self.rules.has_smart_scan && self.settings.smart_scan && !is_merged && item.skips();
+            let has_age = !self.rules.stable_tree_forgets_history || !matches!(item.link, Link::Stable(_));
+            let ages = self.rules.has_smart_scan && self.settings.smart_scan && !is_merged && has_age;
+            let is_skipped = ages && item.skips();
             let node = self.memory.node_of(process, page);
             let content = self.memory.content(entries.entry()).expect("a page that ksmd visits is present");
             let mut visit = Visit { process, page, pages, content, ascends: entries.ascends, node };
@@ -197,10 +213,12 @@ impl KsmModel {
 
     fn end_scan(&mut self) {
         self.tally.full_scans += 1;
-        if let Some(settings) = self.settings.advisor.filter(|_| self.rules.has_advisor) {
-            let scan_ms = self.now_ms - self.scan_started_ms;
-            self.settings.pages_to_scan =
-                self.advisor.pages_to_scan(&settings, self.settings.pages_to_scan, scan_ms, self.cpu_ns);
+        if let (Some(rule), Some(context), true) = (self.settings.advisor, self.advisor, self.rules.has_advisor) {
+            let context = AdvisorContext { pages_to_scan: self.settings.pages_to_scan, ..context };
+            let scan_time = Duration::from_millis(self.now_ms - self.scan_started_ms);
+            let context = context.step(&rule, scan_time, Duration::from_nanos(self.cpu_ns));
+            self.settings.pages_to_scan = context.pages_to_scan;
+            self.advisor = Some(context);
         }
     }
 

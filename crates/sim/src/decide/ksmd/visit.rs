@@ -3,7 +3,8 @@
 
 use super::super::entry_runs::EntryRun;
 use super::super::memory::{
-    Content, Frame, FrameId, Memory, PAGES_IN_HUGE_PAGE, PageEntry, PageKey, SimulatedProcessId, ZERO_CONTENT,
+    Content, Frame, FrameId, Memory, PAGES_IN_HUGE_PAGE, PackedEntry, PageEntry, PageKey, SimulatedProcessId,
+    ZERO_CONTENT,
 };
 use super::super::stable_tree::{StableId, StableTree, TreeSettings, Walk};
 use super::super::unstable_tree::Search;
@@ -93,12 +94,23 @@ impl KsmModel {
         }
         self.work.splits += 1;
         let start = page - page % PAGES_IN_HUGE_PAGE;
-        self.disturb_scan(process, start, PAGES_IN_HUGE_PAGE);
-        for part in start..start + PAGES_IN_HUGE_PAGE {
-            if let PageEntry::HugePart(content) = self.memory.entry(process, part) {
-                let maps_zero = content == ZERO_CONTENT && self.rules.split_maps_zero_pages;
-                let entry = if maps_zero { PageEntry::ZeroPage } else { PageEntry::Private(content) };
-                self.memory.set_entry(process, part, entry);
+        for (page, run) in self.memory.runs(process, start..start + PAGES_IN_HUGE_PAGE) {
+            let PageEntry::HugePart(content) = run.entry() else { continue };
+            let zeros = match (content, run.ascends) {
+                (ZERO_CONTENT, false) => run.pages,
+                (ZERO_CONTENT, true) => 1,
+                _ => 0,
+            };
+            self.memory.set_run(
+                process,
+                page,
+                EntryRun { first: PackedEntry::pack(PageEntry::Private(content)), ..run },
+            );
+            if zeros > 0 && self.rules.split_maps_zero_pages {
+                self.disturb_scan(process, page, zeros);
+                self.work.zero_pages_of_splits += zeros;
+                let zero_page = EntryRun { pages: zeros, ..EntryRun::single(PageEntry::ZeroPage) };
+                self.memory.set_run(process, page, zero_page);
             }
         }
     }
@@ -178,7 +190,13 @@ impl KsmModel {
             self.stable.append(visit.frame(target, page), self.settings.max_page_sharing, &mut self.tally);
         }
         let link = |start: u64| Link::Stable(visit.frame(target, start - visit.page));
-        self.update_items(visit, |start, item| item.set_link(link(start), visit.ascends));
+        let forgets = self.rules.stable_tree_forgets_history;
+        self.update_items(visit, |start, item| {
+            item.set_link(link(start), visit.ascends);
+            if forgets {
+                item.forget_history();
+            }
+        });
         self.memory.process_mut(visit.process).merging_pages += visit.pages.cast_signed();
     }
 
@@ -187,6 +205,9 @@ impl KsmModel {
     fn search_or_insert_unstable(&mut self, visit: &Visit) -> Option<PageKey> {
         let tree = self.tree_number(visit.node);
         let is_mapped = self.is_mapped(visit);
+        if !is_mapped && !self.is_exact {
+            return None;
+        }
         let unstable = self.unstable_tree(tree);
         if !is_mapped {
             // A split took the page away after its checksum was computed, and it is inserted nevertheless.

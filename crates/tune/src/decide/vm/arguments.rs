@@ -404,15 +404,21 @@ impl CommandLine {
 
     fn add_io_threads(&mut self, disk: &str, count: u32) -> Result<(), String> {
         let (position, mut device) = self.find_disk_device(disk)?;
-        if device.value("iothread").is_some() || device.value("iothread-vq-mapping").is_some() {
+        let present = device.value("iothread");
+        if device.value("iothread-vq-mapping").is_some() || present.is_some() && count < 2 {
             return Err(format!("{disk} has iothreads already"));
         }
-        let names: Vec<String> = (0..count.max(1)).map(|number| format!("{disk}-io{number}")).collect();
-        if let [name] = &names[..] {
+        let added = count.max(1) - u32::from(present.is_some());
+        let is_known = |name: &String| present.as_ref() == Some(name);
+        let free_names = (0..).map(|number: u32| format!("{disk}-io{number}")).filter(|name| !is_known(name));
+        let names: Vec<String> = free_names.take(added as usize).collect();
+        if let (None, [name]) = (&present, &names[..]) {
             device.set("iothread", name.as_str().into());
-        } else if let OptionValue::Json(_) = device {
-            let mapping: Vec<Value> = names.iter().map(|name| json!({"iothread": name})).collect();
-            device.set("iothread-vq-mapping", mapping.into());
+        } else if let OptionValue::Json(properties) = &mut device {
+            let all = present.iter().chain(&names);
+            let mapping: Vec<Value> = all.map(|name| json!({"iothread": name})).collect();
+            properties.remove("iothread");
+            properties.insert("iothread-vq-mapping".to_owned(), mapping.into());
         } else {
             return Err(format!(
                 "several iothreads need the device in JSON form (-device '{{\"driver\": ...}}'): convert {disk} by hand, \

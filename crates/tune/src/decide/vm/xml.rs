@@ -394,23 +394,37 @@ fn add_io_threads(xml: &str, disk: &str, count: u32) -> Result<String, String> {
     if present == count.max(1) as usize {
         return Ok(xml.to_owned());
     }
-    if present > 0 {
+    let single = child(node, "driver").and_then(|driver| driver.attribute_node("iothread"));
+    if present > 0 && (single.is_none() || count < 2) {
         return Err(format!("{disk} has {present} iothreads already: change them by hand"));
     }
     let existing = find_path(&document, &["iothreads"]).and_then(|node| node.text()?.trim().parse::<u32>().ok());
-    let (first, count) = (existing.unwrap_or(0) + 1, count.max(1));
+    let (first, added) = (existing.unwrap_or(0) + 1, count.max(1) - present as u32);
     let text = match find_path(&document, &["iothreads"]) {
-        Some(node) => replace(xml, node.range(), &format!("<iothreads>{}</iothreads>", first - 1 + count)),
-        None => append_child(xml, document.root_element(), &format!("<iothreads>{count}</iothreads>")),
+        Some(node) => replace(xml, node.range(), &format!("<iothreads>{}</iothreads>", first - 1 + added)),
+        None => append_child(xml, document.root_element(), &format!("<iothreads>{added}</iothreads>")),
     };
-    if count == 1 {
-        return set_disk_driver(&text, disk, &[("iothread", &first.to_string())]);
+    let new_ids = (first..first + added).map(|id| id.to_string());
+    let ids: Vec<String> = single.iter().map(|single| single.value().to_owned()).chain(new_ids).collect();
+    if let [id] = &ids[..] {
+        return set_disk_driver(&text, disk, &[("iothread", id)]);
     }
-    let text = set_disk_driver(&text, disk, &[("queues", &count.to_string())])?;
+    // The disk has a queue for each virtual CPU (QEMU), and libvirt spreads them over the iothreads.
+    let text = remove_disk_iothread(&set_disk_driver(&text, disk, &[("name", "qemu")])?, disk)?;
     let document = parse(&text)?;
     let driver = child(find_disk(&document, disk)?, "driver").ok_or("the definition changed while it was edited")?;
-    let threads: String = (first..first + count).map(|id| format!("<iothread id='{id}'/>")).collect();
+    let threads: String = ids.iter().map(|id| format!("<iothread id='{id}'/>")).collect();
     Ok(append_child(&text, driver, &format!("<iothreads>{threads}</iothreads>")))
+}
+
+/// Removes the attribute that names the single iothread of a disk.
+fn remove_disk_iothread(xml: &str, disk: &str) -> Result<String, String> {
+    let document = parse(xml)?;
+    let single = child(find_disk(&document, disk)?, "driver").and_then(|driver| driver.attribute_node("iothread"));
+    let Some(range) = single.map(|single| single.range()) else { return Ok(xml.to_owned()) };
+    // Attributes are separated by blanks.
+    let start = xml[..range.start].trim_end().len();
+    Ok(replace(xml, start..range.end, ""))
 }
 
 /// The interface of a name: its alias, its device on the host, or `hostnetN` for the interface at that position.

@@ -240,6 +240,53 @@ fn balancing_depends_on_whether_machines_are_placed() {
 }
 
 #[test]
+fn balancing_is_not_asked_to_move_memory_that_may_be_merged() {
+    // 1000 MiB, of which 200 MiB are merged: what is not merged is placed if at most 16 MiB of it are remote.
+    const MERGED_PAGES: u64 = 51_200;
+    let judge = |mode, remote: u64, merged_pages: Reading<u64>| {
+        let machine = vm(500, "qemu-system-x86_64", &["0-3", "0"]);
+        let node_memory = memory_on(&[(0, 1000 - remote), (1, remote)]);
+        let facts = host_with(&[(BALANCING, mode)], vec![VmFacts { node_memory, merged_pages, ..machine }]);
+        finding(&facts, "numa-balancing")
+    };
+    let verdicts = |remote| ["1", "0"].map(|mode| judge(mode, remote, Ok(MERGED_PAGES)).verdict);
+    assert_eq!(verdicts(16), [Warn, Fine], "placed wherever the merged pages are");
+    assert_eq!(verdicts(216), [Fine, Fine]);
+    assert_eq!(verdicts(217), [Fine, Warn], "remote memory wherever the merged pages are");
+    let undecided = judge("0", 17, Ok(MERGED_PAGES));
+    assert!(undecided.verdict == Fine && undecided.changes.is_empty(), "{undecided:?}");
+    assert!(undecided.title.contains("pagefold numa verify"), "{undecided:?}");
+    assert!(undecided.value.ends_with("node 1: 17.0 MiB, of which up to 200 MiB is merged"), "{undecided:?}");
+    assert_eq!(judge("0", 17, Ok(0)).verdict, Fine);
+    assert_eq!(judge("0", 21, Ok(0)).verdict, Warn);
+    // A kernel that counts merged pages for the host alone: there are 260,000.
+    assert_eq!(judge("0", 500, Err(Absent::NotOnThisKernel)).verdict, Fine);
+    assert_eq!(judge("0", 1000, Err(Absent::NotOnThisKernel)).verdict, Fine);
+    assert_eq!(judge("0", 500, Err(Absent::Denied)).verdict, Unknown);
+}
+
+#[test]
+fn kernel_without_merged_pages_for_each_process_limits_them_by_those_of_the_host() {
+    let machine = vm(500, "qemu-system-x86_64", &["0-3", "0"]);
+    let node_memory = memory_on(&[(0, 500), (1, 500)]);
+    let merged_pages = Err(Absent::NotOnThisKernel);
+    let mut facts = host_with(&[(BALANCING, "0")], vec![VmFacts { node_memory, merged_pages, ..machine }]);
+    let mut verdict = |ksm| {
+        facts.ksm = ksm;
+        finding(&facts, "numa-balancing").verdict
+    };
+    let merged_on_host = |pages_sharing: Reading<u64>| {
+        let ksm = healthy().ksm.unwrap();
+        Ok(pagefold_base::ksm::Ksm { pages_shared: Ok(100), pages_sharing, ..ksm })
+    };
+    assert_eq!(verdict(Err(Absent::NotOnThisKernel)), Warn);
+    assert_eq!(verdict(merged_on_host(Ok(900))), Warn);
+    assert_eq!(verdict(merged_on_host(Ok(200_000))), Fine);
+    assert_eq!(verdict(merged_on_host(Err(Absent::Denied))), Unknown);
+    assert_eq!(verdict(Err(Absent::Denied)), Unknown);
+}
+
+#[test]
 fn balancing_is_of_use_to_machines_over_several_nodes_without_bound_virtual_nodes() {
     let verdicts = |options: &str, vcpus: &[&str]| {
         let machine = VmFacts {
@@ -451,6 +498,12 @@ fn vhost_workers_belong_on_the_nodes_of_the_machine() {
     assert_eq!(found.value, "1 of 1 workers ran last off the memory on the nodes 1");
     assert_eq!(found.remedy[1], "taskset -pc 4-7 510");
     check(VmFacts { node_memory: memory_on(&[(0, 500), (1, 500)]), ..machine.clone() }, Fine);
+    // 100 MiB are merged.
+    let merged =
+        |memory: &[(u32, u64)]| VmFacts { node_memory: memory_on(memory), merged_pages: Ok(25_600), ..machine.clone() };
+    check(merged(&[(0, 20), (1, 1000)]), Unknown);
+    check(merged(&[(0, 18), (1, 1000)]), Warn);
+    check(merged(&[(0, 500), (1, 500)]), Fine);
     check(VmFacts { node_memory: Some(Err(Absent::NotOnThisKernel)), ..machine.clone() }, Unknown);
     machine.threads = Err(Absent::Denied);
     check(machine, Unknown);

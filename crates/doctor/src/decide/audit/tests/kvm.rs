@@ -145,6 +145,15 @@ fn parameters_that_cannot_be_written_need_a_reload() {
 }
 
 #[test]
+fn value_that_the_kernel_does_not_take_back_is_not_written() {
+    let with = |value| finding(&host_with(&[(MULTIHIT, "KVM: Vulnerable"), (NX, value)], vec![]), "kvm-nx-huge-pages");
+    assert_eq!(with("N").changes.len(), 1);
+    let never = with("never");
+    assert_eq!((never.verdict, never.changes.len()), (Fail, 0));
+    assert!(never.remedy[0].contains("modprobe.d"), "{never:?}");
+}
+
+#[test]
 fn recommendation_of_2015_to_turn_ept_off_is_cited_as_withdrawn() {
     let found = finding(&host_with(&[(EPT, "N")], vec![]), "kvm-ept");
     assert!(found.details.citation.contains("withdrawn by its own author"));

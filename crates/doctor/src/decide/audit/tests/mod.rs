@@ -144,6 +144,8 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
         definition: Some(parse_vm_definition(&arguments)),
         threads: Ok(vcpus.iter().enumerate().map(thread).collect()),
         node_memory: memory_on(&[(0, 1024)]),
+        merged_pages: Ok(0),
+        iothread_loads: Ok(Vec::new()),
         throttling: Ok(None),
         next_definition: None,
         monitor: None,

@@ -55,6 +55,8 @@ proptest! {
             machine.definition = Some(Err(why.clone()));
             machine.threads = Err(why.clone());
             machine.node_memory = Some(Err(why.clone()));
+            machine.merged_pages = Err(why.clone());
+            machine.iothread_loads = Err(why.clone());
             machine.throttling = Err(why.clone());
             machine.next_definition = Some(Err(why.clone()));
             machine.guest = Some(Err(why.clone()));

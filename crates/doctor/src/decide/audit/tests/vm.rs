@@ -257,6 +257,10 @@ fn virtual_nodes_that_mislead_the_guest_are_named() {
     };
     assert_eq!(narrow(&[(1, 100)]).verdict, Fine);
     assert_eq!(narrow(&[(0, 50), (1, 50)]).verdict, Warn);
+    let options = format!("{KVM_GUEST} -smp 2 -numa node,cpus=0 -numa node,cpus=1");
+    let (node_memory, merged_pages) = (memory_on(&[(0, 50), (1, 50)]), Ok(12_800));
+    let merged = VmFacts { node_memory, merged_pages, ..vm(500, &options, &["0-7", "0-7"]) };
+    assert_eq!(judge("vm-virtual-nodes", &merged).verdict, Unknown);
 }
 
 #[test]
@@ -282,9 +286,41 @@ fn machines_without_virtual_nodes_that_span_nodes_are_named() {
     assert!(spread.value.starts_with("bound to the nodes 0-1; "), "{spread:?}");
     check(machine(&[(0, 1000)], &["2-5", "0-7"]), Warn);
     check(machine(&[(0, 1000)], &["0-3", "0-7"]), Fine);
+    // 100 MiB are merged, and may be on any node.
+    let merged = |memory: &[(u32, u64)]| VmFacts { merged_pages: Ok(25_600), ..machine(memory, &["0-3", "0-3"]) };
+    check(merged(&[(0, 1000), (1, 18)]), Fine);
+    check(merged(&[(0, 900), (1, 200)]), Warn);
+    let found = check(merged(&[(0, 1000), (1, 30)]), Unknown);
+    assert!(found.value.contains("node 1: 30.0 MiB") && found.value.contains("pagefold numa map"), "{found:?}");
     let unread = VmFacts { node_memory: Some(Err(Absent::NotOnThisKernel)), ..machine(&[], &["0-3", "0-3"]) };
     let found = check(unread, Unknown);
     assert!(found.title.contains("/proc/500/numa_maps"), "{found:?}");
+}
+
+#[test]
+fn busy_iothread_is_to_be_relieved_where_qemu_maps_queues() {
+    const RULE: &str = "vm-iothreads";
+    const DISK: &str = "-drive file=a,if=none,id=d -device virtio-blk-pci,drive=d,id=disk0,iothread=virtio-disk0-io0";
+    let machine = |machine_type: &str, vcpus: &[&str], load: f64| VmFacts {
+        // The kernel cuts the names of threads.
+        iothread_loads: Ok(vec![(ThreadRole::Iothread("virtio-disk0".to_owned()), load)]),
+        ..vm(500, &format!("{KVM_GUEST} -machine {machine_type} {DISK}"), vcpus)
+    };
+    let check = |machine: VmFacts, expected| {
+        let facts = host_with(&[], vec![machine]);
+        assert_verdict(&facts, RULE, expected);
+        super::finding(&facts, RULE)
+    };
+    let found = check(machine("pc-q35-9.0", &["0-7", "0-7"], 0.5), Warn);
+    assert_eq!(option_of(&found), VmOption::DiskIoThreads { disk: "disk0".to_owned(), count: 2 });
+    assert_eq!(found.value, "that of disk0 took 50 % of a CPU");
+    check(machine("pc-q35-9.0", &["0-7", "0-7"], 0.49), Fine);
+    check(machine("pc-q35-8.2", &["0-7", "0-7"], 0.9), Fine);
+    check(machine("q35", &["0-7", "0-7"], 0.9), Fine);
+    check(machine("pc-q35-9.0", &["0-7"], 0.9), Fine);
+    let other = vec![(ThreadRole::Iothread("io7".to_owned()), 0.9)];
+    check(VmFacts { iothread_loads: Ok(other), ..machine("pc-q35-9.0", &["0-7", "0-7"], 0.0) }, Fine);
+    check(VmFacts { iothread_loads: Err(Absent::Denied), ..machine("pc-q35-9.0", &["0-7", "0-7"], 0.0) }, Unknown);
 }
 
 fn option_of(finding: &Finding) -> VmOption {

@@ -4,19 +4,19 @@ use super::{UNDO, require_definition, with_option};
 use crate::decide::audit::facts::VmFacts;
 use crate::decide::audit::{Judge, SettingRule};
 use crate::decide::change::{ApplyMethod, SettingDetails, VmOption};
-use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict};
+use crate::decide::{HostFacts, RuleInfo, RuleResult, Verdict, require};
 use pagefold_base::count_text;
-use pagefold_base::identity::vm_definition::{VmDisk, VmNetwork};
+use pagefold_base::identity::vm_definition::{VmDefinition, VmDisk, VmNetwork};
 
 pub(super) const IOTHREADS: SettingRule = SettingRule {
     rule: RuleInfo {
         id: "vm-iothreads",
-        source: "/proc/PID/cmdline",
+        source: "/proc/PID/cmdline, /proc/PID/task/TID/stat",
         why: "A disk without an iothread is served by the main loop of QEMU, under its big lock, together with all \
-              other devices.",
+              other devices. One iothread is at most one CPU; QEMU 9.0 spreads the queues of a disk over several.",
         needs_ksm: false,
         verdicts: Verdict::ALL_BUT_FAIL,
-        expected: "an iothread for each virtio disk",
+        expected: "an iothread for each virtio-blk disk; from QEMU 9.0 on several, if it took half a CPU on average",
         details: SettingDetails {
             benefit: "more requests per second; the main loop stays responsive",
             risk: "one more busy thread beside the virtual CPUs",
@@ -111,7 +111,7 @@ fn judge_iothreads(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> Rule
     }
     let without: Vec<&&VmDisk> = disks.iter().filter(|disk| disk.iothreads == 0).collect();
     if without.is_empty() {
-        return Ok(rule.ok("iothreads serve the disks", format!("{} disks", disks.len())));
+        return judge_busy_iothreads(rule, vm, definition, &disks);
     }
     let value = format!("no iothread: {}", names(without.iter().map(|disk| &disk.id)));
     let finding = rule.warn("the main loop of QEMU serves disks", value);
@@ -122,6 +122,52 @@ fn judge_iothreads(rule: &'static RuleInfo, vm: &VmFacts, _: &HostFacts) -> Rule
             vm,
             option,
             "add -object iothread and iothread= to the disks (libvirt: <driver iothread=''/>)",
+        )
+    }))
+}
+
+/// The first version of QEMU that maps the queues of a disk to iothreads (`iothread-vq-mapping`).
+const FIRST_VERSION_WITH_MAPPING: (u32, u32) = (9, 0);
+/// An iothread that takes so many CPUs on average, idle time included, lacks CPU time while the guest is busy.
+const BUSY_IOTHREAD_LOAD: f64 = 0.5;
+/// How many iothreads replace a busy one: each has half of its load at most.
+const IOTHREADS_OF_BUSY_DISK: u32 = 2;
+
+/// Judges disks that all have iothreads. A disk has a queue for each virtual CPU, so with one there is nothing to spread.
+fn judge_busy_iothreads(
+    rule: &'static RuleInfo,
+    vm: &VmFacts,
+    definition: &VmDefinition,
+    disks: &[&VmDisk],
+) -> RuleResult {
+    let value = count_text(disks.len(), "disk");
+    let title = "iothreads serve the disks";
+    let can_map = definition.machine_version.is_some_and(|version| version >= FIRST_VERSION_WITH_MAPPING);
+    if !can_map || disks.iter().all(|disk| disk.iothread.is_none()) || vm.vcpu_count()? < 2 {
+        return Ok(rule.ok(title, value));
+    }
+    let loads = require("the CPU time of iothreads", &vm.iothread_loads)?;
+    let busy: Vec<(&VmDisk, f64)> = disks
+        .iter()
+        .filter_map(|disk| {
+            let name = disk.iothread.as_deref()?;
+            let (_, load) = loads.iter().find(|(role, _)| role.is_iothread(name))?;
+            Some((*disk, *load)).filter(|_| *load >= BUSY_IOTHREAD_LOAD)
+        })
+        .collect();
+    if busy.is_empty() {
+        return Ok(rule.ok(title, value));
+    }
+    let shown: Vec<String> =
+        busy.iter().map(|(disk, load)| format!("that of {} took {:.0} % of a CPU", disk.id, load * 100.0)).collect();
+    let finding = rule.warn("one iothread serves a busy disk", shown.join(", "));
+    Ok(busy.into_iter().fold(finding, |finding, (disk, _)| {
+        let option = VmOption::DiskIoThreads { disk: disk.id.clone(), count: IOTHREADS_OF_BUSY_DISK };
+        with_option(
+            finding,
+            vm,
+            option,
+            "let two iothreads serve the disk: iothread-vq-mapping of the device (libvirt: <iothreads> in <driver>)",
         )
     }))
 }

@@ -101,6 +101,15 @@ fn iothreads_come_before_the_device() {
     assert_eq!([first, second], ["iothread,id=virtio-disk0-io0", "iothread,id=virtio-disk0-io1"]);
     assert!(device.contains(r#""iothread-vq-mapping":[{"iothread":"virtio-disk0-io0"},"#), "{device}");
     assert!(refusal(&after, &threads("disk0", 1)).contains("already"));
+    assert!(refusal(&after, &threads("disk0", 2)).contains("JSON"));
+    // A second iothread beside the first one.
+    let one = set_option(&libvirt(), &threads("virtio-disk0", 1)).unwrap();
+    let [object, device] = &changed(&one, &threads("virtio-disk0", 2))[..] else { panic!() };
+    assert_eq!(object, "iothread,id=virtio-disk0-io1");
+    let mapping = r#""iothread-vq-mapping":[{"iothread":"virtio-disk0-io0"},{"iothread":"virtio-disk0-io1"}]"#;
+    assert!(device.contains(mapping) && !device.contains(r#""iothread":"virtio-disk0-io0","#), "{device}");
+    let two = set_option(&one, &threads("virtio-disk0", 2)).unwrap();
+    assert!(refusal(&two, &threads("virtio-disk0", 2)).contains("already"));
 }
 
 #[test]

@@ -195,12 +195,24 @@ fn virtual_nodes(cpus: &[&str]) -> VmOption {
 
 #[test]
 fn iothreads_that_a_disk_has_are_no_change() {
+    let threads = |count| VmOption::DiskIoThreads { disk: "vda".to_owned(), count };
     for count in [1, 2] {
-        let threads = |count| VmOption::DiskIoThreads { disk: "vda".to_owned(), count };
         let with = set(&threads(count));
         assert_eq!(set_option(&with, &threads(count)), Ok(with.clone()));
-        assert!(set_option(&with, &threads(3)).unwrap_err().contains("already"));
     }
+    for count in [1, 3] {
+        assert!(set_option(&set(&threads(2)), &threads(count)).unwrap_err().contains("already"));
+    }
+}
+
+#[test]
+fn single_iothread_gets_a_second_one_beside_it() {
+    let threads = |count| VmOption::DiskIoThreads { disk: "vda".to_owned(), count };
+    let two = set_option(&set(&threads(1)), &threads(2)).unwrap();
+    assert!(two.contains("<iothreads><iothread id='1'/><iothread id='2'/></iothreads>"), "{two}");
+    assert!(two.contains("<iothreads>2</iothreads>") && !two.contains("iothread='1'"), "{two}");
+    assert_eq!(set_option(&two, &threads(2)), Ok(two.clone()));
+    assert!(!two.contains("queues="), "the disk keeps a queue for each virtual CPU: {two}");
 }
 
 #[test]

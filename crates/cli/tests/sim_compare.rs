@@ -1,0 +1,134 @@
+//! `pagefold sim compare` and `sim tune`: policies compared by the model of ksmd. Results follow from the seed alone, so they are
+//! compared with files in `fixtures/expected/sim`; `UPDATE_GOLDEN=1` rewrites these.
+
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn sim(command: &str, arguments: &[&str]) -> Output {
+    let folder = root().join("fixtures/sim");
+    let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+    pagefold.current_dir(folder).args(["sim", command]).args(arguments).output().unwrap()
+}
+
+fn compare(arguments: &[&str]) -> Output {
+    sim("compare", arguments)
+}
+
+fn stdout(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn stderr_of_refusal(arguments: &[&str]) -> String {
+    let output = compare(arguments);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn check_golden(name: &str, found: &str) {
+    let path = root().join("fixtures/expected/sim").join(name);
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::write(&path, found).unwrap();
+    }
+    let expected = fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(found, expected, "{} differs: read the difference, then run with UPDATE_GOLDEN=1", path.display());
+}
+
+const POLICIES: &str = "default,ksmtuned,advisor:20,flat-out,whole:2000/20";
+
+#[test]
+fn comparison_of_a_small_host_is_as_expected() {
+    let text = stdout(&compare(&["small-host.toml", "--policy", POLICIES, "--seeds", "2"]));
+    check_golden("small-host.txt", &text);
+}
+
+#[test]
+fn json_of_a_small_host_is_as_expected_and_has_its_schema() {
+    let text = stdout(&compare(&["small-host.toml", "--policy", "whole:2000/20", "--json"]));
+    check_golden("small-host.json", &text);
+    check_schema("sim-compare", &text);
+}
+
+/// Returns the report.
+fn check_schema(name: &str, report: &str) -> Value {
+    let schema = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", name]).output().unwrap();
+    let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
+    let report: Value = serde_json::from_str(report).unwrap();
+    jsonschema::validate(&schema, &report).unwrap();
+    report
+}
+
+#[test]
+fn search_on_a_small_host_is_as_expected() {
+    let text = stdout(&sim("tune", &["small-host.toml", "--goal", "cpu", "--rounds", "1"]));
+    check_golden("small-host-tune.txt", &text);
+}
+
+#[test]
+fn search_without_a_policy_within_the_bound_is_a_negative_verdict() {
+    let output = sim("tune", &["small-host.toml", "--max-cpu", "0.000001", "--rounds", "0", "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let report = check_schema("sim-tune", &String::from_utf8_lossy(&output.stdout));
+    assert!(report["choice"].is_null() && report["max_ksmd_cores"].as_f64() == Some(1e-6), "{report}");
+    assert_eq!(report["tried"].as_array().unwrap().len(), 17);
+    let refused = sim("tune", &["small-host.toml", "--max-cpu", "0"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("give a number of CPUs above 0"));
+}
+
+#[test]
+fn result_does_not_depend_on_threads() {
+    let arguments = ["small-host.toml", "--policy", "default,flat-out", "--seeds", "2", "--json", "--threads"];
+    let with_threads = |threads| stdout(&compare(&[&arguments[..], &[threads]].concat()));
+    assert_eq!(with_threads("1"), with_threads("3"));
+}
+
+#[test]
+fn picture_and_parquet_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (svg, parquet) = (folder.path().join("small.svg"), folder.path().join("small.parquet"));
+    let mut arguments = vec!["small-host.toml", "--policy", "flat-out", "--picture", svg.to_str().unwrap()];
+    if cfg!(feature = "parquet") {
+        arguments.extend(["--parquet", parquet.to_str().unwrap()]);
+    }
+    stdout(&compare(&arguments));
+    let svg = fs::read_to_string(svg).unwrap();
+    assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>") && svg.contains("A small host"));
+    assert_eq!(cfg!(feature = "parquet"), fs::read(parquet).is_ok_and(|bytes| bytes.starts_with(b"PAR1")));
+}
+
+#[test]
+fn printed_scenario_is_accepted_as_a_file_and_errors_name_its_lines() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("mine.toml");
+    let file_name = file.to_str().unwrap();
+    let text = stdout(&compare(&["lab-48-slow", "--print"]));
+    fs::write(&file, text.replace("\"6h\"", "\"1min\"")).unwrap();
+    assert!(stdout(&compare(&[file_name, "--policy", "default"])).contains("100 small identical VMs"));
+    fs::write(&file, text.replace("cpus = 48", "cpus = 0")).unwrap();
+    let line = 1 + text.lines().position(|line| line == "cpus = 48").unwrap();
+    let error = stderr_of_refusal(&[file_name]);
+    assert!(error.contains(&format!("line {line}: cpus is 0: give 1 to 8192")), "{error}");
+}
+
+#[test]
+fn unknown_scenarios_and_policies_are_refused_with_a_remedy() {
+    let error = stderr_of_refusal(&["no-such-scenario"]);
+    assert!(error.contains("neither a shipped scenario nor a file no-such-scenario: `pagefold sim compare --list`"));
+    let error = stderr_of_refusal(&["lab-48", "--policy", "default,guided"]);
+    assert!(error.contains("the daemon does not run in a simulation yet; compare default"), "{error}");
+    let error = stderr_of_refusal(&["lab-48", "--policy", "advisor"]);
+    assert!(error.contains("advisor: Linux 4.15 has no scan-time advisor: choose another policy"), "{error}");
+}
+
+#[test]
+fn shipped_scenarios_are_listed() {
+    let text = stdout(&compare(&["--list"]));
+    assert!(text.contains("lab-48-slow") && text.contains("oltp-144"), "{text}");
+}

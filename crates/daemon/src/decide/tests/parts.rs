@@ -1,0 +1,261 @@
+//! Processes too large for one census, and the time within which every process is scanned.
+
+use super::*;
+use proptest::prelude::*;
+
+const GIB: u64 = 1 << 30;
+
+/// The predicted CPU time before any measurement, so that predictions are exact.
+const SECONDS_PER_MIB: f64 = INITIAL_CENSUS_SECONDS_PER_MIB;
+
+fn sized_arrival(pid: u32, bytes: u64) -> Event {
+    let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
+    Event::ProcessArrived(ProcessArrival { resident: Bytes(bytes), ..arrival })
+}
+
+fn host_with_sizes(rules: DaemonRules, gibibytes: &[u64]) -> SimulatedHost {
+    let mut host = SimulatedHost::new(rules);
+    (host.net_per_process, host.census_seconds_per_mib) = (0, Some(SECONDS_PER_MIB));
+    (1..).zip(gibibytes).for_each(|(number, gib)| host.deliver(sized_arrival(2 * number, gib * GIB)));
+    host
+}
+
+fn rules_with_burst(seconds: u64) -> DaemonRules {
+    DaemonRules { burst: Duration::from_secs(seconds), ..rules(DaemonMode::Advise) }
+}
+
+/// The addresses that each census of a trace scans.
+fn scanned_by_census(host: &SimulatedHost) -> Vec<BTreeMap<ProcessId, Vec<AddressRange>>> {
+    let censuses = host.trace.iter().filter_map(|(_, effect)| match effect {
+        Effect::Census(parts) => Some(host.scan_parts(parts)),
+        _ => None,
+    });
+    censuses.collect()
+}
+
+/// The numbers of blocks of a quarter GiB of which some memory was scanned.
+fn scanned_blocks(ranges: &[AddressRange], bytes: u64) -> BTreeSet<u64> {
+    let block = GIB / 4;
+    let blocks = |range: &AddressRange| range.start / block..range.end.min(bytes).div_ceil(block);
+    ranges.iter().flat_map(blocks).collect()
+}
+
+#[test]
+fn process_over_the_burst_is_scanned_in_parts() {
+    // 64 GiB take 32 s.
+    let mut host = host_with_sizes(rules_with_burst(10), &[64]);
+    host.run(2000);
+    let censuses = scanned_by_census(&host);
+    let mut end = 0;
+    let first_round: Vec<AddressRange> = censuses
+        .iter()
+        .map(|census| census[&id(2)][0])
+        .take_while(|range| {
+            let is_next = range.start == end;
+            end = range.end;
+            is_next
+        })
+        .collect();
+    assert_eq!(first_round.last().map(|range| range.end), Some(u64::MAX), "{first_round:?}");
+    assert!(first_round.len() > 7, "{first_round:?}");
+    assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Budget), 0);
+    assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 0, "no part exceeds the burst");
+}
+
+#[test]
+fn process_within_the_burst_is_scanned_whole() {
+    let mut host = host_with_sizes(rules_with_burst(10), &[1, 1]);
+    host.run(60);
+    let is_whole = |ranges: &Vec<AddressRange>| *ranges == [ScanPart::WHOLE.range];
+    let censuses = scanned_by_census(&host);
+    assert!(!censuses.is_empty() && censuses.iter().flat_map(BTreeMap::values).all(is_whole), "{censuses:?}");
+}
+
+/// Every two parts meet in one census, whether of two processes or of one.
+#[test]
+fn large_processes_are_compared_in_all_parts() {
+    let sizes = [12, 20];
+    let mut host = host_with_sizes(DaemonRules { cpu_rate: 1.0, ..rules_with_burst(5) }, &sizes);
+    host.run(1500);
+    let all_blocks = |gib: u64| 0..gib * 4;
+    for (one, other) in [(0, 1), (0, 0), (1, 1)] {
+        let mut compared = BTreeSet::new();
+        for census in scanned_by_census(&host) {
+            let blocks = |number: usize| {
+                let ranges = census.get(&id(2 * number as u32 + 2)).map_or(&[][..], Vec::as_slice);
+                scanned_blocks(ranges, sizes[number] * GIB)
+            };
+            let (ones, others) = (blocks(one), blocks(other));
+            compared.extend(ones.iter().flat_map(|a| others.iter().map(move |b| (*a, *b))));
+        }
+        let missed = all_blocks(sizes[one]).flat_map(|a| all_blocks(sizes[other]).map(move |b| (a, b)));
+        let missed: Vec<_> = missed.filter(|pair| !compared.contains(pair)).collect();
+        assert!(missed.is_empty(), "{one} and {other}: {missed:?}");
+    }
+}
+
+#[test]
+fn unstable_part_is_compared_again_before_the_next_one() {
+    let result = |is_unstable| PartResult { end: Some(GIB), is_unstable, ..PartResult::default() };
+    let mut progress = PartProgress::default();
+    assert_eq!(progress.record(id(1), &result(false), true), NextStep::Continue, "a first scan compares nothing");
+    let mut progress = PartProgress::default();
+    let steps = [true; 3].map(|is_unstable| progress.record(id(1), &result(is_unstable), false));
+    assert_eq!(steps, [NextStep::Repeat, NextStep::Repeat, NextStep::Continue]);
+    assert_eq!(progress.partner(), Some((id(1), GIB)), "its other parts come last");
+}
+
+#[test]
+fn scan_goes_on_without_a_partner_that_exits() {
+    let mut host = host_with_sizes(DaemonRules { cpu_rate: 1.0, ..rules_with_burst(5) }, &[12, 20]);
+    let is_compared = |host: &SimulatedHost| {
+        host.state.tracked()[&id(2)].progress.partner().is_some_and(|(partner, _)| partner == id(4))
+    };
+    let mut ticks = 0;
+    while !is_compared(&host) {
+        host.tick();
+        ticks += 1;
+        assert!(ticks < 10_000, "they are never compared");
+    }
+    host.deliver(Event::ProcessExited(id(4)));
+    let before = host.state.tracked()[&id(2)].last_scan;
+    host.run(300);
+    assert!(host.state.tracked()[&id(2)].last_scan > before, "{:?}", host.state.tracked()[&id(2)].progress);
+}
+
+#[test]
+fn parts_are_scanned_beside_their_own_domain_only() {
+    let mut host = host_with_sizes(DaemonRules { cpu_rate: 1.0, ..rules_with_burst(5) }, &[12, 20]);
+    // Small processes of both domains.
+    (31..39).for_each(|pid| host.deliver(sized_arrival(pid, GIB / 8)));
+    host.run(1500);
+    let is_partial = |ranges: &Vec<AddressRange>| *ranges != [ScanPart::WHOLE.range];
+    let mixed = scanned_by_census(&host).into_iter().find(|census| {
+        let domains: BTreeSet<_> = census.keys().map(|process| process.pid.0 % 2).collect();
+        census.values().any(is_partial) && domains.len() > 1
+    });
+    assert_eq!(mixed, None);
+    let is_scanned = |pid: u32| host.state.tracked()[&id(pid)].last_scan.is_some();
+    assert!((31..39).chain([2, 4]).all(is_scanned));
+}
+
+#[test]
+fn process_that_a_census_left_out_is_not_scanned() {
+    let mut host = host_with_sizes(rules_with_burst(10), &[1]);
+    while host.state.task.is_none() {
+        host.tick();
+    }
+    let left_out = CensusSummary { left_out: [id(2)].into(), ..CensusSummary::default() };
+    host.deliver(Event::CensusDone(left_out));
+    let tracked = &host.state.tracked()[&id(2)];
+    assert!(tracked.is_unscanned() && tracked.next_scan > host.now, "{tracked:?}");
+}
+
+/// A large process of which some parts were scanned.
+fn half_scanned_process() -> (DaemonState, DaemonRules) {
+    let rules = rules_with_burst(10);
+    let mut host = host_with_sizes(rules.clone(), &[64]);
+    for _ in 0..10_000 {
+        if !host.state.tracked()[&id(2)].progress.is_at_start() && host.state.task.is_none() {
+            break;
+        }
+        host.tick();
+    }
+    assert!(!host.state.tracked()[&id(2)].progress.is_at_start());
+    (host.state, rules)
+}
+
+#[test]
+fn growth_and_a_poor_merge_of_a_part_do_not_delay_the_next_part() {
+    let (mut state, rules) = half_scanned_process();
+    let now = state.now;
+    let tracked = state.tracked.get_mut(&id(2)).unwrap();
+    let before = (tracked.next_scan, tracked.scan_cause, tracked.scan_interval);
+    tracked.double_scan_interval(&rules);
+    tracked.last_scan = Some(now);
+    for seconds in [0, 5, 60] {
+        tracked.update_resident(Bytes(100 * GIB), now + Duration::from_secs(seconds), &rules);
+    }
+    assert_eq!((tracked.next_scan, tracked.scan_cause, tracked.scan_interval), before);
+    assert_eq!(tracked.resident, Bytes(100 * GIB));
+}
+
+#[test]
+fn process_that_was_unenrolled_at_the_end_is_new_to_the_next_daemon() {
+    for (reason, is_passed_on) in [(DecisionReason::Stopped, false), (DecisionReason::Excluded, true)] {
+        let mut host = host_with_sizes(rules_with_burst(10), &[1]);
+        host.run(200);
+        let now = host.now;
+        assert_eq!(host.state.passed_state().processes.len(), 1);
+        let tracked = host.state.tracked.get_mut(&id(2)).unwrap();
+        tracked.request_unenroll(reason, now);
+        tracked.record_unenrolled(UnenrollScope::AllMerged);
+        assert_eq!(!host.state.passed_state().processes.is_empty(), is_passed_on);
+    }
+}
+
+/// Scans of new processes that arrive all the time would use up all CPU time.
+#[test]
+fn old_process_is_scanned_despite_endless_arrivals() {
+    let mut host = host_with_sizes(rules_with_burst(5), &[1, 1]);
+    host.run(200);
+    let before = host.state.tracked()[&id(2)].last_scan.expect("it was scanned");
+    let due = host.state.tracked()[&id(2)].next_scan;
+    for pid in 100..700 {
+        host.deliver(sized_arrival(2 * pid, GIB));
+        host.run(2);
+        host.deliver(Event::ProcessExited(id(2 * (pid - 10))));
+    }
+    let after = host.state.tracked()[&id(2)].last_scan.expect("it was scanned");
+    assert!(host.now > due + Duration::from_secs(600) && after > before, "due at {due:?}, scanned at {after:?}");
+}
+
+/// The longest time that a due process waits for the scan of its next part: the time after which it precedes all
+/// others, and for each process before it the time that refills the burst.
+fn max_wait_for_scan(state: &DaemonState) -> Duration {
+    let rules = state.rules();
+    let census = Duration::from_secs_f64(rules.burst.as_secs_f64() / rules.cpu_rate) + Duration::from_secs(10);
+    state.max_wait() + census * state.tracked().len() as u32
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12.min(ProptestConfig::default().cases)))]
+
+    /// Every due process is scanned within the stated time, whatever arrives, grows and exits, and each census stays
+    /// within the burst.
+    #[test]
+    fn every_process_is_scanned_within_the_stated_time(
+        sizes in prop::collection::vec(1u64..24, 1..5),
+        sizes_later in prop::collection::vec(1u64..24, 5),
+        rate in 0.3f64..2.0,
+        burst in 2u64..10,
+        arrival_mib in 64u64..2048,
+    ) {
+        let mut host = host_with_sizes(DaemonRules { cpu_rate: rate, ..rules_with_burst(burst) }, &sizes);
+        for second in 0..1500_u32 {
+            if second % 4 == 0 {
+                host.deliver(sized_arrival(1000 + 2 * second, arrival_mib * MIB));
+                host.deliver(Event::ProcessExited(id(1000 + 2 * second.saturating_sub(40))));
+            }
+            if second == 500 {
+                let resident = (1..).zip(&sizes_later).map(|(number, gib)| (id(2 * number), Bytes(gib * GIB))).collect();
+                let readings = TickReadings { resident, cpu_spent: host.cpu_spent, ..TickReadings::default() };
+                host.deliver(Event::Tick(readings));
+            }
+            host.run(1);
+            let longest = max_wait_for_scan(&host.state);
+            for (process, tracked) in host.state.tracked() {
+                let waited = host.now.saturating_sub(tracked.next_scan);
+                prop_assert!(waited <= longest, "{process:?} waits for {waited:?} of {longest:?}");
+            }
+        }
+        prop_assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Budget), 0);
+        let is_within_burst = |parts: &BTreeMap<ProcessId, Vec<ScanPart>>| {
+            let limited = parts.values().flatten().filter(|part| part.max_bytes != ScanPart::WHOLE.max_bytes);
+            let mib = limited.map(|part| part.max_bytes.0).sum::<u64>() as f64 / MIB as f64;
+            mib * SECONDS_PER_MIB <= burst as f64
+        };
+        let exceeds_burst = |effect: &Effect| matches!(effect, Effect::Census(parts) if !is_within_burst(parts));
+        prop_assert_eq!(host.count_effects(exceeds_burst), 0);
+    }
+}

@@ -1,0 +1,76 @@
+//! A scenario in virtual time under a policy: machines arrive, write and exit, a policy sets ksmd's pace, and ksmd scans.
+//!
+//! The host is [`HostState`]; this module adds the policy.
+//!
+//! Limits: ksmd has a CPU for itself, and pauses end on time. A host whose memory is used up goes on: there is no swap,
+//! and samples show how much memory is missing. Pages that change during a scan are [approximated] on request. A machine's
+//! page tables, and programs other than the machines, are a fixed part of memory.
+//!
+//! [approximated]: super::ksmd::KsmModel::seeing_changes_at_once
+
+use super::counters::PAGE_BYTES;
+use super::host_state::{Exactness, HostSetup, HostState, MachineEnrollment, NS_PER_MS};
+use super::ksmd::RunState;
+use super::policies::{ComparedPolicy, PolicySteps};
+use super::samples::{Sample, SimulatedRun};
+use super::scenario::Scenario;
+use super::workload::ContentsUsedUp;
+use pagefold_base::ksm::{Setting, Settings};
+use pagefold_base::units::Bytes;
+
+/// Simulates a scenario. `note_progress` gets the virtual time in milliseconds, from time to time.
+///
+/// # Errors
+/// If the scenario has more contents than the model.
+pub fn simulate(
+    scenario: &Scenario,
+    policy: &ComparedPolicy,
+    seed: u64,
+    exactness: Exactness,
+    note_progress: &mut dyn FnMut(u64),
+) -> Result<SimulatedRun, ContentsUsedUp> {
+    let (ksm, runs) = policy.start(&scenario.host.ksm);
+    let run = if runs { RunState::Merging } else { RunState::Stopped };
+    let setup = HostSetup { ksm, run, exactness, enrollment: MachineEnrollment::AtArrival };
+    let mut host = HostState::with_scenario(scenario, seed, setup);
+    let mut steps = PolicySteps::start(policy, Bytes(scenario.host.memory_pages * PAGE_BYTES.cast_unsigned()));
+    let end_ns = scenario.duration_ms * NS_PER_MS;
+    let mut next_step_ns = steps.as_ref().map_or(u64::MAX, PolicySteps::interval_ns);
+    while host.now_ns < end_ns {
+        let progress_ns = host.now_ns + scenario.tick_ms * NS_PER_MS;
+        host.advance(progress_ns.min(next_step_ns).min(end_ns));
+        if let Some(why) = host.failure() {
+            return Err(why);
+        }
+        if let Some(steps) = steps.as_mut().filter(|_| host.now_ns == next_step_ns) {
+            step_policy(&mut host, steps);
+            next_step_ns += steps.interval_ns();
+        }
+        note_progress(host.now_ns / NS_PER_MS);
+    }
+    Ok(host.finish())
+}
+
+fn step_policy(host: &mut HostState<'_>, steps: &mut PolicySteps) {
+    let now = Sample::observe(host);
+    let free = Bytes(now.available_bytes.max(0).cast_unsigned());
+    // Pages that are mapped to the zero page are not resident; merged ones are.
+    let resident_pages: u64 = host.processes.values().map(|process| host.memory_of(process).totals.anonymous()).sum();
+    let committed = Bytes(resident_pages * PAGE_BYTES.cast_unsigned());
+    let settings = steps.step(free, committed);
+    write_settings(host, &settings);
+}
+
+fn write_settings(host: &mut HostState<'_>, written: &Settings) {
+    let mut settings = *host.model.settings();
+    for (setting, value) in written {
+        let value = value.parse().expect("policies write numbers");
+        match setting {
+            Setting::PagesToScan => settings.pages_to_scan = value,
+            Setting::SleepMillisecs => settings.sleep_millisecs = value,
+            Setting::Run => host.model.write_run(if value == 0 { RunState::Stopped } else { RunState::Merging }),
+            _ => unreachable!("ksmtuned writes no {setting:?}"),
+        }
+    }
+    host.model.write_settings(settings);
+}
