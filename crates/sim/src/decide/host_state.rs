@@ -99,7 +99,7 @@ impl ProcessIdentity {
     /// A virtual machine of QEMU.
     #[must_use]
     pub fn machine(name: &str, number: u32, tenant: &str, memory_pages: u64) -> Self {
-        let mebibytes = memory_pages * PAGE_BYTES >> 20;
+        let mebibytes = (memory_pages * PAGE_BYTES) >> 20;
         let uuid = format!("00000000-0000-4000-8000-{number:012x}");
         let arguments = [
             "/usr/bin/qemu-system-x86_64",

@@ -2,8 +2,8 @@
 //!
 //! Threads that wait for messages are members of the clock until they end. One member works at a time: those that wait
 //! look for their messages in turn, in the order in which they joined, and the first that finds one works on. If none
-//! finds one, time advances to the earliest deadline. So the same program does the same at the same virtual times in each
-//! run. A member that works takes no time, except for what it charges itself by a sleep. Messages of other threads, such
+//! finds one, time advances to the earliest deadline. So messages arrive at the same virtual times in each run. A member
+//! that works takes no time, except for what it charges itself by a sleep. Messages of other threads, such
 //! as those of signals, arrive at some moment of virtual time.
 //!
 //! Limit: a member must not block elsewhere for a thread that waits or sleeps here, because that would last forever.
