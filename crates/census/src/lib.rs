@@ -237,8 +237,7 @@ fn run_census(
     let reuses_fingerprints = nodes.is_none() && sample.is_none();
     let reusable_cache = cache.as_deref().filter(|_| reuses_fingerprints);
     let scan = scan::Scan { host, scope: &scope, hasher, nodes, progress, stop, sample, cache: reusable_cache };
-    let PassResults { duplicates, failures, was_read_twice, reread } =
-        threads.install(|| run_passes(&scan, &mut index, options));
+    let PassResults { duplicates, failures, was_read_twice, reread } = run_passes(&threads, &scan, &mut index, options);
     let partial = stop.load(Ordering::Relaxed);
 
     let unread: BTreeSet<usize> = failures.iter().map(|(subject, _)| *subject).collect();
@@ -295,15 +294,21 @@ struct PassResults {
     reread: Pages,
 }
 
-/// Reads the pages of the index, and again after the interval, if there is one.
-fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOptions) -> PassResults {
+/// Reads the pages of the index, and again after the interval, if there is one. The calling thread sleeps in between, so
+/// that time passes on a simulated host.
+fn run_passes(
+    threads: &rayon::ThreadPool,
+    scan: &scan::Scan<'_>,
+    index: &mut PageIndex,
+    options: &CensusOptions,
+) -> PassResults {
     let (host, stop) = (scan.host, scan.stop);
     let started = host.now();
     let only_candidates = options.second_pass == SecondPass::Candidates;
     let activity_before = if only_candidates { read_activity(host, scan.scope) } else { Vec::new() };
     let mut failures = index.unlisted_subjects().to_vec();
-    failures.extend(scan.first_pass(index));
-    let (duplicates, further_failures) = scan.build_duplicate_filter(index);
+    failures.extend(threads.install(|| scan.first_pass(index)));
+    let (duplicates, further_failures) = threads.install(|| scan.build_duplicate_filter(index));
     failures.extend(further_failures);
     let mut results = PassResults { duplicates, failures, was_read_twice: false, reread: Pages::ZERO };
     if options.pass_interval.is_zero() {
@@ -318,7 +323,8 @@ fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOpti
         let activity = (activity_before.get(subject), activity_now.get(subject));
         matches!(activity, (Some(Ok(before)), Some(Ok(now))) if before == now)
     };
-    let second_pass = scan.second_pass(index, only_candidates.then_some(&results.duplicates), &is_inactive);
+    let candidates = only_candidates.then_some(&results.duplicates);
+    let second_pass = threads.install(|| scan.second_pass(index, candidates, &is_inactive));
     results.failures.extend(second_pass.failures);
     results.reread = second_pass.pages_read;
     results.was_read_twice = !stop.load(Ordering::Relaxed);

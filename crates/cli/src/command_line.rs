@@ -38,7 +38,7 @@ const GLOBAL_HEADING: &str = "Options of all commands";
 
 #[derive(Args, Clone, Debug)]
 pub struct GlobalOptions {
-    /// The host to read: `live` or `recording:DIR`
+    /// The host: `live`, `recording:DIR`, or `sim:SCENARIO` for the simulated host of a scenario
     #[arg(long, global = true, help_heading = GLOBAL_HEADING, default_value = "live", value_name = "HOST")]
     pub host: String,
     /// When to use color

@@ -1,5 +1,6 @@
 //! Selection of the host and of its processes.
 
+use crate::command::sim::read_scenario;
 use crate::command_line::{GlobalOptions, ProcessOptions};
 use anyhow::{Context, anyhow, bail};
 use pagefold_base::process::Process;
@@ -10,7 +11,10 @@ use pagefold_host::{Host, ProcessHandle};
 use pagefold_linux::LiveHost;
 use pagefold_output::text::escape_unprintable;
 use pagefold_recording::Recording;
-use std::path::Path;
+use pagefold_sim::decide::host_state::Exactness;
+use pagefold_sim::host::SimulatedHost;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The most names of virtual machines that an error lists.
 const MAX_LISTED_NAMES: usize = 20;
@@ -24,8 +28,44 @@ pub fn open_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
                 .with_context(|| format!("cannot read the recording {path}: make one with `pagefold record DIR`"))?;
             Ok(Box::new(recording))
         }
-        _ => bail!("--host {}: expected `live` or `recording:DIR`", global.host),
+        Some(("sim", path)) => {
+            let scenario = read_scenario(path)?;
+            let (name, seed) = (format!("simulation {path}"), scenario.seed);
+            // Leaked, because the host borrows it for as long as the process runs.
+            let scenario = Box::leak(Box::new(scenario));
+            let host = SimulatedHost::with_scenario(&name, scenario, seed, Exactness::Approximate);
+            match host.workload_failure() {
+                Some(why) => Err(why).with_context(|| format!("the scenario {path} is too large")),
+                None => Ok(Box::new(host)),
+            }
+        }
+        _ => bail!("--host {}: expected `live`, `recording:DIR` or `sim:SCENARIO`", global.host),
     }
+}
+
+/// How long a simulated host runs; `None` for another host.
+///
+/// # Errors
+/// Why the scenario cannot be read.
+pub fn simulated_duration(global: &GlobalOptions) -> anyhow::Result<Option<Duration>> {
+    let path = global.host.strip_prefix("sim:");
+    path.map(|path| Ok(Duration::from_millis(read_scenario(path)?.duration_ms))).transpose()
+}
+
+/// Whether the host is a recording, which cannot be changed.
+pub fn is_recording(global: &GlobalOptions) -> bool {
+    global.host.starts_with("recording:")
+}
+
+/// Whether the host is a simulated one, whose time is virtual.
+pub fn is_simulated(global: &GlobalOptions) -> bool {
+    global.host.starts_with("sim:")
+}
+
+/// The state directory. That of a simulated host is a directory of its own, so that no journal, lock or socket of the
+/// live host is touched.
+pub fn state_directory(global: &GlobalOptions) -> PathBuf {
+    if is_simulated(global) { global.state.join("simulated") } else { global.state.clone() }
 }
 
 /// Convert the selection options. On the live host, this process is excluded.
@@ -70,7 +110,7 @@ pub fn check_any_seen(
             first.pid
         ),
         Absent::Vanished | Absent::NotOnThisKernel if global.host != "live" => {
-            bail!("there is no process {}: it is not in the recording", first.pid)
+            bail!("there is no process {}: it is not on the host {}", first.pid, global.host)
         }
         Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, permission_remedy(global)),
         _ => bail!("process {} ({name}): {}", first.pid, first.why),
@@ -102,8 +142,10 @@ pub fn no_such_vm(host: &dyn Host, patterns: &[String]) -> anyhow::Error {
 
 /// The remedy for processes that could not be read for lack of permission.
 pub fn permission_remedy(global: &GlobalOptions) -> &'static str {
-    if global.host != "live" {
+    if is_recording(global) {
         "It is not in the recording: record as root to include it."
+    } else if global.host != "live" {
+        "It is not simulated."
     } else if rustix::process::geteuid().is_root() {
         "Refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it."
     } else {

@@ -29,7 +29,8 @@ enum CommandOutcome {
 }
 
 fn main() -> ExitCode {
-    let arguments = CommandLine::parse();
+    let mut arguments = CommandLine::parse();
+    arguments.global.state = host_selection::state_directory(&arguments.global);
     match run_command(&arguments) {
         Ok(CommandOutcome::Done) => ExitCode::SUCCESS,
         Ok(CommandOutcome::NegativeVerdict) => ExitCode::from(1),

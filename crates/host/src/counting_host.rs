@@ -43,6 +43,7 @@ impl Host for CountingHost<'_> {
             // Clock reads and sleeps are no progress of the caller, so they are not counted.
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
+            fn join_clock(&self);
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;
             fn own_cpu_time(&self) -> Duration;

@@ -132,6 +132,11 @@ pub trait Host: Sync {
         receive(timeout);
     }
 
+    /// Announces that the calling thread will wait for messages of other threads. On a simulated host, no time passes
+    /// until it waits, and from then on it takes turns with the other threads that were announced. Announce a thread
+    /// before another one waits for its messages.
+    fn join_clock(&self) {}
+
     /// The date and time of the host. Unlike [`Self::now`], it may jump.
     fn unix_time(&self) -> SystemTime {
         SystemTime::now()

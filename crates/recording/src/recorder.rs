@@ -207,6 +207,7 @@ impl Host for HostRecorder<'_> {
             fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
+            fn join_clock(&self);
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;
             fn own_cpu_time(&self) -> Duration;

@@ -6,7 +6,7 @@
 //! run on it; [`scenario_text`] writes them. [`comparison`] simulates one under several policies, and [`picture`] draws
 //! the result; [`tuning`] searches one for a scenario. [`observation`] reads the memory of a host, from which
 //! [`decide::estimate`] makes a scenario; [`estimate_notes`] says what that does not know, and [`prediction`] how policies
-//! would do.
+//! would do. [`host`] puts a scenario behind the host port, so that Pagefold's commands run on it.
 
 #![forbid(unsafe_code)]
 
@@ -14,6 +14,7 @@ pub mod calibration;
 pub mod comparison;
 pub mod decide;
 pub mod estimate_notes;
+pub mod host;
 pub mod observation;
 #[cfg(feature = "parquet")]
 pub mod parquet;

@@ -2,7 +2,7 @@
 
 use crate::comparison::PolicyRuns;
 use crate::decide::counters::PAGE_BYTES;
-use crate::decide::simulation::Sample;
+use crate::decide::samples::Sample;
 use pagefold_census::parquet::column;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DoubleType, Int64Type};
@@ -83,7 +83,7 @@ pub fn write_samples(policies: &[PolicyRuns], seeds: &[u64], path: &Path) -> Res
 mod tests {
     use super::*;
     use crate::decide::policies::ComparedPolicy;
-    use crate::decide::simulation::SimulatedRun;
+    use crate::decide::samples::SimulatedRun;
     use parquet::file::reader::{FileReader, SerializedFileReader};
     use parquet::record::RowAccessor;
 

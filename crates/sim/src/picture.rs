@@ -5,7 +5,7 @@
 
 use crate::comparison::PolicyRuns;
 use crate::decide::measures::Spread;
-use crate::decide::simulation::{Sample, SimulatedRun};
+use crate::decide::samples::{Sample, SimulatedRun};
 use crate::text::comparison::format_seconds;
 use std::fmt::Write;
 

@@ -5,9 +5,10 @@
 //! ([`crate::decide::estimate::WritePattern`]).
 
 use crate::comparison::compare;
+use crate::decide::host_state::Exactness;
 use crate::decide::policies::ComparedPolicy;
+use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::Scenario;
-use crate::decide::simulation::{Exactness, SimulatedRun};
 use crate::decide::workload::ContentsUsedUp;
 use std::sync::atomic::AtomicU64;
 

@@ -1,10 +1,10 @@
 //! Searches a policy for a scenario by simulations, on several threads.
 
 use crate::comparison::compare;
+use crate::decide::host_state::Exactness;
 use crate::decide::measures::RunMeasures;
 use crate::decide::policies::ComparedPolicy;
 use crate::decide::scenario::Scenario;
-use crate::decide::simulation::Exactness;
 use crate::decide::tuning::{TriedPolicy, TuningGoal, choose, grid, neighbors};
 use crate::decide::workload::ContentsUsedUp;
 use std::sync::atomic::AtomicU64;

@@ -2,10 +2,12 @@
 
 #![forbid(unsafe_code)]
 
+use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::measures::RunMeasures;
 use pagefold_sim::decide::policies::ComparedPolicy;
+use pagefold_sim::decide::samples::{Sample, SimulatedRun};
 use pagefold_sim::decide::scenario::Scenario;
-use pagefold_sim::decide::simulation::{Exactness, Sample, SimulatedRun, simulate};
+use pagefold_sim::decide::simulation::simulate;
 use pagefold_sim::decide::tuning::{TuningGoal, choose};
 use pagefold_sim::scenario::parse_scenario;
 use pagefold_sim::tuning::{PolicySearch, most_simulations, search};

@@ -101,7 +101,7 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
 
 /// The remedy where running again as root would change nothing.
 fn remedy_without_sudo(global: &GlobalOptions) -> Option<&'static str> {
-    if global.host != "live" {
+    if host_selection::is_recording(global) {
         Some("# it is not in the recording: record as root with pagefold record")
     } else if rustix::process::geteuid().is_root() {
         Some("# refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it")

@@ -60,7 +60,7 @@ struct EngineStatusArguments {
 pub fn run(options: &EngineArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let EngineCommand::Status(options) = &options.command;
     if global.host != "live" {
-        bail!("--host {}: recordings contain no domains of the user-space engine; leave --host out", global.host);
+        bail!("--host {}: only the live host has domains of the user-space engine; leave --host out", global.host);
     }
     let host = host_selection::open_host(global)?;
     let (domains, unreadable) = find_domains(&*host, options.domain.as_deref());

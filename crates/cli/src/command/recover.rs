@@ -82,6 +82,14 @@ pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     host_selection::open_host(global)
 }
 
+/// The host, if memory can be merged on it: the live one or a simulated one.
+pub fn open_mergeable_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
+    if host_selection::is_recording(global) {
+        bail!("--host {}: a recording cannot be changed; leave --host out, or add --dry-run", global.host);
+    }
+    host_selection::open_host(global)
+}
+
 /// Begin a session that changes a host. First it undoes the changes of a killed run, and prints them to standard error.
 pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::Result<Session<'a>> {
     let (session, undone, failed_undos) = Session::begin(host, &global.state, ResourceClass::Ksm)

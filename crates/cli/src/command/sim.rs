@@ -6,6 +6,8 @@ mod from_recording;
 mod predict;
 mod tune;
 
+pub use compare::read_scenario;
+
 use crate::command::recover::{begin_session, check_ksm_present, check_no_tuner, open_live_host, with_remedy};
 use crate::command_line::GlobalOptions;
 use crate::{CommandOutcome, output, progress, stop_signal};

@@ -92,7 +92,7 @@ pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result
     if !options.targets.all && !options.targets.selects_some() {
         bail!("no processes are selected: give for example --vm NAME or --pid N, or --all for all enrolled processes");
     }
-    if global.host != "live" && !options.dry_run {
+    if host_selection::is_recording(global) && !options.dry_run {
         bail!("a recording cannot be changed: add --dry-run to see the plan");
     }
     let host = host_selection::open_host(global)?;

@@ -14,10 +14,10 @@
 
 use super::{Message, WorkResult};
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
-use pagefold_host::{Host, parse};
+use pagefold_host::{Host, parse, receive_timeout};
 use pagefold_merge::process_pages;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, SystemTime};
 
 /// Average rate of walks, in CPUs.
@@ -165,9 +165,17 @@ impl WalkSchedule {
     }
 }
 
+/// Time after which the walker waits for a request anew.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3600);
+
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
-    for WalkRequest { process, wants_zero_pages } in requests {
+    loop {
+        let WalkRequest { process, wants_zero_pages } = match receive_timeout(host, requests, REQUEST_TIMEOUT) {
+            Ok(request) => request,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+        };
         let cpu_before = host.thread_cpu_time();
         let fair_share = measure_fair_share(host, process).ok();
         let count_zero_pages = || process_pages::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);

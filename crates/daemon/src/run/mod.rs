@@ -49,9 +49,9 @@ use saved_file::SavedFile;
 use snapshot::CpuMeter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
@@ -66,6 +66,9 @@ const IDLE_POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(500), Duration
 /// The longest answer is to `madvise` over much memory at once, of which each page is copied: some seconds per GiB if
 /// it is swapped out meanwhile.
 const HANG_TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Poll interval for the end of the threads.
+const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Minimum interval between two times at which the schedule is saved, unless a merge has ended.
 const SCHEDULE_SAVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -185,16 +188,35 @@ pub fn run(
     let host_answer_count = Arc::default();
     let counting_host = CountingHost::new(host, Arc::clone(&host_answer_count));
     let worker = Worker::new(&counting_host, directory.to_owned(), sender.clone())?;
+    // In this order, so that a simulated host lets the threads take turns alike in each run.
+    host.join_clock();
+    let has_joined = Barrier::new(2);
+    let announce = || {
+        host.join_clock();
+        has_joined.wait();
+    };
     std::thread::scope(|scope| {
         let (work_orders, work_receiver) = mpsc::channel();
-        let worker_thread = scope.spawn(move || worker.run(&work_receiver));
+        let worker_thread = scope.spawn(move || {
+            announce();
+            worker.run(&work_receiver);
+        });
+        has_joined.wait();
         let (walk_requests, walk_receiver) = mpsc::channel();
-        scope.spawn(move || fair_share::run_walker(host, &walk_receiver, &sender));
+        let walker_thread = scope.spawn(move || {
+            announce();
+            fair_share::run_walker(host, &walk_receiver, &sender);
+        });
+        has_joined.wait();
         let mut daemon =
             Daemon::new(host, settings, seed, WorkerChannels { work_orders, walk_requests, host_answer_count }, log);
         daemon.load_saved_state(directory);
         let restored = daemon.run(&messages, on_alive, || worker_thread.is_finished());
         drop(daemon);
+        // The threads notice the closed channels only while this thread waits by the clock of the host.
+        while !(worker_thread.is_finished() && walker_thread.is_finished()) {
+            host.sleep(END_POLL_INTERVAL);
+        }
         restored
     })
 }

@@ -98,6 +98,8 @@ pub struct WorkCounts {
     pub merges: u64,
     /// Pages that ksmd copied back.
     pub breaks: u64,
+    /// Merged pages that were copied, by ksmd or because a process wrote them (`cow_ksm` of `/proc/vmstat`).
+    pub cow_breaks: u64,
     /// Huge pages that ksmd split.
     pub splits: u64,
     /// Pages that these splits mapped to the zero page.

@@ -1,7 +1,7 @@
 //! What a simulated run saved and cost.
 
 use super::counters::PAGE_BYTES;
-use super::simulation::{Sample, SimulatedRun};
+use super::samples::{Sample, SimulatedRun};
 
 /// Shares of the savings that last, whose times are measured.
 pub const TIMED_SHARES: [f64; 3] = [0.5, 0.9, 0.99];

@@ -195,11 +195,53 @@ impl Vma {
     }
 }
 
+/// Pages by what they are mapped to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PageTotals {
+    /// Base pages that no other process maps.
+    pub private: u64,
+    /// Parts of huge pages.
+    pub huge: u64,
+    /// Pages with a numbered frame: merged, or shared by a fork.
+    pub numbered: u64,
+    /// Pages that are mapped to the zero page because they were read, or by a split of a huge page.
+    pub zero: u64,
+    /// Pages that ksmd mapped to the zero page.
+    pub ksm_zero: u64,
+}
+
+impl PageTotals {
+    /// All resident anonymous pages.
+    #[must_use]
+    pub fn anonymous(&self) -> u64 {
+        self.private + self.huge + self.numbered
+    }
+
+    /// All pages that are mapped.
+    #[must_use]
+    pub fn mapped(&self) -> u64 {
+        self.anonymous() + self.zero + self.ksm_zero
+    }
+
+    fn of_kind(&mut self, entry: PageEntry) -> Option<&mut u64> {
+        match entry {
+            PageEntry::Private(_) => Some(&mut self.private),
+            PageEntry::HugePart(_) => Some(&mut self.huge),
+            PageEntry::Frame(_) => Some(&mut self.numbered),
+            PageEntry::ZeroPage => Some(&mut self.zero),
+            PageEntry::KsmZeroPage => Some(&mut self.ksm_zero),
+            PageEntry::Absent => None,
+        }
+    }
+}
+
 /// A process, or what remains of it until ksmd has forgotten it.
 #[derive(Clone, Debug, Default)]
 pub struct SimulatedProcess {
     /// Regions by their first page.
     pub vmas: BTreeMap<u64, Vma>,
+    /// Its pages, by what they are mapped to.
+    pub totals: PageTotals,
     /// False after the exit (`mm_users` is 0).
     pub is_alive: bool,
     /// `MMF_VM_MERGEABLE`: ksmd has it on its list.
@@ -331,9 +373,27 @@ impl Memory {
     /// # Panics
     /// If a page is not in the region of the first.
     pub(crate) fn set_run(&mut self, process: SimulatedProcessId, page: u64, run: EntryRun) {
-        let vma = self.process_mut(process).vma_of_mut(page).expect("the page is in a region");
+        let record = self.process_mut(process);
+        let vma = record.vma_of(page).expect("the page is in a region");
+        let mut totals = record.totals;
+        let (mut offset, end) = (page - vma.start, page - vma.start + run.pages);
+        while offset < end {
+            let former = vma.entries.run_from(offset);
+            let pages = former.pages.min(end - offset);
+            totals.of_kind(former.entry()).into_iter().for_each(|total| *total -= pages);
+            offset += pages;
+        }
+        totals.of_kind(run.entry()).into_iter().for_each(|total| *total += run.pages);
+        record.totals = totals;
+        let vma = record.vma_of_mut(page).expect("the page is in a region");
         vma.entries.fill(page - vma.start, run);
         vma.has_anonymous |= run.first.is_anonymous();
+    }
+
+    /// Numbered frames that pages are mapped to.
+    #[must_use]
+    pub fn used_numbered_frames(&self) -> u64 {
+        (self.frames.len() - self.unused_frames.len()) as u64 - self.stale_frames
     }
 
     /// The content of an entry.

@@ -2,7 +2,8 @@
 
 use super::ksmd::KsmSettings;
 use super::rules::{KernelVersion, KsmRules};
-use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
+use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS, Settings};
+use pagefold_base::units::Bytes;
 use pagefold_merge::decide::policy::ksmtuned::KsmtunedState;
 use pagefold_merge::decide::policy::{Advisor, FLAT_OUT_PAGES_TO_SCAN, Ksmtuned, Policy};
 use std::fmt;
@@ -110,8 +111,30 @@ impl fmt::Display for ComparedPolicy {
 /// The variables of a policy that takes steps.
 #[derive(Clone, Debug)]
 pub(crate) struct PolicySteps {
-    pub(crate) rule: Ksmtuned,
-    pub(crate) state: KsmtunedState,
+    rule: Ksmtuned,
+    state: KsmtunedState,
+}
+
+impl PolicySteps {
+    /// The variables at the start, on a host with so much memory; `None` for a policy without steps.
+    pub(crate) fn start(policy: &ComparedPolicy, memory: Bytes) -> Option<Self> {
+        match policy {
+            ComparedPolicy::Ksmtuned(rule) => Some(Self { state: rule.start(memory), rule: rule.clone() }),
+            _ => None,
+        }
+    }
+
+    /// Time between two steps, in nanoseconds.
+    pub(crate) fn interval_ns(&self) -> u64 {
+        self.rule.interval.as_nanos() as u64
+    }
+
+    /// A step, on a host with so much free memory and so much that its machines commit. Returns what it writes.
+    pub(crate) fn step(&mut self, free: Bytes, committed: Bytes) -> Settings {
+        let (state, settings) = self.rule.step(self.state, free, committed);
+        self.state = state;
+        settings
+    }
 }
 
 #[cfg(test)]

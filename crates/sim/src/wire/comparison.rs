@@ -3,9 +3,10 @@
 use super::kernel_name;
 use crate::comparison::PolicyRuns;
 use crate::decide::counters::PAGE_BYTES;
+use crate::decide::host_state::Exactness;
 use crate::decide::measures::{RunMeasures, Spread, TIMED_SHARES};
+use crate::decide::samples::Sample;
 use crate::decide::scenario::Scenario;
-use crate::decide::simulation::{Exactness, Sample};
 use schemars::JsonSchema;
 use serde::Serialize;
 

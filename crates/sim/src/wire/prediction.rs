@@ -3,8 +3,9 @@
 use super::kernel_name;
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::estimate::ScenarioEstimate;
+use crate::decide::host_state::Exactness;
 use crate::decide::measures::{RunMeasures, TIMED_SHARES};
-use crate::decide::simulation::{Exactness, SimulatedRun};
+use crate::decide::samples::SimulatedRun;
 use crate::prediction::PredictedRuns;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -211,7 +212,7 @@ fn saved_at(run: &SimulatedRun, time_ms: u64) -> f64 {
 mod tests {
     use super::*;
     use crate::decide::policies::ComparedPolicy;
-    use crate::decide::simulation::Sample;
+    use crate::decide::samples::Sample;
 
     fn run(saved: &[u64]) -> SimulatedRun {
         let sample = |(hour, &saved_pages): (u64, &u64)| Sample {

@@ -1,9 +1,9 @@
 //! The result of a search for a policy in JSON.
 
 use super::kernel_name;
+use crate::decide::host_state::Exactness;
 use crate::decide::policies::ComparedPolicy;
 use crate::decide::scenario::Scenario;
-use crate::decide::simulation::Exactness;
 use crate::decide::tuning::{TriedPolicy, choose, pareto_front};
 use crate::tuning::PolicySearch;
 use schemars::JsonSchema;

@@ -10,6 +10,7 @@ use super::status::{self, ProcessScope};
 use super::{DaemonArguments, StatusSource, log_line};
 use crate::command_line::GlobalOptions;
 use crate::config::{Config, HistoryLocation};
+use crate::host_selection;
 use anyhow::Context;
 use pagefold_daemon::decide::{DaemonState, DaemonStatus};
 use pagefold_daemon::wire::StatusReport;
@@ -79,8 +80,12 @@ pub struct HistoryRecorder {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The history file, from the command line, the configuration or the service manager.
+/// The history file, from the command line, the configuration or the service manager. A simulated host has none, since
+/// the history keeps real time.
 pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<Option<PathBuf>> {
+    if host_selection::is_simulated(global) {
+        return Ok(None);
+    }
     let location = match &options.history {
         Some(location) => Some(location.clone()),
         None => Config::load(global)?.history,

@@ -6,6 +6,7 @@ mod http;
 mod notify;
 mod placement;
 mod replay;
+pub mod scenario_end;
 mod status;
 mod vm_cpus;
 
@@ -29,6 +30,7 @@ use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_vcpu::monitor::MachineMonitor;
 use placement::{PlacementThread, SharedPlacement};
+use scenario_end::ScenarioEnd;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use status::ProcessScope;
@@ -49,6 +51,9 @@ Examples:
   pagefold status                        show its state, savings and costs
   pagefold top                           the same, updated live
   pagefold pause                         restore KSM's settings; `pagefold resume` continues
+  pagefold --host sim:SCENARIO daemon --mode act
+                                         run on a simulated host until its scenario is over,
+                                         in virtual time and without root
   pagefold --host recording:DIR daemon   show what it would do on a recorded host: a recording
                                          runs until stopped, a trace (`record --interval`) at once
 
@@ -164,7 +169,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     let settings = resolve_settings(&config, options, host)?;
     if global.host == "live" {
         check_ksm_present(host)?;
-    } else if settings.rules.mode == DaemonMode::Act {
+    } else if host_selection::is_recording(global) && settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
     }
     std::fs::DirBuilder::new()
@@ -202,7 +207,12 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     {
         log_line(&warning);
     }
+    let mut end = host_selection::simulated_duration(global)?
+        .map(|duration| ScenarioEnd::new(host, duration, sender.clone(), options.unmerge_on_exit));
     let mut on_alive = |state: &DaemonState| {
+        if end.as_mut().is_some_and(|end| end.stop_if_over(host)) {
+            log_line(&scenario_end::describe_savings(host));
+        }
         notify.notify_alive(&state.status().1);
         if let Some(placement) = &placement {
             placement.set_paused(state.is_paused());

@@ -4,6 +4,7 @@ use super::log_line;
 use crate::command::numa_placement::placement_rivals;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
+use crate::host_selection;
 use anyhow::Context;
 use pagefold_daemon::decide::{DaemonMode, DaemonState};
 use pagefold_daemon::wire::{LastPlanReport, PlacementModeName, PlacementReport, PlacementStateName};
@@ -89,9 +90,12 @@ impl Drop for PlacementThread {
     }
 }
 
-/// Start the thread if the configuration asks for it. A recording is only advised on.
+/// Start the thread if the configuration asks for it. A recording is only advised on, and a simulated host has none, since
+/// the thread keeps real time.
 pub fn start(host: &'static dyn Host, global: &GlobalOptions) -> anyhow::Result<Option<PlacementThread>> {
-    let Some(mut settings) = Config::load(global)?.placement else { return Ok(None) };
+    let Some(mut settings) = Config::load(global)?.placement.filter(|_| !host_selection::is_simulated(global)) else {
+        return Ok(None);
+    };
     settings.acts &= global.host == "live";
     let mode = if settings.acts { PlacementModeName::Act } else { PlacementModeName::Advise };
     let shared = Arc::new(SharedPlacement { mode, ..SharedPlacement::default() });

@@ -73,6 +73,7 @@ impl KsmModel {
                     record.content = content;
                     return;
                 }
+                self.work.cow_breaks += u64::from(record.is_merged);
                 PageEntry::Private(content)
             }
             _ => PageEntry::Private(content),
@@ -185,6 +186,7 @@ impl KsmModel {
                         let entry = self.memory.entry(process, page);
                         if let Some(frame) = self.memory.merged_frame(entry) {
                             self.work.breaks += 1;
+                            self.work.cow_breaks += 1;
                             let content = self.memory.frame(frame).content;
                             self.replace_entries(process, page, EntryRun::single(PageEntry::Private(content)));
                         }

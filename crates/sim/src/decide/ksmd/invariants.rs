@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::super::memory::{FrameId, PageEntry};
+use super::super::memory::{FrameId, PageEntry, PageTotals};
 use super::super::stable_tree::StableId;
 use super::KsmModel;
 
 impl KsmModel {
-    /// The first broken invariant, if there is one: each merged frame has exactly its mappings, each stable node counts
-    /// the pages that are linked to it, and the counters are the sums of what they count.
+    /// The first broken invariant, if there is one: each merged frame has exactly its mappings, the totals of pages are
+    /// those of the page tables, each stable node counts the pages that are linked to it, and the counters are the sums
+    /// of what they count.
     #[must_use]
     pub fn broken_invariant(&self) -> Option<String> {
         let mut mappings = BTreeMap::<FrameId, u32>::new();
@@ -24,6 +25,25 @@ impl KsmModel {
                 PageEntry::KsmZeroPage => zero_pages += run.pages.cast_signed(),
                 _ => {}
             }
+        }
+        for process in &self.memory.processes {
+            let mut totals = PageTotals::default();
+            for (_, run) in process.vmas.values().flat_map(|vma| vma.entries.runs()) {
+                match run.entry() {
+                    PageEntry::Private(_) => totals.private += run.pages,
+                    PageEntry::HugePart(_) => totals.huge += run.pages,
+                    PageEntry::Frame(_) => totals.numbered += run.pages,
+                    PageEntry::ZeroPage => totals.zero += run.pages,
+                    PageEntry::KsmZeroPage => totals.ksm_zero += run.pages,
+                    PageEntry::Absent => {}
+                }
+            }
+            if totals != process.totals {
+                return Some(format!("{totals:?} in page tables, {:?} counted", process.totals));
+            }
+        }
+        if mappings.len() as u64 != self.memory.used_numbered_frames() {
+            return Some(format!("{} mapped frames, {} counted", mappings.len(), self.memory.used_numbered_frames()));
         }
         for (&frame, &count) in &mappings {
             let recorded = self.memory.frame(frame).mappings;

@@ -199,6 +199,12 @@ impl KsmModel {
         &self.settings
     }
 
+    /// What `run` says.
+    #[must_use]
+    pub fn run_state(&self) -> RunState {
+        self.run
+    }
+
     /// The counters of `/sys/kernel/mm/ksm`.
     #[must_use]
     pub fn counters(&self) -> KsmdCounters {

@@ -1,0 +1,266 @@
+//! A simulated host as other crates see it: its text goes through the parsers, its pages through the port.
+
+use pagefold_base::ksm::Setting;
+use pagefold_base::memory::MemInfo;
+use pagefold_base::region::VmFlags;
+use pagefold_base::{AddressRange, Bytes, Pid};
+use pagefold_host::action::{Action, ActionError, MergeAdvice};
+use pagefold_host::knob::Knob;
+use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
+use pagefold_host::{Host, PageContent, ReadMethod, elapsed_since, observe, parse};
+use pagefold_sim::decide::host_state::{Exactness, ProcessIdentity};
+use pagefold_sim::decide::ksmd::KsmSettings;
+use pagefold_sim::decide::rules::KernelVersion;
+use pagefold_sim::decide::scenario::{HostSpec, default_costs};
+use pagefold_sim::host::SimulatedHost;
+use pagefold_sim::scenario::parse_scenario;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+const MACHINE_PAGES: u64 = 2048;
+const COMMON_PAGES: u64 = 600;
+const OWN_PAGES: u64 = 300;
+const ZERO_PAGES: u64 = 100;
+
+fn spec() -> HostSpec {
+    HostSpec {
+        memory_pages: 1 << 20,
+        used_pages: 10_000,
+        cpus: 4,
+        nodes: 1,
+        kernel: KernelVersion { major: 6, minor: 18, stable: 0 },
+        ksm: KsmSettings { pages_to_scan: 1000, smart_scan: false, ..KsmSettings::default() },
+    }
+}
+
+/// A host with two machines: contents that both have, contents of their own, and zeros.
+fn host_with_two_machines() -> (SimulatedHost<'static>, [(Pid, AddressRange); 2]) {
+    let host = SimulatedHost::new("a simulated host", spec(), default_costs());
+    let machines = [("web", 1), ("db", 2)].map(|(name, number)| {
+        let pid = host.start_process(ProcessIdentity::machine(name, number, "lab", MACHINE_PAGES));
+        let range = host.map(pid, MACHINE_PAGES, 0).unwrap();
+        let pages = |first: u64, count: u64| AddressRange {
+            start: range.start + first * 4096,
+            end: range.start + (first + count) * 4096,
+        };
+        host.write(pid, pages(0, COMMON_PAGES), 1, true);
+        host.write(pid, pages(COMMON_PAGES, OWN_PAGES), 10_000 * number, true);
+        host.write(pid, pages(COMMON_PAGES + OWN_PAGES, ZERO_PAGES), 0, false);
+        (pid, range)
+    });
+    (host, machines)
+}
+
+fn write(host: &dyn Host, setting: Setting, value: &str) -> Result<(), ActionError> {
+    host.apply(&Action::Write { knob: Knob::from(setting), value: value.to_owned() }).map(drop)
+}
+
+fn advise(host: &dyn Host, (pid, range): (Pid, AddressRange), advice: MergeAdvice) {
+    let process = host.open(pid).unwrap().id();
+    let outcome = host.apply(&Action::Advise { process, advice, ranges: vec![range] }).unwrap();
+    assert_eq!(outcome.missed_ranges, []);
+}
+
+/// Enroll both machines and let ksmd scan until nothing more merges.
+fn merge_all(host: &dyn Host, machines: &[(Pid, AddressRange)]) {
+    machines.iter().for_each(|&machine| advise(host, machine, MergeAdvice::Mergeable));
+    write(host, Setting::Run, "1").unwrap();
+    host.sleep(Duration::from_secs(10));
+    write(host, Setting::Run, "0").unwrap();
+}
+
+fn available(host: &dyn Host) -> Bytes {
+    let MemInfo { available, .. } = observe::memory(host).unwrap();
+    available.unwrap()
+}
+
+/// Pages by their state.
+fn states(host: &dyn Host, (pid, range): (Pid, AddressRange)) -> BTreeMap<&'static str, u64> {
+    let mut counts = BTreeMap::new();
+    walk_page_states(host, &*host.open(pid).unwrap(), range, FrameLookup::Shared, |_, state| {
+        let name = match state {
+            PageState::Anonymous => "anonymous",
+            PageState::Ksm(_) => "merged",
+            PageState::ZeroPage { .. } => "zero page",
+            PageState::Absent => "absent",
+            PageState::Swapped | PageState::File | PageState::Hidden => "other",
+        };
+        *counts.entry(name).or_default() += 1;
+    })
+    .unwrap();
+    counts
+}
+
+#[test]
+fn text_of_processes_is_parsed() {
+    let (host, [(pid, range), _]) = host_with_two_machines();
+    let handle = host.open(pid).unwrap();
+    let process = observe::process(&host, &*handle).unwrap();
+    let vm = process.identity.vm.unwrap();
+    assert_eq!((vm.name.as_deref(), vm.memory_bytes), (Some("web"), Some(MACHINE_PAGES * 4096)));
+    assert_eq!((process.comm.as_str(), process.kernel_thread, process.uid), ("qemu-system-x86", false, Ok(107)));
+    assert_eq!((process.ksm.merge_any, process.ksm.mergeable, process.ksm.rmap_items), (Ok(false), Ok(false), Ok(0)));
+    let resident = Bytes((COMMON_PAGES + OWN_PAGES + ZERO_PAGES) * 4096);
+    let regions = observe::regions(&*handle).unwrap();
+    assert_eq!((regions.len(), regions[0].range, regions[0].rss), (1, range, resident));
+    assert_eq!(observe::rollup(&*handle).unwrap().pss, Ok(resident));
+    assert_eq!(parse::status(&handle.read("status").unwrap()).rss_anon, Ok(resident));
+    assert_eq!(parse::statm(&handle.read("statm").unwrap()).unwrap().resident.0 * 4096, resident.0);
+    assert!(handle.read("io").is_err(), "what is not simulated is missing");
+}
+
+#[test]
+fn text_of_the_host_is_parsed() {
+    let (host, _) = host_with_two_machines();
+    let ksm = observe::ksm(&host).unwrap();
+    assert_eq!((ksm.run, ksm.pages_to_scan, ksm.smart_scan), (Ok(0), Ok(1000), Ok(0)));
+    assert_eq!((ksm.advisor_mode.as_deref(), ksm.general_profit), (Ok("none"), Ok(0)));
+    assert_eq!(observe::online_cpu_count(&host), Ok(4));
+    assert_eq!(observe::pressure(&host).unwrap().some.avg10, 0.0);
+    let used = 10_000 + 2 * (COMMON_PAGES + OWN_PAGES + ZERO_PAGES);
+    let memory = observe::memory(&host).unwrap();
+    assert_eq!(memory.free, Ok(Bytes(((1 << 20) - used) * 4096)));
+    assert_eq!(memory.anon, Ok(Bytes((used - 10_000) * 4096)));
+    let old = HostSpec { kernel: KernelVersion { major: 6, minor: 1, stable: 0 }, ..spec() };
+    let old = observe::ksm(&SimulatedHost::new("old", old, default_costs())).unwrap();
+    assert!(old.smart_scan.is_err() && old.advisor_mode.is_err() && old.ksm_zero_pages.is_err(), "{old:?}");
+}
+
+#[test]
+fn equal_contents_have_equal_bytes() {
+    let (host, machines) = host_with_two_machines();
+    let mut pages: BTreeMap<Vec<u8>, u64> = BTreeMap::new();
+    for (pid, range) in machines {
+        let handle = host.open(pid).unwrap();
+        let runs = handle.resident(&[range]).unwrap();
+        assert_eq!(runs.iter().map(|run| u64::from(run.pages)).sum::<u64>(), COMMON_PAGES + OWN_PAGES + ZERO_PAGES);
+        let mut sink = |_, view: pagefold_host::PageView<'_>| match view.content {
+            PageContent::Bytes(bytes) => *pages.entry(bytes.to_vec()).or_default() += 1,
+            other => panic!("{other:?}"),
+        };
+        handle.contents(ReadMethod::ProcMem { detect_merged: true }, &runs, &mut sink).unwrap();
+    }
+    let with_copies = |copies| pages.values().filter(|&&count| count == copies).count() as u64;
+    assert_eq!((with_copies(1), with_copies(2), with_copies(2 * ZERO_PAGES)), (2 * OWN_PAGES, COMMON_PAGES, 1));
+    assert_eq!(pages[&vec![0; 4096]], 2 * ZERO_PAGES);
+    assert!(host.own_cpu_time() > Duration::ZERO, "reading pages takes CPU time");
+}
+
+#[test]
+fn merged_pages_are_seen_in_counters_and_page_tables() {
+    let (host, machines) = host_with_two_machines();
+    let before = available(&host);
+    write(&host, Setting::UseZeroPages, "1").unwrap();
+    merge_all(&host, &machines);
+    let ksm = observe::ksm(&host).unwrap();
+    assert_eq!((ksm.pages_shared, ksm.pages_sharing), (Ok(COMMON_PAGES), Ok(COMMON_PAGES)));
+    assert_eq!(ksm.ksm_zero_pages, Ok(2 * ZERO_PAGES as i64));
+    for machine in machines {
+        let expected = [("merged", COMMON_PAGES), ("zero page", ZERO_PAGES), ("anonymous", OWN_PAGES)];
+        let counts = states(&host, machine);
+        expected.iter().for_each(|(name, count)| assert_eq!(counts[name], *count, "{counts:?}"));
+        let handle = host.open(machine.0).unwrap();
+        let region = &observe::regions(&*handle).unwrap()[0];
+        assert!(region.flags.has(VmFlags::MERGEABLE));
+        assert_eq!(region.ksm, Ok(Bytes(COMMON_PAGES * 4096)));
+        assert_eq!(observe::rollup(&*handle).unwrap().pss, Ok(Bytes((COMMON_PAGES / 2 + OWN_PAGES) * 4096)));
+        let frames: Vec<_> = handle.mappings(machine.1).unwrap().iter().filter_map(|entry| entry.frame).collect();
+        assert_eq!(host.frame_mappings(&frames[..1]), Ok(vec![2]));
+    }
+    // Each zero page and each second copy is free; metadata takes 64 bytes a page with metadata.
+    let items = 2 * (COMMON_PAGES + OWN_PAGES);
+    let freed = COMMON_PAGES + 2 * ZERO_PAGES - (items * 64).div_ceil(4096);
+    assert_eq!(available(&host), before + Bytes(freed * 4096));
+}
+
+#[test]
+fn unenrolled_pages_are_copied_back() {
+    let (host, machines) = host_with_two_machines();
+    merge_all(&host, &machines);
+    advise(&host, machines[0], MergeAdvice::Unmergeable);
+    assert_eq!(states(&host, machines[0]).get("merged"), None);
+    assert_eq!(observe::vmstat(&host).unwrap()["cow_ksm"], COMMON_PAGES + ZERO_PAGES);
+    let whole = Action::MergeAny { process: host.open(machines[1].0).unwrap().id(), enable: true };
+    host.apply(&whole).unwrap();
+    assert_eq!(host.open(machines[1].0).unwrap().ask_merge_any(), Ok(true));
+    host.exit(machines[1].0);
+    assert_eq!(host.apply(&whole), Err(ActionError::Vanished));
+}
+
+#[test]
+fn settings_have_the_checks_of_the_kernel() {
+    let (host, machines) = host_with_two_machines();
+    merge_all(&host, &machines);
+    assert!(matches!(write(&host, Setting::MaxPageSharing, "300"), Err(ActionError::Busy(_))));
+    assert!(matches!(write(&host, Setting::Run, "3"), Err(ActionError::Failed(_))));
+    write(&host, Setting::AdvisorMode, "scan-time").unwrap();
+    assert_eq!(observe::ksm(&host).unwrap().pages_to_scan, Ok(500), "the start value of the advisor");
+    assert!(matches!(write(&host, Setting::PagesToScan, "7"), Err(ActionError::Failed(_))));
+    write(&host, Setting::AdvisorMode, "none").unwrap();
+    assert_eq!(observe::ksm(&host).unwrap().pages_to_scan, Ok(100));
+    let collapse = Action::Collapse { process: host.open(machines[0].0).unwrap().id(), ranges: Vec::new() };
+    assert!(matches!(host.apply(&collapse), Err(ActionError::Unsupported(_))));
+}
+
+#[test]
+fn stopping_ksmd_waits_for_its_batch() {
+    let (host, machines) = host_with_two_machines();
+    machines.iter().for_each(|&machine| advise(&host, machine, MergeAdvice::Mergeable));
+    write(&host, Setting::PagesToScan, "1000000").unwrap();
+    write(&host, Setting::Run, "1").unwrap();
+    let start = host.now();
+    host.sleep(Duration::from_micros(10));
+    write(&host, Setting::Run, "0").unwrap();
+    let elapsed = elapsed_since(&host, start);
+    assert_eq!(host.ksmd_counters().pages_scanned, 2 * (COMMON_PAGES + OWN_PAGES + ZERO_PAGES), "one whole scan");
+    assert!(elapsed > Duration::from_millis(1), "{elapsed:?}");
+    host.sleep(Duration::from_secs(5));
+    assert_eq!(host.ksmd_counters().full_scans, 1);
+}
+
+const SCENARIO: &str = r#"description = "two machines, then a third"
+duration = "10m"
+
+[host]
+memory = "1 GiB"
+cpus = 2
+kernel = "6.18"
+
+[[template]]
+name = "small"
+size = "8 MiB"
+common = 0.5
+unique = 0.25
+writes = [{ content = "unique", share = 0.1, pages_per_second = 10.0 }]
+
+[[machines]]
+name = "first"
+template = "small"
+count = 2
+lifetime = "5m"
+
+[[machines]]
+name = "later"
+template = "small"
+start = "1m"
+"#;
+
+#[test]
+fn machines_of_a_scenario_come_and_go() {
+    let scenario = parse_scenario(SCENARIO).unwrap();
+    let host = SimulatedHost::with_scenario("a scenario", &scenario, scenario.seed, Exactness::Exact);
+    let names = || -> Vec<String> {
+        let processes = observe::processes(&host).unwrap().into_iter();
+        processes.filter_map(|(_, process)| process.unwrap().identity.vm?.name).collect()
+    };
+    assert_eq!(names(), ["first-1", "first-2"]);
+    let first = host.pids().unwrap()[1];
+    let cpu_time = |pid| observe::cpu_time_ns(&host, &*host.open(pid).unwrap()).unwrap();
+    let cpu_time_at_start = cpu_time(first);
+    host.sleep(Duration::from_secs(61));
+    assert_eq!(names(), ["first-1", "first-2", "later-1"]);
+    assert!(cpu_time(first) > cpu_time_at_start, "it writes");
+    host.sleep(Duration::from_secs(240));
+    assert_eq!(names(), ["later-1"]);
+    assert_eq!(host.workload_failure(), None);
+}
