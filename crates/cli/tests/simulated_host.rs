@@ -31,7 +31,7 @@ count = 2
 
 const PAGE: u64 = 4096;
 const COMMON: u64 = 8192;
-const OWN: u64 = 4096;
+const UNIQUE: u64 = 4096;
 const ZERO: u64 = 2048;
 
 fn run(directory: &Path, arguments: &[&str]) -> Output {
@@ -56,9 +56,9 @@ fn report(arguments: &[&str]) -> Value {
 fn census_counts_what_the_scenario_tells() {
     let census = report(&["census", "--json"]);
     let pages = |name: &str| census["pages"][name].as_u64().unwrap();
-    assert_eq!(pages("resident"), 2 * (COMMON + OWN + ZERO));
+    assert_eq!(pages("resident"), 2 * (COMMON + UNIQUE + ZERO));
     assert_eq!((pages("duplicate_across_domains"), pages("duplicate")), (2 * COMMON, 2 * COMMON));
-    assert_eq!((pages("zero"), pages("unique"), pages("merged"), pages("volatile")), (2 * ZERO, 2 * OWN, 0, 0));
+    assert_eq!((pages("zero"), pages("unique"), pages("merged"), pages("volatile")), (2 * ZERO, 2 * UNIQUE, 0, 0));
 }
 
 #[test]
@@ -67,7 +67,7 @@ fn account_shows_the_memory_of_each_machine() {
     let processes = account["processes"].as_array().unwrap();
     assert_eq!(processes.len(), 2);
     for process in processes {
-        let resident = (COMMON + OWN + ZERO) * PAGE;
+        let resident = (COMMON + UNIQUE + ZERO) * PAGE;
         assert_eq!([&process["rss"], &process["pss"], &process["private"]].map(Value::as_u64), [Some(resident); 3]);
     }
 }
