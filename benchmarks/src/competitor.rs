@@ -22,8 +22,8 @@ pub type BusyTime = (f64, f64);
 
 /// A running competitor. Dropping it ends it.
 pub struct Competitor {
-    stop: Sender<()>,
-    thread: JoinHandle<Result<Vec<BusyTime>>>,
+    /// `None` after the end.
+    running: Option<(Sender<()>, JoinHandle<Result<Vec<BusyTime>>>)>,
 }
 
 /// Busy loops that end with this value.
@@ -79,14 +79,26 @@ impl Competitor {
             }
             Ok(busy_times)
         });
-        Ok(Self { stop, thread })
+        Ok(Self { running: Some((stop, thread)) })
     }
 
     /// Ends the competitor. Returns when it was busy.
-    pub fn stop(self) -> Result<Vec<BusyTime>> {
+    pub fn stop(mut self) -> Result<Vec<BusyTime>> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<Vec<BusyTime>> {
+        let Some((stop, thread)) = self.running.take() else { return Ok(Vec::new()) };
         // The thread may have ended with an error, which it returns.
-        let _ = self.stop.send(());
-        self.thread.join().map_err(|_| anyhow!("the competitor's thread panicked"))?
+        let _ = stop.send(());
+        thread.join().map_err(|_| anyhow!("the competitor's thread panicked"))?
+    }
+}
+
+impl Drop for Competitor {
+    fn drop(&mut self) {
+        // Only what stopped a campaign matters.
+        let _ = self.end();
     }
 }
 

@@ -4,7 +4,8 @@
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// Two machines of 16,384 pages: 8,192 that both have, 4,096 of their own, 2,048 of zeros, the rest untouched.
 const SCENARIO: &str = r#"description = "two machines of one template"
@@ -120,4 +121,46 @@ fn error_names_what_is_wrong_with_the_host() {
     let path = directory.path().join("typo.toml");
     fs::write(&path, SCENARIO.replace("cpus", "cpu")).unwrap();
     assert!(message(&format!("sim:{}", path.display())).contains("unknown field `cpu`"));
+}
+
+/// A scenario of ten minutes ends within moments. The limit is for a daemon that would wait forever.
+const DAEMON_TIME_LIMIT: Duration = Duration::from_secs(300);
+
+#[test]
+fn daemon_ends_with_the_scenario() {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("two.toml"), SCENARIO).unwrap();
+    let log = directory.path().join("log");
+    let mut daemon = Command::new(env!("CARGO_BIN_EXE_pagefold"))
+        .current_dir(directory.path())
+        .args(["--host", "sim:two.toml", "--state", "state", "daemon", "--mode", "act"])
+        .stdin(Stdio::null())
+        .stderr(fs::File::create(&log).unwrap())
+        .spawn()
+        .expect("the binary runs");
+    let started = Instant::now();
+    let status = loop {
+        match daemon.try_wait().unwrap() {
+            Some(status) => break status,
+            None if started.elapsed() > DAEMON_TIME_LIMIT => {
+                daemon.kill().unwrap();
+                daemon.wait().unwrap();
+                panic!("the daemon still runs: {}", fs::read_to_string(&log).unwrap());
+            }
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
+    };
+    let log = fs::read_to_string(&log).unwrap();
+    assert_eq!(status.code(), Some(0), "{log}");
+    assert!(log.contains("started on simulation two.toml, mode act"), "{log}");
+    assert!(log.contains("the scenario is over: ") && log.trim_end().ends_with("ended"), "{log}");
+}
+
+#[test]
+fn history_of_a_simulated_host_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = run(directory.path(), &["daemon", "--history", "/tmp/history.db"]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{stderr}");
+    assert!(stderr.contains("a simulated host has no history"), "{stderr}");
 }

@@ -65,6 +65,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
             fn join_clock(&self);
+            fn simulation_failure(&self) -> Option<String>;
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;
             fn own_cpu_time(&self) -> Duration;

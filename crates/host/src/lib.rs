@@ -137,6 +137,11 @@ pub trait Host: Sync {
     /// before another one waits for its messages.
     fn join_clock(&self) {}
 
+    /// Why a simulated host no longer follows its scenario.
+    fn simulation_failure(&self) -> Option<String> {
+        None
+    }
+
     /// The date and time of the host. Unlike [`Self::now`], it may jump.
     fn unix_time(&self) -> SystemTime {
         SystemTime::now()

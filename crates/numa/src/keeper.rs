@@ -189,7 +189,7 @@ impl PlannedMoves {
 }
 
 impl<'h> PlacementKeeper<'h> {
-    /// A keeper with the directory of its journals. It places nothing while there is a rival.
+    /// A keeper with the directory of its journals. It begins no placement while there is a rival.
     pub fn new(host: &'h dyn Host, directory: PathBuf, settings: KeeperSettings, find_rival: RivalFinder) -> Self {
         let started = host.now();
         Self {

@@ -51,6 +51,8 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
         "All memory of the processes that KSM can take counts as enrolled, and trust domains are not kept apart."
             .to_owned(),
         writes(observation.host.pass_seconds, &estimate.templates),
+        "Contents that only some machines of a template have, or machines of several templates, are never written."
+            .to_owned(),
         "Arrivals, exits and growth are not known: all processes stay as they are.".to_owned(),
     ];
     let unknown_runs: Vec<&str> = estimate
@@ -97,8 +99,8 @@ fn writes(pass_seconds: Option<f64>, templates: &[TemplateFacts]) -> String {
     match pages {
         0 => format!("No page changed within {seconds} s between two passes. Slower writes are not known."),
         _ => format!(
-            "{} pages changed within {seconds} s between two passes. The scenario writes these once in that time, and no \
-             others. Slower writes are not known: a longer --pass-interval shows more.",
+            "{} pages changed within {seconds} s between two passes. The scenario writes these once in that time, at \
+             most once in each of its ticks, and no others. Slower writes are not known: a longer --pass-interval shows more.",
             format_number(pages)
         ),
     }

@@ -14,6 +14,7 @@ use pagefold_census::PageIndex;
 use pagefold_census::index::PageMark;
 use pagefold_census::results::Census;
 use pagefold_host::{Host, hold, observe, parse};
+use std::collections::BTreeSet;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -92,12 +93,13 @@ pub fn observe_machines(
         unread_pages: 0,
         has_cpu_count: cpus.is_some(),
     };
+    let mut merged_contents = BTreeSet::new();
     for (subject, process) in census.subjects.iter().map(|subject| &subject.process).enumerate() {
         let node = bound_node(host, process, &nodes);
         let mut machine = ObservedMachine { family: family(process), node, runs: Vec::new() };
         for (run, first) in index.runs(index.subject_ordinals(subject)) {
             for page in first..first + run.pages {
-                if let Some(content) = observation.content(index, page, &numbers) {
+                if let Some(content) = observation.content(index, page, &numbers, &mut merged_contents) {
                     machine.push(content, run.huge);
                 }
             }
@@ -106,13 +108,22 @@ pub fn observe_machines(
     }
     let spec = &mut observation.host.spec;
     let observed: u64 = observation.host.machines.iter().map(ObservedMachine::pages).sum();
-    spec.used_pages = spec.used_pages.saturating_sub(observed).min(spec.memory_pages.saturating_sub(1));
+    // Merged pages of one content have one frame, and merged pages of zeros none.
+    let frames = observed - (observation.merged_pages - merged_contents.len() as u64);
+    spec.used_pages = spec.used_pages.saturating_sub(frames).min(spec.memory_pages.saturating_sub(1));
     Ok(observation)
 }
 
 impl Observation {
-    /// What a page holds; `None` for one that is left out, which is counted.
-    fn content(&mut self, index: &PageIndex, page: u32, numbers: &[u32]) -> Option<ObservedContent> {
+    /// What a page holds; `None` for one that is left out, which is counted. `merged_contents` gets the contents of merged
+    /// pages; one that no other observed page has counts by the number of the page.
+    fn content(
+        &mut self,
+        index: &PageIndex,
+        page: u32,
+        numbers: &[u32],
+        merged_contents: &mut BTreeSet<(bool, u32)>,
+    ) -> Option<ObservedContent> {
         let mark = index.mark(page);
         let Some(class) = mark.class() else {
             self.unread_pages += u64::from(mark != PageMark::NOT_RESIDENT);
@@ -122,7 +133,14 @@ impl Observation {
             self.repeated_frames += 1;
             return None;
         }
-        self.merged_pages += u64::from(class == PageClass::Merged);
+        if class == PageClass::Merged {
+            self.merged_pages += 1;
+            match numbers[page as usize] {
+                ZERO_NUMBER => {}
+                NO_NUMBER => _ = merged_contents.insert((false, page)),
+                number => _ = merged_contents.insert((true, number)),
+            }
+        }
         Some(match (class, numbers[page as usize]) {
             (PageClass::Zero, _) | (PageClass::Merged, ZERO_NUMBER) => ObservedContent::Zero,
             (PageClass::Volatile, _) => ObservedContent::Volatile,

@@ -2,7 +2,6 @@
 
 use crate::decide::cost::{CostModel, Operation};
 use crate::decide::ksmd::KsmSettings;
-use crate::decide::memory::PAGE_LIMIT;
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{
     Arrival, ContentKind, HostSpec, MachineClass, PageCacheGrowth, Scenario, SharedSet, Template, WriteClass,
@@ -24,6 +23,13 @@ pub const MAX_RUN_PAGES: u64 = 65_536;
 pub const DEFAULT_RUN_PAGES: (u64, u64) = (1, 512);
 /// Pages with a content of a shared set at most.
 pub const MAX_COPIES: u32 = u32::MAX;
+
+/// The most pages of a host, a template or a shared set: 1 PiB. Machines begin far above page 0, and their addresses end at
+/// 4 PiB.
+pub const MAX_PAGES: u64 = 1 << 38;
+
+/// The most pages of a shared set, with all copies: 64 TiB.
+const MAX_SHARED_PAGES: u64 = 1 << 34;
 /// Rounding of shares that are added.
 const SHARE_TOLERANCE: f64 = 1e-9;
 
@@ -284,10 +290,10 @@ impl Checker<'_> {
     /// An amount of memory as pages, at least `least`.
     fn pages(&self, key: &str, value: &Spanned<String>, least: u64) -> Result<u64, ScenarioError> {
         let pages = self.bytes(key, value)? / PAGE_BYTES;
-        if (least..PAGE_LIMIT).contains(&pages) {
+        if (least..=MAX_PAGES).contains(&pages) {
             return Ok(pages);
         }
-        let remedy = format!("give {} KiB at least, and less than 4 PiB", least * PAGE_BYTES / 1024);
+        let remedy = format!("give {} KiB at least, and 1 PiB at most", least * PAGE_BYTES / 1024);
         Err(self.refuse(value, format!("{key} is \"{}\"", value.get_ref()), remedy))
     }
 
@@ -403,10 +409,16 @@ impl Checker<'_> {
         if numbers.is_empty() {
             return Err(self.refuse(&text.size, "the shared contents are in no template", "give templates"));
         }
+        let pages = self.pages("size", &text.size, 1)?;
+        let copies = self.optional("copies", text.copies.as_ref(), 1, 1..=MAX_COPIES)?;
+        if pages.saturating_mul(u64::from(copies)) > MAX_SHARED_PAGES {
+            let what = format!("{copies} copies of {} are more than 64 TiB", text.size.get_ref());
+            return Err(self.refuse(&text.size, what, "give fewer, or a smaller size"));
+        }
         Ok(SharedSet {
             templates: numbers,
-            pages: self.pages("size", &text.size, 1)?,
-            copies: self.optional("copies", text.copies.as_ref(), 1, 1..=MAX_COPIES)?,
+            pages,
+            copies,
             is_zero: text.zero,
             run_pages: self.run_pages(text.run_pages.as_ref())?,
         })
@@ -640,6 +652,10 @@ count = 2
         refused("templates = []", "line 21: the shared contents are in no template: give templates");
         refused("templates = [\"small\", \"small\"]", "line 22: \"small\" is given twice: give it once");
         refused("templates = [\"small\"]\ncopies = 0", "line 23: copies is 0: give 1 to 4294967295");
+        refused(
+            "templates = [\"small\"]\ncopies = 67108865",
+            "line 21: 67108865 copies of 1 MiB are more than 64 TiB: give fewer, or a smaller size",
+        );
     }
 
     #[test]

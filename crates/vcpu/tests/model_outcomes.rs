@@ -38,5 +38,6 @@ fn outcomes_of_all_scenarios_kernels_and_policies_are_the_stored_ones() {
     }
     let stored = std::fs::read_to_string(&file).unwrap();
     let changed: Vec<_> = outcomes.lines().zip(stored.lines()).filter(|(new, old)| new != old).collect();
+    assert_eq!(outcomes.lines().count(), stored.lines().count());
     assert!(outcomes == stored, "other outcomes than stored; UPDATE_GOLDEN=1 rewrites them: {changed:#?}");
 }

@@ -3,6 +3,5 @@
 #![forbid(unsafe_code)]
 
 mod doctor_guest;
-mod libvirt;
 #[cfg(all(feature = "gang", target_arch = "x86_64"))]
 mod vcpu_gang;

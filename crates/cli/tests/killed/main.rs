@@ -65,7 +65,7 @@ const FILE_REMOVAL_POINTS: &[&str] = &["before replacing a file", "after replaci
 
 const MODULE_POINTS: &[&str] = &["before unloading a module", "after unloading a module", "after loading a module"];
 
-/// The fault points at which the test with a real libvirt kills (`tests/guests/libvirt.rs`).
+/// The fault points at which the test with a real libvirt kills (`tests/libvirt/main.rs`).
 const LIBVIRT_POINTS: [&str; 2] = ["before defining a domain", "after defining a domain"];
 
 /// The kinds of change and the fault points that each reaches.

@@ -34,9 +34,10 @@ const LEAST_TICK_MS: u64 = 1000;
 /// Which pages are written from one pass to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WritePattern {
-    /// Always those that changed between the two passes, each once in that time at least: no other page is ever written.
+    /// Always those that changed between the two passes, each once in that time, but at most once in a tick of the scenario:
+    /// no other page is ever written.
     SamePages,
-    /// Any page with the same probability: in the long run, all are written.
+    /// Any page of the templates with the same probability: in the long run, all are written. Pages of shared sets are not.
     AnyPages,
 }
 

@@ -4,7 +4,8 @@
 //! with several mappings and merged frames have the model's number behind [`NUMBERED_FRAMES`]. Each node has one memory
 //! block, the upper bits of the number.
 //!
-//! Limit: numbers are spread wider than the host has memory.
+//! Limit: numbers are spread wider than the host has memory, and none is used again: 512 PiB of a node can be mapped in
+//! all.
 
 use super::memory::{FrameId, PAGES_IN_HUGE_PAGE, SimulatedProcessId};
 use pagefold_base::Pfn;
@@ -15,7 +16,7 @@ const BLOCK_FRAMES: u64 = 1 << 48;
 /// The bytes of a memory block.
 pub(crate) const BLOCK_BYTES: u64 = BLOCK_FRAMES * super::host_state::PAGE_BYTES;
 /// Where frames with a number of the model begin within a node.
-const NUMBERED_FRAMES: u64 = 1 << 40;
+const NUMBERED_FRAMES: u64 = 1 << 47;
 /// The kernel's zero page.
 pub(crate) const ZERO_PAGE_FRAME: Pfn = Pfn(1);
 
@@ -61,7 +62,7 @@ impl FrameNumbers {
         let next = &mut self.next[usize::from(node)];
         let first_frame = next.next_multiple_of(PAGES_IN_HUGE_PAGE) + page % PAGES_IN_HUGE_PAGE;
         *next = first_frame + pages;
-        assert!(*next % BLOCK_FRAMES < NUMBERED_FRAMES, "fewer than 2^40 frames of a node were mapped");
+        assert!(*next % BLOCK_FRAMES < NUMBERED_FRAMES, "fewer than 2^47 frames of a node were mapped");
         let range = FrameRange { first_frame, process, page, pages };
         self.by_frame.insert(first_frame, range);
         self.by_page.insert((process, page), range);
@@ -100,7 +101,7 @@ impl FrameNumbers {
         Pfn(u64::from(node) * BLOCK_FRAMES + NUMBERED_FRAMES + u64::from(frame))
     }
 
-    /// What a frame holds; `None` if it was never used.
+    /// What a frame holds; `None` if it has no number of the model and no page of a process.
     pub(crate) fn origin(&self, frame: Pfn) -> Option<FrameOrigin> {
         if frame == ZERO_PAGE_FRAME {
             return Some(FrameOrigin::ZeroPage);

@@ -104,7 +104,8 @@ impl ProcessIdentity {
         let arguments = [
             "/usr/bin/qemu-system-x86_64",
             "-name",
-            &format!("guest={name},debug-threads=on"),
+            // QEMU reads two commas as one of a value.
+            &format!("guest={},debug-threads=on", name.replace(',', ",,")),
             "-machine",
             "q35,mem-merge=on",
             "-m",

@@ -2,7 +2,7 @@
 
 use super::counters::PAGE_BYTES;
 use super::scenario::{Arrival, MachineClass, Scenario, SharedSet};
-use crate::scenario::MAX_MACHINES;
+use crate::scenario::{MAX_MACHINES, MAX_PAGES};
 use thiserror::Error;
 
 /// The grammar, for messages.
@@ -67,6 +67,9 @@ pub enum WhatIfError {
     /// The number is out of range.
     #[error("the host would have more than {MAX_MACHINES} machines: give fewer")]
     TooMany,
+    /// The memory is more than a scenario may have.
+    #[error("the host would have more than 1 PiB of memory: give less ram")]
+    TooMuchMemory,
     /// The host does not fit into its memory.
     #[error("the host itself uses {used_mib} MiB, and would have {memory_mib} MiB: give more ram")]
     Memory {
@@ -163,6 +166,9 @@ fn set_memory(scenario: &mut Scenario, pages: u64) -> Result<(), WhatIfError> {
     if pages <= used {
         let mib = |pages: u64| (pages * PAGE_BYTES.cast_unsigned()) >> 20;
         return Err(WhatIfError::Memory { used_mib: mib(used), memory_mib: mib(pages) });
+    }
+    if pages > MAX_PAGES {
+        return Err(WhatIfError::TooMuchMemory);
     }
     scenario.host.memory_pages = pages;
     Ok(())

@@ -163,17 +163,17 @@ pub struct Workload<'s> {
     /// Files of a template, and of the machines of a tenant.
     files: BTreeMap<(usize, Option<&'s str>), Vec<File>>,
     /// The shared sets, once a machine needs them.
-    shared: Vec<Option<DealtSet>>,
+    shared: Vec<Option<DistributedSet>>,
     /// Page cache of each template, in the order in which its machines read it.
     cache: Vec<(RandomNumbers, Vec<File>)>,
 }
 
-/// A shared set whose files are dealt to machines.
+/// A shared set whose files are distributed to machines.
 #[derive(Clone, Debug)]
-struct DealtSet {
+struct DistributedSet {
     files: Vec<File>,
     /// The files of each machine, by their number; a file is there once for each copy.
-    hands: Vec<Vec<u32>>,
+    files_by_machine: Vec<Vec<u32>>,
 }
 
 /// Parts of the random numbers of a scenario.
@@ -246,9 +246,9 @@ impl<'s> Workload<'s> {
             };
             pieces.extend(select_writers(template, kind, files));
         }
-        let dealt = self.dealt_pieces(arrival)?;
-        let pages = template.pages + dealt.iter().map(|piece| piece.pages).sum::<u64>();
-        pieces.extend(dealt);
+        let distributed = self.shared_pieces(arrival)?;
+        let pages = template.pages + distributed.iter().map(|piece| piece.pages).sum::<u64>();
+        pieces.extend(distributed);
         random.shuffle(&mut pieces);
         let mut machine = Machine::new(template, class.template, pages, random);
         let mut change = MemoryChange::default();
@@ -282,23 +282,23 @@ impl<'s> Workload<'s> {
     }
 
     /// A machine's part of the shared sets.
-    fn dealt_pieces(&mut self, arrival: &MachineArrival) -> Result<Vec<Piece>, ContentsUsedUp> {
+    fn shared_pieces(&mut self, arrival: &MachineArrival) -> Result<Vec<Piece>, ContentsUsedUp> {
         let scenario = self.scenario;
         let template = scenario.classes[arrival.class].template;
         let mut pieces = Vec::new();
         for (number, set) in scenario.shared.iter().enumerate().filter(|(_, set)| set.templates.contains(&template)) {
-            let dealt = match &mut self.shared[number] {
-                Some(dealt) => dealt,
+            let distributed = match &mut self.shared[number] {
+                Some(distributed) => distributed,
                 missing => {
                     let random = RandomNumbers::new(self.seed, SHARED_PART | number as u64);
-                    missing.insert(deal(set, &scenario.classes, random, &mut self.contents)?)
+                    missing.insert(distribute(set, &scenario.classes, random, &mut self.contents)?)
                 }
             };
             let earlier = &scenario.classes[..arrival.class];
             let earlier = earlier.iter().filter(|class| set.templates.contains(&class.template));
             let turn = earlier.map(|class| class.count as usize).sum::<usize>() + arrival.number as usize;
             let kind = if set.is_zero { ContentKind::Zero } else { ContentKind::Common };
-            let files = dealt.hands[turn].iter().map(|&file| dealt.files[file as usize]);
+            let files = distributed.files_by_machine[turn].iter().map(|&file| distributed.files[file as usize]);
             pieces.extend(files.map(|(content, pages)| Piece { content, pages, kind, writer: None }));
         }
         Ok(pieces)
@@ -387,21 +387,21 @@ fn cut_files(
     Ok(files)
 }
 
-/// Deal the files of a shared set to the machines of its templates, in turn.
-fn deal(
+/// Distribute the files of a shared set to the machines of its templates, in turn.
+fn distribute(
     set: &SharedSet,
     classes: &[MachineClass],
     mut random: RandomNumbers,
     contents: &mut ContentPool,
-) -> Result<DealtSet, ContentsUsedUp> {
+) -> Result<DistributedSet, ContentsUsedUp> {
     let content = || if set.is_zero { Ok(Some(ZERO_CONTENT)) } else { contents.take().map(Some) };
     let files = cut_files(set.pages, set.run_pages, &mut random, content)?;
     let of_templates = classes.iter().filter(|class| set.templates.contains(&class.template));
     let machines: usize = of_templates.map(|class| class.count as usize).sum();
-    let mut hands = vec![Vec::new(); machines];
+    let mut files_by_machine = vec![Vec::new(); machines];
     let copies = (0..files.len() as u32).flat_map(|file| (0..set.copies).map(move |_| file));
-    copies.enumerate().for_each(|(turn, file)| hands[turn % machines].push(file));
-    Ok(DealtSet { files, hands })
+    copies.enumerate().for_each(|(turn, file)| files_by_machine[turn % machines].push(file));
+    Ok(DistributedSet { files, files_by_machine })
 }
 
 /// A run before it has a place.

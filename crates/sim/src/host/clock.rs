@@ -1,10 +1,10 @@
 //! Virtual time for several threads, independent of how fast they run.
 //!
 //! Threads that wait for messages are members of the clock until they end. One member works at a time: those that wait
-//! look for their messages in turn, in the order in which they joined, and the first that finds one works on. If none
-//! finds one, time advances to the earliest deadline. So messages arrive at the same virtual times in each run. A member
-//! that works takes no time, except for what it charges itself by a sleep. Messages of other threads, such
-//! as those of signals, arrive at some moment of virtual time.
+//! check for their messages in turn, in the order in which they joined, and the first that finds one works on. If none
+//! finds one, time advances to the earliest deadline. So messages between members arrive at the same virtual times in each
+//! run, if the members themselves do the same. A member that works takes no time, except for what it charges itself by a
+//! sleep. Messages of other threads, such as those of signals, arrive at some moment of virtual time.
 //!
 //! Limit: a member must not block elsewhere for a thread that waits or sleeps here, because that would last forever.
 
@@ -43,8 +43,8 @@ struct ClockThread {
 #[derive(Clone, Copy, Debug)]
 struct Wait {
     deadline: Duration,
-    /// Whether it looked for its message since the last thread worked, and found none.
-    has_looked: bool,
+    /// Whether it checked for its message since the last thread worked, and found none.
+    has_checked: bool,
 }
 
 impl ClockState {
@@ -62,33 +62,33 @@ impl ClockState {
     }
 
     /// A thread stops working: those that wait may have messages of it.
-    fn look_again(&mut self) {
-        self.threads.iter_mut().filter_map(|thread| thread.wait.as_mut()).for_each(|wait| wait.has_looked = false);
+    fn check_again(&mut self) {
+        self.threads.iter_mut().filter_map(|thread| thread.wait.as_mut()).for_each(|wait| wait.has_checked = false);
     }
 
-    /// Whose turn it is: a thread that looks for its message, or, after all have looked, that with the earliest deadline.
+    /// Whose turn it is: a thread that checks for its message, or, after all have checked, that with the earliest deadline.
     fn turn(&self) -> Option<Turn> {
         if self.is_anyone_working() {
             return None;
         }
         let waits = || self.threads.iter().map(|thread| thread.wait).enumerate();
-        let unseen = waits().find(|(_, wait)| wait.is_some_and(|wait| !wait.has_looked));
+        let unseen = waits().find(|(_, wait)| wait.is_some_and(|wait| !wait.has_checked));
         match unseen {
-            Some((position, _)) => Some(Turn::Looks(position)),
+            Some((position, _)) => Some(Turn::Checks(position)),
             None => waits()
                 .filter_map(|(position, wait)| Some((wait?.deadline, position)))
                 .min()
-                .map(|(deadline, position)| Turn::GoesOn(position, deadline)),
+                .map(|(deadline, position)| Turn::Advances(position, deadline)),
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
-    /// The thread at this position looks for its message.
-    Looks(usize),
+    /// The thread at this position checks for its message.
+    Checks(usize),
     /// Time passes to this deadline of the thread at this position.
-    GoesOn(usize, Duration),
+    Advances(usize, Duration),
 }
 
 impl SharedClock {
@@ -99,7 +99,7 @@ impl SharedClock {
     fn remove(&self, thread: ThreadId) {
         let mut state = self.lock();
         state.threads.retain(|found| found.id != thread);
-        state.look_again();
+        state.check_again();
         self.changed.notify_all();
     }
 }
@@ -151,7 +151,7 @@ impl VirtualClock {
     pub(super) fn sleep(&self, duration: Duration) {
         let this = thread::current().id();
         let is_member = self.shared.lock().position(this).is_some();
-        self.pass(duration, &mut |_| false);
+        self.wait_for_turn(duration, &mut |_| false);
         if !is_member {
             self.shared.remove(this);
         }
@@ -160,28 +160,28 @@ impl VirtualClock {
     /// Let this thread wait until `receive` succeeds or the time is over. It becomes a member.
     pub(super) fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
         self.join();
-        self.pass(timeout, receive);
+        self.wait_for_turn(timeout, receive);
     }
 
-    fn pass(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+    fn wait_for_turn(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
         let (clock, this) = (&*self.shared, thread::current().id());
         let mut state = clock.lock();
         let position = state.position(this).unwrap_or_else(|| state.add(this));
-        state.threads[position].wait = Some(Wait { deadline: state.now + timeout, has_looked: false });
-        state.look_again();
+        state.threads[position].wait = Some(Wait { deadline: state.now + timeout, has_checked: false });
+        state.check_again();
         clock.changed.notify_all();
         loop {
             // Threads before this one may have ended.
             let position = state.position(this).expect("a thread that waits is in the list");
             match state.turn() {
-                Some(Turn::Looks(turn)) if turn == position => {
+                Some(Turn::Checks(turn)) if turn == position => {
                     if receive(Duration::ZERO) {
                         break state.threads[position].wait = None;
                     }
-                    state.threads[position].wait.iter_mut().for_each(|wait| wait.has_looked = true);
+                    state.threads[position].wait.iter_mut().for_each(|wait| wait.has_checked = true);
                     clock.changed.notify_all();
                 }
-                Some(Turn::GoesOn(turn, deadline)) if turn == position => {
+                Some(Turn::Advances(turn, deadline)) if turn == position => {
                     state.now = state.now.max(deadline);
                     break state.threads[position].wait = None;
                 }

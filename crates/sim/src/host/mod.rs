@@ -270,6 +270,10 @@ impl Host for SimulatedHost<'_> {
         self.clock.sleep(duration);
     }
 
+    fn simulation_failure(&self) -> Option<String> {
+        self.workload_failure().map(|why| why.to_string())
+    }
+
     fn join_clock(&self) {
         self.clock.join();
     }

@@ -11,7 +11,7 @@ use super::{DaemonArguments, StatusSource, log_line};
 use crate::command_line::GlobalOptions;
 use crate::config::{Config, HistoryLocation};
 use crate::host_selection;
-use anyhow::Context;
+use anyhow::{Context, bail};
 use pagefold_daemon::decide::{DaemonState, DaemonStatus};
 use pagefold_daemon::wire::StatusReport;
 use pagefold_history::points::HistoryPoint;
@@ -84,6 +84,9 @@ pub struct HistoryRecorder {
 /// the history keeps real time.
 pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<Option<PathBuf>> {
     if host_selection::is_simulated(global) {
+        if let Some(HistoryLocation::File(_)) = options.history {
+            bail!("--history: a simulated host has no history, because that keeps real time: leave the option out");
+        }
         return Ok(None);
     }
     let location = match &options.history {

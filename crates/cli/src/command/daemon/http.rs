@@ -3,6 +3,7 @@
 use super::{DaemonArguments, StatusSource, history_recorder, log_line};
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
+use crate::host_selection;
 use anyhow::Context;
 use pagefold_watch::StatusBoard;
 use pagefold_watch::board::MAX_HISTORY_POINTS;
@@ -32,7 +33,9 @@ pub fn start_server(
     global: &GlobalOptions,
 ) -> anyhow::Result<Option<HttpStatusServer>> {
     let http = Config::load(global)?.http;
-    let Some(address) = options.http.or(http.address) else { return Ok(None) };
+    // The configured address is that of the live host's daemon.
+    let configured = http.address.filter(|_| !host_selection::is_simulated(global));
+    let Some(address) = options.http.or(configured) else { return Ok(None) };
     let history =
         history_path.map(|path| history_recorder::load_points(path, MAX_HISTORY_POINTS / 2)).unwrap_or_default();
     let board = Arc::new(StatusBoard::with_history(history));

@@ -51,7 +51,7 @@ Examples:
   pagefold status                        show its state, savings and costs
   pagefold top                           the same, updated live
   pagefold pause                         restore KSM's settings; `pagefold resume` continues
-  pagefold --host sim:SCENARIO daemon --mode act
+  pagefold --host sim:SCENARIO --state /tmp/state daemon --mode act
                                          run on a simulated host until its scenario is over,
                                          in virtual time and without root
   pagefold --host recording:DIR daemon   show what it would do on a recorded host: a recording
@@ -232,6 +232,9 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     drop(http_server);
     drop(recorder);
     let all_undone = result?;
+    if let Some(why) = host.simulation_failure() {
+        bail!("machines of the scenario are missing, or write no more: {why}");
+    }
     log_line(if all_undone { "ended" } else { "ended, but not all changes are undone" });
     Ok(if all_undone { CommandOutcome::Done } else { CommandOutcome::Partial })
 }

@@ -334,8 +334,9 @@ fn tracked_process_report(
     let estimated_footprint = || saved_by_merging.map(|saved| resident.saturating_sub(saved));
     let kind = workload_kind(process);
     let info = ProcessInfo::from_process(process, Some(&tracked.domain));
+    let uptime = host.unix_time().duration_since(snapshot.started_at).unwrap_or_default();
     let (state, why) =
-        tracking_state(snapshot, process.id, tracked, merged_pages.unwrap_or(0) * mean_savings.page_bytes);
+        tracking_state((snapshot, uptime), process.id, tracked, merged_pages.unwrap_or(0) * mean_savings.page_bytes);
     Some(TrackedProcessReport {
         pid: process.id.pid.0,
         start_time: process.id.start_time,
@@ -351,7 +352,8 @@ fn tracked_process_report(
         footprint: fair
             .map(|fair| mean_savings.update_fair_share(fair, anonymous, merging_pages).min(resident))
             .or_else(estimated_footprint),
-        footprint_age_seconds: fair.map(|fair| fair.measured_at.elapsed().unwrap_or_default().as_secs()),
+        footprint_age_seconds: fair
+            .map(|fair| host.unix_time().duration_since(fair.measured_at).unwrap_or_default().as_secs()),
         saved: saved_by_merging
             .map(|saved| saved + (zero_pages.unwrap_or(0) + split_zero_pages) * mean_savings.page_bytes),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
@@ -382,20 +384,18 @@ fn workload_name(process: &Process, kind: WorkloadKind) -> String {
     name.unwrap_or_else(|| format!("{} {}", process.comm, process.id.pid))
 }
 
+/// What the daemon does with a process, and why. `uptime` is how long the daemon runs.
 fn tracking_state(
-    snapshot: &Snapshot,
+    (snapshot, uptime): (&Snapshot, Duration),
     id: ProcessId,
     tracked: &TrackedProcess,
     merged: u64,
 ) -> (TrackingState, String) {
     let next_scan = || {
-        let elapsed = snapshot.started_at.elapsed().unwrap_or_default();
-        let remaining = tracked.next_scan.saturating_sub(elapsed);
+        let remaining = tracked.next_scan.saturating_sub(uptime);
         format!("next scan in {}", format_duration(remaining))
     };
-    let unenroll_text = |what: &str| {
-        describe_unenroll(what, tracked.pending_unenroll.as_ref(), snapshot.started_at.elapsed().unwrap_or_default())
-    };
+    let unenroll_text = |what: &str| describe_unenroll(what, tracked.pending_unenroll.as_ref(), uptime);
     match tracked {
         TrackedProcess { exclusion_reason: Some(why), .. } => (TrackingState::Excluded, unenroll_text(why)),
         TrackedProcess { unenrolled_by_operator: true, .. } => {

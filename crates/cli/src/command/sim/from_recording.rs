@@ -12,6 +12,7 @@ use pagefold_sim::estimate_notes;
 use pagefold_sim::observation::{Observation, observe_machines};
 use pagefold_sim::scenario::parse_scenario;
 use pagefold_sim::scenario_text::write_scenario;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -133,7 +134,9 @@ pub fn run(options: &FromRecordingArguments, global: &GlobalOptions) -> anyhow::
     let text = write_scenario(&found.scenario, &comments);
     parse_scenario(&text).context("the scenario of this host is not valid")?;
     match &options.output {
-        Some(path) => std::fs::write(path, &text).with_context(|| format!("cannot write {}", path.display()))?,
+        Some(path) => std::fs::File::create_new(path)
+            .and_then(|mut file| file.write_all(text.as_bytes()))
+            .with_context(|| format!("cannot write {}", path.display()))?,
         None => output::print_stdout(&text)?,
     }
     unknown.iter().for_each(|line| eprintln!("pagefold: {line}"));

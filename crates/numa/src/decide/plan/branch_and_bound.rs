@@ -92,7 +92,10 @@ pub(super) fn improve(
 fn equal_machines(problem: &PlacementProblem) -> Vec<Option<usize>> {
     let is_equal = |left: usize, right: usize| {
         let (left, right) = (&problem.vms[left], &problem.vms[right]);
-        left.parts == right.parts && left.allowed_nodes == right.allowed_nodes && left.fixed == right.fixed
+        left.parts == right.parts
+            && left.allowed_nodes == right.allowed_nodes
+            && left.fixed == right.fixed
+            && left.is_placed == right.is_placed
     };
     (0..problem.vms.len()).map(|vm| (0..vm).rev().find(|&before| is_equal(before, vm))).collect()
 }

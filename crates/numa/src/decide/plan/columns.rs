@@ -4,8 +4,8 @@ use super::{Column, Load, NodeCapacity, Pattern, PlacementProblem, PlannedPart, 
 use crate::decide::pricing::{self, PricedAmounts};
 use std::collections::BTreeMap;
 
-/// Patterns of a machine at most, those of the lowest cost. All patterns of two parts on 16 nodes, or of four parts on
-/// four nodes, are within it.
+/// Patterns of a machine at most beside leaving it, those of the lowest cost. All patterns of two parts on 8 nodes, or of
+/// three parts on four nodes, are within it.
 const MAX_COLUMNS: usize = 256;
 
 /// Machines are spread over so many nodes more than suffice at most, because the room that others leave on a node may be

@@ -37,7 +37,7 @@ const LOAD_TOLERANCE: f64 = 0.05;
 /// Loads are counted that are larger than a half of a node, a third, and so on.
 const PLACES: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
 
-/// A linear program with more choices takes too long.
+/// A linear program with more choices takes too long: one with 1,650 took 19 ms.
 const MAX_CHOICES_OF_LINEAR_PROGRAM: usize = 4096;
 
 /// A smaller coefficient is left out: microlp needs those of a row within six orders of magnitude.
@@ -193,7 +193,8 @@ impl PartialPlan {
         for (places, multiplier) in self.place_counts.iter().zip(of_counts) {
             let of_counted = places.resources.iter().map(|&resource| overload_costs[resource]);
             let least = of_counted.fold(f64::INFINITY, f64::min);
-            *multiplier = multiplier.clamp(0.0, least / places.excess_per_overload());
+            // Rounding may leave less than nothing of an overload cost.
+            *multiplier = multiplier.clamp(0.0, (least / places.excess_per_overload()).max(0.0));
             for &resource in &places.resources {
                 overload_costs[resource] -= *multiplier * places.excess_per_overload();
             }
@@ -471,6 +472,39 @@ mod tests {
                 let count: f64 = loads.iter().map(|&load| places.count(load)).sum();
                 let most = 1.0 + places.excess_per_overload() * overload;
                 prop_assert!(count <= most + 1e-9, "{count} > {most}: {places:?}");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn multipliers_are_limited_by_what_is_left_of_the_overload_costs(
+            costs in prop::collection::vec(1e-3..1e9_f64, 6),
+            values in prop::collection::vec(prop_oneof![Just(0.0), 0.0..1e3, Just(1e300)], 27),
+        ) {
+            let resources: Vec<Resource> =
+                costs.iter().map(|&overload_cost| Resource { capacity: 1.0, overload_cost }).collect();
+            let place_counts = place_counts(&resources, Load::default());
+            prop_assert_eq!(resources.len() + place_counts.len(), values.len());
+            let plan = PartialPlan {
+                resources,
+                place_counts,
+                choices: Vec::new(),
+                assigned: Vec::new(),
+                cost: 0.0,
+                used: Vec::new(),
+                counted: Vec::new(),
+            };
+            let limited = plan.multipliers(values);
+            for (resource, cost) in costs.iter().enumerate() {
+                let of_counts = plan.place_counts.iter().zip(&limited.values[6..]);
+                let spent: f64 = of_counts
+                    .filter(|(places, _)| places.resources.contains(&resource))
+                    .map(|(places, multiplier)| multiplier * places.excess_per_overload())
+                    .sum();
+                let left = limited.overload_costs[resource];
+                prop_assert!(left >= 0.0 && spent + left <= cost * (1.0 + 1e-9), "{spent} + {left} > {cost}");
+                prop_assert!((0.0..=left).contains(&limited.values[resource]));
             }
         }
     }

@@ -3,6 +3,8 @@
 //!
 //! `labs/libvirt.sh` starts libvirt and its domains in separate namespaces and ends them with the test.
 
+#![forbid(unsafe_code)]
+
 use pagefold_base::IdSet;
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::ksm::KsmTestGuard;
