@@ -165,8 +165,9 @@ impl WalkSchedule {
     }
 }
 
-/// Time after which the walker waits for a request anew.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Time after which the walker waits for a request anew. It is short, because a host in virtual time may let it pass at
+/// once where the other threads have not begun to wait.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
