@@ -689,7 +689,7 @@ fn invalid_input_fails_with_one_line_and_no_change() {
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/linux-6.18");
     let mut recorded = merge_command(state.path(), &[], &[]);
     recorded.args(["--host", &format!("recording:{recording}")]);
-    assert_refused(&recorded.output().unwrap(), "only the live host");
+    assert_refused(&recorded.output().unwrap(), "a recording cannot be changed");
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let no_process = merge_command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
     assert_refused(&no_process, "there is no process");
