@@ -20,10 +20,13 @@ const BUSY_LOOP: &str = "i=0; while [ $i -lt 20000000 ]; do i=$((i+1)); done";
 /// From when to when the loops ran, in seconds since 1970.
 pub type BusyTime = (f64, f64);
 
+/// Ends the thread that starts and ends the loops, which returns when they ran.
+type CompetitorThread = (Sender<()>, JoinHandle<Result<Vec<BusyTime>>>);
+
 /// A running competitor. Dropping it ends it.
 pub struct Competitor {
     /// `None` after the end.
-    running: Option<(Sender<()>, JoinHandle<Result<Vec<BusyTime>>>)>,
+    running: Option<CompetitorThread>,
 }
 
 /// Busy loops that end with this value.
