@@ -411,6 +411,23 @@ static double corun_fraction(double begin, long cpus)
 	return full + partial > 0 ? full / (full + partial) : 0;
 }
 
+// Takes each CPU for a moment, so that the trace tells what runs there: a thread that nothing disturbs is in no event.
+static void visit_cpus(void)
+{
+	cpu_set_t all, one;
+	if (sched_getaffinity(0, sizeof all, &all))
+		die("sched_getaffinity");
+	for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+		if (!CPU_ISSET(cpu, &all))
+			continue;
+		CPU_ZERO(&one);
+		CPU_SET(cpu, &one);
+		// The CPU may have gone offline.
+		sched_setaffinity(0, sizeof one, &one);
+	}
+	sched_setaffinity(0, sizeof all, &all);
+}
+
 static void measure(const char *name, int milliseconds)
 {
 	uint64_t before[MAX_VMS] = { 0 }, after[MAX_VMS] = { 0 }, spins = 0, yields = 0;
@@ -419,6 +436,7 @@ static void measure(const char *name, int milliseconds)
 	double sum = 0, squares = 0;
 	write_file(TRACING "trace", "");
 	write_file(TRACING "tracing_on", "1");
+	visit_cpus();
 	usleep(50000);
 	for (int vm = 0; vm < vms; vm++)
 		for (int i = 0; i < vcpus[vm]; i++) {

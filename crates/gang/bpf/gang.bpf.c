@@ -550,7 +550,7 @@ static bool take_stranded(void)
 	return false;
 }
 
-static void dispatch_spread(s32 number, bool stays)
+static void dispatch_spread(s32 number, struct task_struct *staying)
 {
 	struct cpu *cpu = cpu_at(number);
 	u32 gang = cpu->wants_gang;
@@ -570,12 +570,30 @@ static void dispatch_spread(s32 number, bool stays)
 		if (move_thread(number, DSQ_CPU(number), gang, false, 0))
 			return;
 	}
-	if (scx_bpf_dsq_move_to_local(DSQ_CPU(number)) || scx_bpf_dsq_move_to_local(DSQ_LIGHT) || stays)
+	if (scx_bpf_dsq_move_to_local(DSQ_CPU(number)) || scx_bpf_dsq_move_to_local(DSQ_LIGHT))
 		return;
+	if (staying) {
+		set_slice(staying, settings.slice_ns);
+		return;
+	}
 	FOR_EACH_NUMBER(other, 0, settings.cpus)
 		if (other != number && scx_bpf_dsq_nr_queued(DSQ_CPU(other)) > 0 &&
 		    scx_bpf_dsq_move_to_local(DSQ_CPU(other)))
 			return;
+}
+
+// Whether the gang has a CPU for this vCPU that another gang's vCPU uses, or nobody. Two gangs may each use a CPU of the
+// other: then each vCPU must leave its CPU before the other one can come.
+static bool has_place_elsewhere(struct task_struct *p, u32 gang)
+{
+	s32 cpu;
+	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
+		struct cpu *c = cpu_at(cpu);
+		if (c->owner == gang && c->is_online && bpf_cpumask_test_cpu(cpu, p->cpus_ptr) &&
+		    (!c->since || (c->running_kind == VCPU && c->running_gang != gang)))
+			return true;
+	}
+	return false;
 }
 
 SEC("struct_ops/dispatch")
@@ -593,7 +611,7 @@ void gang_dispatch(u64 *arguments)
 	if (takes_light(cpu, now) && scx_bpf_dsq_move_to_local(DSQ_LIGHT))
 		return;
 	if (settings.policy != GANG) {
-		dispatch_spread(number, stays);
+		dispatch_spread(number, stays ? previous : NULL);
 		return;
 	}
 	gang = cpu->wants_gang;
@@ -624,8 +642,11 @@ void gang_dispatch(u64 *arguments)
 		if (filler && !(stays && t && t->gang == rotation.filler) && take_vcpu(filler, number))
 			return;
 	}
-	if (!takes_light(cpu, now))
-		scx_bpf_dsq_move_to_local(DSQ_LIGHT);
+	if (!takes_light(cpu, now) && scx_bpf_dsq_move_to_local(DSQ_LIGHT))
+		return;
+	// A thread without time left is queued (SCX_OPS_ENQ_LAST), and so a vCPU gets the CPU of its gang.
+	if (stays && !(t && t->kind == VCPU && t->gang != owner && has_place_elsewhere(previous, t->gang)))
+		set_slice(previous, t && t->kind == VCPU ? 4 * settings.slot_ns : settings.slice_ns);
 }
 
 // ---- slots ----
@@ -697,6 +718,10 @@ void gang_running(u64 *arguments)
 		move_count(t, number);
 	else if (t->kind != VCPU && is_before(ordinary_vtime, p->scx.dsq_vtime))
 		ordinary_vtime = p->scx.dsq_vtime;
+	else if (t->kind == VCPU && cpu->owner == t->gang && scx_bpf_dsq_nr_queued(DSQ_GANG(t->gang)) > 0 &&
+		 gang_at(t->gang)->runnable <= gang_at(t->gang)->granted)
+		// Siblings that were queued at once may have preempted on this CPU only.
+		kick_own_cpu(p, t->gang);
 }
 
 SEC("struct_ops/stopping")
@@ -1187,8 +1212,8 @@ void gang_exit(u64 *arguments)
 	.timeout_ms = 5000, .name = "pagefold_gang"
 
 // Schedules all tasks that EEVDF would schedule.
-SEC(".struct_ops.link") struct sched_ext_ops whole_host = { OPERATIONS };
+SEC(".struct_ops.link") struct sched_ext_ops whole_host = { OPERATIONS, .flags = SCX_OPS_ENQ_LAST };
 // Schedules only the threads with the policy SCHED_EXT.
-SEC(".struct_ops.link") struct sched_ext_ops selected_threads = { OPERATIONS, .flags = SCX_OPS_SWITCH_PARTIAL };
+SEC(".struct_ops.link") struct sched_ext_ops selected_threads = { OPERATIONS, .flags = SCX_OPS_ENQ_LAST | SCX_OPS_SWITCH_PARTIAL };
 
 char _license[] SEC("license") = "GPL";

@@ -54,6 +54,7 @@ struct bpf_iter_scx_dsq { u64 opaque[6]; } __attribute__((aligned(8)));
 #define SCX_ENQ_PREEMPT (1ULL << 32)
 #define SCX_KICK_IDLE 1ULL
 #define SCX_KICK_PREEMPT 2ULL
+#define SCX_OPS_ENQ_LAST 2ULL
 #define SCX_OPS_SWITCH_PARTIAL 8ULL
 
 // libbpf matches members by name; members that are not named here are zero.

@@ -137,9 +137,12 @@ const NODE_SCENES: &str = "
 for machines in 2 4 3; do
     load $machines 2 threads 40 0 2
     measure eevdf-$machines 150
-    gang
-    measure gang-$machines 300
-    end_gang gang-$machines
+    for start in 1 2 3; do
+        gang
+        usleep $((start * 1900))
+        measure gang-$machines-$start 150
+        end_gang gang-$machines-$start
+    done
     end_load
 done
 load 1 3 threads 40 0 2
@@ -263,12 +266,15 @@ fn gangs_run_on_the_node_of_their_memory() {
             return;
         }
     };
-    // Shares depend on when gangs start and change nodes, and so on the build. Without regard to nodes, half is at home.
-    for (machines, least_home_share, least_corun) in [(2, 0.55, 0.9), (4, 0.55, 0.9), (3, 0.55, 0.7)] {
-        let figures = load_figures(&output, &format!("gang-{machines}"));
-        assert!(figures.home_share >= least_home_share, "{machines}: {figures:?}: {output}");
-        assert!(figures.corun >= least_corun && figures.fairness >= 0.95, "{machines}: {figures:?}: {output}");
-        assert_eq!(home_nodes(&output, &format!("gang-{machines}")), &["0", "1", "0", "1"][..machines]);
+    for (machines, least_home_share) in [(2, 0.98), (4, 0.95), (3, 0.75)] {
+        // Each start finds the vCPUs on other CPUs, and at another point of the slot.
+        for start in 1..=3 {
+            let name = format!("gang-{machines}-{start}");
+            let figures = load_figures(&output, &name);
+            assert!(figures.home_share >= least_home_share, "{name}: {figures:?}: {output}");
+            assert!(figures.corun >= 0.95 && figures.fairness >= 0.95, "{name}: {figures:?}: {output}");
+            assert_eq!(home_nodes(&output, &name), &["0", "1", "0", "1"][..machines]);
+        }
     }
     // Wider than a node: it has no home.
     assert_eq!(home_nodes(&output, "wide"), ["-"]);
