@@ -11,10 +11,11 @@
 //! The excess on the right counts for the chosen columns, and for each open machine that is added to them alone; the
 //! excess of all is not less. So a column that no longer fits costs its overload, and the bound grows as nodes fill up.
 //!
-//! This alone would fill each node to the last CPU, where three machines of 6 CPUs do not fit on 16. So the places on all
-//! nodes together are relaxed too, counted by dual feasible functions (S. P. Fekete and J. Schepers, Mathematical
-//! Programming 91, 2001): of loads larger than a `k + 1`-th of a node, `k` fit. Where the loads of a node count for more than
-//! one node, it is overloaded by [`LOAD_TOLERANCE`] at least, so that a part of its overload cost bounds the excess count.
+//! This alone would fill each node to the last CPU, where three machines of 6 CPUs do not fit on 16. So the room on all
+//! nodes together is relaxed too, counted by dual feasible functions (S. P. Fekete and J. Schepers, Mathematical
+//! Programming 91, 2001): of loads larger than a `k + 1`-th of a node, `k` fit; and a load takes a whole node if it leaves no
+//! room for another load that is counted. Where the loads of a node count for more than one node, it is overloaded, so that
+//! a part of its overload cost bounds the excess count.
 
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 
@@ -30,12 +31,21 @@ const LENGTH_REDUCTION: f64 = 0.7;
 /// below which the bound hardly grows.
 const MIN_STEP_LENGTH: f64 = 1e-3;
 
-/// The loads of a node are counted as if they were smaller by this share. So a node whose loads count for more than one
-/// is overloaded by this share at least.
+/// Loads that exceed a node by less than this share count as if they fitted. [`Counting::AtLeast`] applies it only beside
+/// loads that count as a node.
 const LOAD_TOLERANCE: f64 = 0.05;
 
 /// Loads are counted that are larger than a half of a node, a third, and so on.
 const PLACES: [f64; 7] = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+
+/// The least loads of [`Counting::AtLeast`], relative to a node, are the most frequent ones in this range.
+const LEAST_LOADS: std::ops::RangeInclusive<f64> = 0.25..=0.5;
+
+/// How many of them are tried for each kind of resource.
+const MAX_LEAST_LOADS: usize = 6;
+
+/// Loads that differ by less are the same.
+const SAME_LOAD: f64 = 1e-6;
 
 /// A linear program with more choices takes too long: one with 1,650 took 19 ms.
 const MAX_CHOICES_OF_LINEAR_PROGRAM: usize = 4096;
@@ -50,32 +60,73 @@ struct Resource {
     overload_cost: f64,
 }
 
-/// The places for loads above a `places + 1`-th of a node, on all nodes together. Amounts are in nodes.
+/// What a load counts for, relative to a node. The loads of a node that is not overloaded count for one at most.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Counting {
+    /// Loads above a `places + 1`-th of a node take a place, of which it has so many, and larger ones take several.
+    Places(f64),
+    /// Loads from this one on, which is a half of a node at most, count as they are. Those that leave no room for this one
+    /// count as a node.
+    AtLeast(f64),
+}
+
+impl Counting {
+    fn count(self, load: f64) -> f64 {
+        match self {
+            Self::Places(places) => (((places + 1.0) * (1.0 - LOAD_TOLERANCE) * load).ceil() - 1.0).max(0.0) / places,
+            Self::AtLeast(least) if load < least - SAME_LOAD => 0.0,
+            Self::AtLeast(least) if load >= 1.0 - least + LOAD_TOLERANCE => 1.0,
+            Self::AtLeast(_) => load,
+        }
+    }
+
+    /// By how much the count of a node's loads exceeds one at most, relative to its overload.
+    ///
+    /// Places: `count <= (places + 1) / places * (1 - tolerance) * load`, where the overload is at least the tolerance.
+    ///
+    /// Least loads: if no load counts as a node, the excess count is the overload. If `k` loads do, each is at least
+    /// `1 - least + tolerance`. Beside other loads with the sum `m`, the excess count is `k - 1 + m`, and the overload is
+    /// at least `k * (1 - least + tolerance) + m - 1`. The ratio is largest for `least = 0.5`: for `k = 1`, where `m` is at
+    /// least `0.5 - SAME_LOAD` or zero, and for `k = 2` and `m = 0`.
+    fn excess_per_overload(self) -> f64 {
+        match self {
+            Self::Places(places) => (places + 1.0) / places + 1.0 / (places * LOAD_TOLERANCE),
+            Self::AtLeast(_) => 0.5 / (LOAD_TOLERANCE - SAME_LOAD),
+        }
+    }
+}
+
+/// A count of loads on all nodes together, which have room for as many as there are nodes.
 #[derive(Clone, Debug)]
-struct PlaceCount {
-    places: f64,
+struct LoadCount {
+    counting: Counting,
     /// The nodes' resources whose loads are counted.
     resources: Vec<usize>,
 }
 
-impl PlaceCount {
-    /// What a load, relative to a node, counts for.
-    fn count(&self, load: f64) -> f64 {
-        (((self.places + 1.0) * (1.0 - LOAD_TOLERANCE) * load).ceil() - 1.0).max(0.0) / self.places
+impl LoadCount {
+    /// What the loads of a column count for.
+    fn count(&self, uses: &[Use]) -> f64 {
+        let counted = uses.iter().filter(|used| self.resources.contains(&used.resource));
+        counted.map(|used| self.counting.count(used.amount)).sum()
     }
 
-    /// By how much the count of a node's loads exceeds one at most, relative to its overload: from
-    /// `count <= (places + 1) / places x (1 - tolerance) x load`, where the overload is at least the tolerance.
     fn excess_per_overload(&self) -> f64 {
-        (self.places + 1.0) / self.places + 1.0 / (self.places * LOAD_TOLERANCE)
+        self.counting.excess_per_overload()
+    }
+
+    /// Whether a choice of columns exceeds the room. Otherwise the count bounds nothing.
+    fn may_exceed(&self, choices: &[Vec<Choice>]) -> bool {
+        let most = |choices: &Vec<Choice>| choices.iter().map(|choice| self.count(&choice.uses)).fold(0.0, f64::max);
+        choices.iter().map(most).sum::<f64>() > self.resources.len() as f64
     }
 }
 
-/// The multipliers of the resources of nodes, and of the counts of places after them.
+/// The multipliers of the resources of nodes, and of the counts of loads after them.
 #[derive(Clone, Debug)]
 pub(super) struct Multipliers {
     values: Vec<f64>,
-    /// What remains of the overload cost of each resource, after the counts of its places.
+    /// What remains of the overload cost of each resource, after the counts of its loads.
     overload_costs: Vec<f64>,
 }
 
@@ -93,7 +144,7 @@ pub(super) struct Choice {
     pub(super) column: usize,
     cost: f64,
     uses: Vec<Use>,
-    /// What its loads count for in each count of places.
+    /// What its loads count for in each count of loads.
     counts: Vec<f64>,
 }
 
@@ -101,7 +152,7 @@ pub(super) struct Choice {
 #[derive(Clone, Debug)]
 pub(super) struct PartialPlan {
     resources: Vec<Resource>,
-    place_counts: Vec<PlaceCount>,
+    load_counts: Vec<LoadCount>,
     /// The choices of each machine.
     pub(super) choices: Vec<Vec<Choice>>,
     /// The chosen one of a machine's choices; `None` while the machine is open.
@@ -110,7 +161,7 @@ pub(super) struct PartialPlan {
     cost: f64,
     /// How much of each resource they use.
     used: Vec<f64>,
-    /// What they count for in each count of places.
+    /// What they count for in each count of loads.
     counted: Vec<f64>,
 }
 
@@ -149,24 +200,23 @@ impl PartialPlan {
                 scales.push(scale);
             }
         }
-        let place_counts = place_counts(&resources, host_excess(problem));
         let choice = |(position, column): (usize, &Column)| {
             let loads = column.load.iter().flat_map(|load| [load.vcpus, load.pages, load.hugetlb_pages]);
             let amounts = loads.zip(&scales).enumerate();
             let uses = amounts.map(|(resource, (amount, scale))| Use { resource, amount: amount / scale });
             let uses: Vec<Use> = uses.filter(|used| used.amount > 0.0).collect();
-            let count = |places: &PlaceCount| {
-                let counted = uses.iter().filter(|used| places.resources.contains(&used.resource));
-                counted.map(|used| places.count(used.amount)).sum()
-            };
-            let counts = place_counts.iter().map(count).collect();
-            Choice { column: position, cost: column.cost, uses, counts }
+            Choice { column: position, cost: column.cost, uses, counts: Vec::new() }
         };
-        let choices: Vec<Vec<Choice>> =
+        let mut choices: Vec<Vec<Choice>> =
             columns.iter().map(|columns| columns.iter().enumerate().map(choice).collect()).collect();
-        let (used, counted) = (vec![0.0; resources.len()], vec![0.0; place_counts.len()]);
+        let mut load_counts = load_counts(&resources, host_excess(problem), &choices);
+        load_counts.retain(|count| count.may_exceed(&choices));
+        for choice in choices.iter_mut().flatten() {
+            choice.counts = load_counts.iter().map(|count| count.count(&choice.uses)).collect();
+        }
+        let (used, counted) = (vec![0.0; resources.len()], vec![0.0; load_counts.len()]);
         let assigned = vec![None; choices.len()];
-        let mut plan = Self { resources, place_counts, assigned, choices, cost: 0.0, used, counted };
+        let mut plan = Self { resources, load_counts, assigned, choices, cost: 0.0, used, counted };
         for vm in 0..columns.len() {
             if plan.choices[vm].len() == 1 {
                 plan.assign(vm, 0);
@@ -182,7 +232,7 @@ impl PartialPlan {
         let of_resource =
             |(resource, is_scarce): (&Resource, bool)| if is_scarce { resource.overload_cost } else { 0.0 };
         let mut values: Vec<f64> = resources.map(of_resource).collect();
-        values.resize(self.resources.len() + self.place_counts.len(), 0.0);
+        values.resize(self.resources.len() + self.load_counts.len(), 0.0);
         self.multipliers(values)
     }
 
@@ -190,13 +240,13 @@ impl PartialPlan {
     fn multipliers(&self, mut values: Vec<f64>) -> Multipliers {
         let mut overload_costs: Vec<f64> = self.resources.iter().map(|resource| resource.overload_cost).collect();
         let (of_resources, of_counts) = values.split_at_mut(self.resources.len());
-        for (places, multiplier) in self.place_counts.iter().zip(of_counts) {
-            let of_counted = places.resources.iter().map(|&resource| overload_costs[resource]);
+        for (load_count, multiplier) in self.load_counts.iter().zip(of_counts) {
+            let of_counted = load_count.resources.iter().map(|&resource| overload_costs[resource]);
             let least = of_counted.fold(f64::INFINITY, f64::min);
             // Rounding may leave less than nothing of an overload cost.
-            *multiplier = multiplier.clamp(0.0, (least / places.excess_per_overload()).max(0.0));
-            for &resource in &places.resources {
-                overload_costs[resource] -= *multiplier * places.excess_per_overload();
+            *multiplier = multiplier.clamp(0.0, (least / load_count.excess_per_overload()).max(0.0));
+            for &resource in &load_count.resources {
+                overload_costs[resource] -= *multiplier * load_count.excess_per_overload();
             }
         }
         for (multiplier, overload_cost) in of_resources.iter_mut().zip(&mut overload_costs) {
@@ -270,8 +320,8 @@ impl PartialPlan {
             relaxed.slope.push(over.min(0.0));
             excess.push(over.max(0.0));
         }
-        for (position, (places, counted)) in self.place_counts.iter().zip(&self.counted).enumerate() {
-            let over = counted - places.resources.len() as f64;
+        for (position, (load_count, counted)) in self.load_counts.iter().zip(&self.counted).enumerate() {
+            let over = counted - load_count.resources.len() as f64;
             relaxed.bound += multipliers.values[self.resources.len() + position] * over;
             relaxed.slope.push(over);
         }
@@ -297,9 +347,9 @@ impl PartialPlan {
             let counts = relaxed.slope[self.resources.len()..].iter_mut().zip(&choice.counts);
             counts.for_each(|(slope, count)| *slope += count);
         }
-        for (slope, places) in relaxed.slope[self.resources.len()..].iter_mut().zip(&self.place_counts) {
-            let overload: f64 = places.resources.iter().map(|&resource| excess[resource]).sum();
-            *slope -= places.excess_per_overload() * overload;
+        for (slope, load_count) in relaxed.slope[self.resources.len()..].iter_mut().zip(&self.load_counts) {
+            let overload: f64 = load_count.resources.iter().map(|&resource| excess[resource]).sum();
+            *slope -= load_count.excess_per_overload() * overload;
         }
         relaxed
     }
@@ -354,15 +404,16 @@ impl PartialPlan {
             self.resources.iter().zip(&self.used).map(|(resource, used)| used - resource.capacity).collect();
         let mut add = |change: f64| program.add_var(change, (0.0, f64::INFINITY));
         let mut variables: Vec<Variable> = over.iter().map(|over| add(over.min(0.0))).collect();
-        for (places, counted) in self.place_counts.iter().zip(&self.counted) {
-            let excess: f64 = places.resources.iter().map(|&resource| over[resource].max(0.0)).sum();
-            variables.push(add(counted - places.resources.len() as f64 - places.excess_per_overload() * excess));
+        for (load_count, counted) in self.load_counts.iter().zip(&self.counted) {
+            let excess: f64 = load_count.resources.iter().map(|&resource| over[resource].max(0.0)).sum();
+            variables
+                .push(add(counted - load_count.resources.len() as f64 - load_count.excess_per_overload() * excess));
         }
         for (position, resource) in self.resources.iter().enumerate() {
-            let counts = self.place_counts.iter().zip(&variables[self.resources.len()..]);
-            let counts = counts.filter(|(places, _)| places.resources.contains(&position));
+            let counts = self.load_counts.iter().zip(&variables[self.resources.len()..]);
+            let counts = counts.filter(|(load_count, _)| load_count.resources.contains(&position));
             let terms: Vec<_> = counts
-                .map(|(places, &variable)| (variable, places.excess_per_overload()))
+                .map(|(load_count, &variable)| (variable, load_count.excess_per_overload()))
                 .chain([(variables[position], 1.0)])
                 .collect();
             program.add_constraint(terms.as_slice(), ComparisonOp::Le, resource.overload_cost / unit);
@@ -379,9 +430,9 @@ impl PartialPlan {
             let (fitting, excess) = self.split(used);
             uses[used.resource] = fitting;
             cost += excess * self.resources[used.resource].overload_cost;
-            for (count, places) in uses[self.resources.len()..].iter_mut().zip(&self.place_counts) {
-                if places.resources.contains(&used.resource) {
-                    *count -= excess * places.excess_per_overload();
+            for (count, load_count) in uses[self.resources.len()..].iter_mut().zip(&self.load_counts) {
+                if load_count.resources.contains(&used.resource) {
+                    *count -= excess * load_count.excess_per_overload();
                 }
             }
         }
@@ -394,15 +445,28 @@ fn is_scarce(host_excess: Load) -> [bool; 3] {
     [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages].map(|excess| excess > 0.0)
 }
 
-/// The counts of places for each kind of resource of which the whole host has enough.
-fn place_counts(resources: &[Resource], host_excess: Load) -> Vec<PlaceCount> {
+/// The counts of loads for each kind of resource of which the whole host has enough.
+fn load_counts(resources: &[Resource], host_excess: Load, choices: &[Vec<Choice>]) -> Vec<LoadCount> {
     let of_kind = |(kind, is_scarce): (usize, bool)| {
         let counted = (kind..resources.len()).step_by(3).filter(|&resource| resources[resource].capacity >= 1.0);
         let counted: Vec<usize> = counted.filter(|_| !is_scarce).collect();
-        PLACES.map(|places| PlaceCount { places, resources: counted.clone() })
+        let least = frequent_loads(choices, &counted).into_iter().map(Counting::AtLeast);
+        let countings = PLACES.into_iter().map(Counting::Places).chain(least);
+        countings.map(|counting| LoadCount { counting, resources: counted.clone() }).collect::<Vec<_>>()
     };
     let all = is_scarce(host_excess).into_iter().enumerate().flat_map(of_kind);
-    all.filter(|places| !places.resources.is_empty()).collect()
+    all.filter(|count| !count.resources.is_empty()).collect()
+}
+
+/// The loads in the range of [`LEAST_LOADS`] that most columns have, the most frequent first.
+fn frequent_loads(choices: &[Vec<Choice>], resources: &[usize]) -> Vec<f64> {
+    let uses = choices.iter().flatten().flat_map(|choice| &choice.uses);
+    let amounts = uses.filter(|used| resources.contains(&used.resource)).map(|used| used.amount);
+    let mut amounts: Vec<f64> = amounts.filter(|amount| LEAST_LOADS.contains(amount)).collect();
+    amounts.sort_by(f64::total_cmp);
+    let mut groups: Vec<&[f64]> = amounts.chunk_by(|left, right| right - left < SAME_LOAD).collect();
+    groups.sort_by_key(|group| std::cmp::Reverse(group.len()));
+    groups.iter().take(MAX_LEAST_LOADS).map(|group| group[0]).collect()
 }
 
 /// The search for the multipliers with the highest bound: steps along the slope (subgradient method).
@@ -467,11 +531,11 @@ mod tests {
             loads in prop::collection::vec(prop_oneof![0.0..1.2, (1u32..17).prop_map(|vcpus| f64::from(vcpus) / 16.0)], 0..6),
         ) {
             let overload = (loads.iter().sum::<f64>() - 1.0).max(0.0);
-            for places in PLACES {
-                let places = PlaceCount { places, resources: Vec::new() };
-                let count: f64 = loads.iter().map(|&load| places.count(load)).sum();
-                let most = 1.0 + places.excess_per_overload() * overload;
-                prop_assert!(count <= most + 1e-9, "{count} > {most}: {places:?}");
+            let least = [0.25, 5.0 / 16.0, 0.4, 7.0 / 16.0, 0.5].map(Counting::AtLeast);
+            for counting in PLACES.map(Counting::Places).into_iter().chain(least) {
+                let count: f64 = loads.iter().map(|&load| counting.count(load)).sum();
+                let most = 1.0 + counting.excess_per_overload() * overload;
+                prop_assert!(count <= most + 1e-9, "{count} > {most}: {counting:?}");
             }
         }
     }
@@ -484,11 +548,11 @@ mod tests {
         ) {
             let resources: Vec<Resource> =
                 costs.iter().map(|&overload_cost| Resource { capacity: 1.0, overload_cost }).collect();
-            let place_counts = place_counts(&resources, Load::default());
-            prop_assert_eq!(resources.len() + place_counts.len(), values.len());
+            let load_counts = load_counts(&resources, Load::default(), &[]);
+            prop_assert_eq!(resources.len() + load_counts.len(), values.len());
             let plan = PartialPlan {
                 resources,
-                place_counts,
+                load_counts,
                 choices: Vec::new(),
                 assigned: Vec::new(),
                 cost: 0.0,
@@ -497,10 +561,10 @@ mod tests {
             };
             let limited = plan.multipliers(values);
             for (resource, cost) in costs.iter().enumerate() {
-                let of_counts = plan.place_counts.iter().zip(&limited.values[6..]);
+                let of_counts = plan.load_counts.iter().zip(&limited.values[6..]);
                 let spent: f64 = of_counts
-                    .filter(|(places, _)| places.resources.contains(&resource))
-                    .map(|(places, multiplier)| multiplier * places.excess_per_overload())
+                    .filter(|(load_count, _)| load_count.resources.contains(&resource))
+                    .map(|(load_count, multiplier)| multiplier * load_count.excess_per_overload())
                     .sum();
                 let left = limited.overload_costs[resource];
                 prop_assert!(left >= 0.0 && spent + left <= cost * (1.0 + 1e-9), "{spent} + {left} > {cost}");
@@ -511,8 +575,13 @@ mod tests {
 
     #[test]
     fn loads_above_a_third_take_one_of_two_places() {
-        let places = PlaceCount { places: 2.0, resources: Vec::new() };
-        let counts = [5.0, 6.0, 11.0, 12.0, 16.0].map(|vcpus| places.count(vcpus / 16.0));
+        let counts = [5.0, 6.0, 11.0, 12.0, 16.0].map(|vcpus| Counting::Places(2.0).count(vcpus / 16.0));
         assert_eq!(counts, [0.0, 0.5, 0.5, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn loads_that_leave_no_room_for_the_least_one_take_a_node() {
+        let counts = [3.0, 3.5, 4.0, 5.0, 7.0].map(|vcpus| Counting::AtLeast(3.5 / 8.0).count(vcpus / 8.0));
+        assert_eq!(counts, [0.0, 3.5 / 8.0, 0.5, 1.0, 1.0]);
     }
 }

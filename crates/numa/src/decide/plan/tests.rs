@@ -620,8 +620,11 @@ fn plan_of_an_overloaded_host_is_optimal() {
 
 #[test]
 fn search_ends_when_it_is_due() {
-    let problem = at_test_prices(generated_host(8000, 1.0));
-    for max_steps in [0, 1, 100, 20_000] {
+    // Six machines fit on each node, and two must be spread.
+    let all: Vec<u32> = (0..8).collect();
+    let mut problem = host(8, 64.0, 6.4e7);
+    problem.vms = (0..50).map(|i| vm(&format!("vm{i}"), vec![part(10.0, 3e6, &all, &all)])).collect();
+    for max_steps in [0, 1, 100, 2000] {
         let (plan, steps) = plan_in_steps(&problem, max_steps);
         assert!(steps <= max_steps + 3, "{steps} steps");
         assert!(plan.gap > 0.0, "the optimum takes more steps");
@@ -678,6 +681,14 @@ fn equal_machines_that_leave_gaps_on_nodes_are_placed_and_proven() {
         plan.moves.iter().map(|planned| &planned.pattern).partition(|pattern| matches!(pattern, Pattern::Nodes(_)));
     assert_eq!((on_one.len(), spread.len()), (16, 4));
     assert!(spread.iter().all(|pattern| matches!(pattern, Pattern::Spread(nodes) if nodes.len() == 2)), "{spread:?}");
+}
+
+#[test]
+fn parts_of_about_half_a_node_are_placed_and_proven() {
+    // Six parts of 5 to 7 virtual CPUs and five of 4, on eight nodes of 8.
+    let problem = at_default_prices(generated_host(8000, 1.0));
+    let (plan, steps) = plan_in_steps(&problem, 20_000);
+    assert_eq!((plan.gap, plan.overload), (0.0, Load::default()), "{steps} steps: {plan:?}");
 }
 
 #[test]
