@@ -92,7 +92,7 @@ fn scan_repeatedly(
     on_scan: &mut dyn FnMut(usize, [RescanSample; 2]),
 ) -> Result<Vec<[RescanSample; 2]>> {
     let host = LiveHost::new();
-    let mut ages = StableAges::new(host.page_size(), host.now())?;
+    let mut ages = StableAges::new(host.page_hasher()?, host.now());
     let pids = targets.pids().into_iter().map(Pid).collect();
     let options = CensusOptions {
         selection: ProcessSelection { pids, ..ProcessSelection::default() },

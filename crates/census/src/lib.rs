@@ -173,6 +173,14 @@ pub enum Error {
     Threads(#[from] rayon::ThreadPoolBuildError),
 }
 
+/// A hasher for censuses of a host, under a new key.
+///
+/// # Errors
+/// If the key is not available.
+pub fn page_hasher(host: &dyn Host) -> Result<Hasher, Error> {
+    host.page_hasher().map_err(Error::RandomKey)
+}
+
 /// Takes a census. Setting `stop` ends it early: the census then counts the pages read so far and is marked partial.
 pub fn take_census(
     host: &dyn Host,
@@ -180,7 +188,7 @@ pub fn take_census(
     progress: &ScanProgress,
     stop: &AtomicBool,
 ) -> Result<(Census, PageIndex), Error> {
-    let hasher = Hasher::with_random_key(host.page_size().as_len()).map_err(Error::RandomKey)?;
+    let hasher = page_hasher(host)?;
     take_census_with_hasher(&hasher, host, options, progress, stop)
 }
 

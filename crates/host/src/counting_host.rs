@@ -10,6 +10,8 @@ use crate::{
 };
 use delegate::delegate;
 use pagefold_base::{AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_sys::fingerprint::Hasher;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -44,6 +46,7 @@ impl Host for CountingHost<'_> {
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
             fn join_clock(&self);
+            fn page_hasher(&self) -> io::Result<Hasher>;
             fn simulation_failure(&self) -> Option<String>;
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;

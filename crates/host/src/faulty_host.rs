@@ -7,6 +7,8 @@ use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use delegate::delegate;
 use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_sys::fingerprint::Hasher;
+use std::io;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -65,6 +67,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
             fn join_clock(&self);
+            fn page_hasher(&self) -> io::Result<Hasher>;
             fn simulation_failure(&self) -> Option<String>;
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;

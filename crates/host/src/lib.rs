@@ -33,11 +33,13 @@ use action::{Action, ActionError, ActionOutcome};
 use guest_agent::GuestQuestion;
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
+pub use pagefold_sys::fingerprint::Hasher;
 use qemu_monitor::{MonitorAccess, MonitorQuestion};
 use resource::ResourceClass;
 use rustix::time::{ClockId, clock_gettime};
 use scheduler_trace::{SchedulerTrace, SchedulerTraceError};
 use std::collections::BTreeSet;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -136,6 +138,15 @@ pub trait Host: Sync {
     /// until it waits, and from then on it takes turns with the other threads that were announced. Announce a thread
     /// before another one waits for its messages.
     fn join_clock(&self) {}
+
+    /// A hasher for fingerprints of pages, under a new random key, so that no program can prepare pages with equal
+    /// fingerprints. The key of a simulated host follows from its seed.
+    ///
+    /// # Errors
+    /// If the kernel's random generator fails.
+    fn page_hasher(&self) -> io::Result<Hasher> {
+        Hasher::with_random_key(self.page_size().as_len())
+    }
 
     /// Why a simulated host no longer follows its scenario.
     fn simulation_failure(&self) -> Option<String> {

@@ -100,7 +100,7 @@ impl<'h> ContinuousMerge<'h, '_> {
         mut report_event: impl FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let mut ages = StableAges::new(self.host.page_size(), self.host.now())?;
+        let mut ages = StableAges::new(pagefold_census::page_hasher(self.host)?, self.host.now());
         let mut remerge = Remerge::new(self.host, self.merge_options.ksmd_cpu_share);
         let min_age = stable_age(self.host.page_size().bytes());
         // A program that starts fills its memory first.

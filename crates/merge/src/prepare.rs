@@ -182,7 +182,7 @@ fn take_plan_census(
     stop: &AtomicBool,
 ) -> Result<(Census, PageIndex, Hasher), pagefold_census::Error> {
     let Some((ages, now)) = ages else {
-        let hasher = Hasher::with_random_key(host.page_size().as_len()).map_err(pagefold_census::Error::RandomKey)?;
+        let hasher = pagefold_census::page_hasher(host)?;
         let (census, index) = pagefold_census::take_census_with_hasher(&hasher, host, options, progress, stop)?;
         return Ok((census, index, hasher));
     };

@@ -13,8 +13,7 @@
 
 use crate::decide::plan::{MergePlan, PlanTarget};
 use pagefold_base::merge_lifetime::stable_age;
-use pagefold_base::{AddressRange, Bytes, Fingerprint, PageClass, PageSize, Pages, ProcessId};
-use pagefold_census::Error;
+use pagefold_base::{AddressRange, Bytes, Fingerprint, PageClass, Pages, ProcessId};
 use pagefold_census::ScanCache;
 use pagefold_census::content_groups;
 use pagefold_census::index::PageIndex;
@@ -35,7 +34,6 @@ const MAX_PARTNER_ROUNDS: u32 = 8;
 /// Page contents and when they were first seen.
 pub struct StableAges {
     hasher: Hasher,
-    page_size: PageSize,
     started: Instant,
     ages_by_process: BTreeMap<ProcessId, ProcessAges>,
     cache: ScanCache,
@@ -134,10 +132,10 @@ impl ProcessAges {
 }
 
 impl StableAges {
-    /// An empty record that starts at a given time. Draws the key.
-    pub fn new(page_size: PageSize, started: Instant) -> Result<Self, Error> {
-        let hasher = Hasher::with_random_key(page_size.as_len()).map_err(Error::RandomKey)?;
-        Ok(Self { hasher, page_size, started, ages_by_process: BTreeMap::new(), cache: ScanCache::new(started) })
+    /// An empty record that starts at a given time, with this key.
+    pub fn new(hasher: Hasher, started: Instant) -> Self {
+        let cache = ScanCache::new(started);
+        Self { hasher, started, ages_by_process: BTreeMap::new(), cache }
     }
 
     /// The cache between the censuses, with the key of all of them.
@@ -168,8 +166,8 @@ impl StableAges {
     ) -> BTreeMap<ProcessId, Bytes> {
         let now_ms = now.saturating_duration_since(self.started).as_millis() as u64;
         self.record_census(census, index, now_ms);
-        let min_age_ms = stable_age(self.page_size.bytes()).as_millis() as u64;
-        let (page_bytes, no_ages) = (self.page_size.bytes(), ProcessAges::default());
+        let min_age_ms = stable_age(self.hasher.page_len() as u64).as_millis() as u64;
+        let (page_bytes, no_ages) = (self.hasher.page_len() as u64, ProcessAges::default());
         let (mut unstable, mut stable) = (BTreeMap::new(), BTreeMap::new());
         for target in &plan.targets {
             let ages = self.ages_by_process.get(&target.process.id).unwrap_or(&no_ages);
@@ -225,7 +223,7 @@ impl StableAges {
             .map(|entry| (entry.ordinal, half_fingerprint(entry.fingerprint())))
             .collect();
         fingerprints.par_sort_unstable();
-        let page_bytes = self.page_size.bytes();
+        let page_bytes = self.hasher.page_len() as u64;
         for (position, subject) in census.subjects.iter().enumerate() {
             let mut recorded = self.ages_by_process.remove(&subject.process.id).unwrap_or_default();
             let mut previous_pages = recorded.pages(page_bytes).peekable();

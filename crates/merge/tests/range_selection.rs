@@ -12,6 +12,7 @@ use pagefold_census::{
     CensusOptions, PageIndex, ProcessSelection, ScanProgress, SecondPass, take_census, take_census_with_hasher,
     take_incremental_census,
 };
+use pagefold_host::Hasher;
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_merge::StableAges;
@@ -479,7 +480,7 @@ fn sketches_estimate_shared_pages() {
         (process_with_pages(1, &[Hole; 4]), process_with_pages(1, &stable(120..4000).collect::<Vec<_>>()));
     let host = SyntheticHost::new(&[first, empty, second, third, big]);
     let start = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let mut ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), start);
     let (cache, hasher) = ages.cache_and_hasher();
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     take_incremental_census((&mut *cache, start), hasher, &host, &census_options(false, CHEAP_COSTS), &progress, &stop)

@@ -9,7 +9,7 @@ use pagefold_host::guest_agent::{self, GuestQuestion};
 use pagefold_host::observe::LIBVIRT_STATE_DIRECTORY;
 use pagefold_host::parse;
 use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
-use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use pagefold_host::{FrameFlags, Hasher, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
@@ -208,6 +208,7 @@ impl Host for HostRecorder<'_> {
             fn now(&self) -> Instant;
             fn sleep(&self, duration: Duration);
             fn join_clock(&self);
+            fn page_hasher(&self) -> io::Result<Hasher>;
             fn simulation_failure(&self) -> Option<String>;
             fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
             fn unix_time(&self) -> SystemTime;

@@ -99,7 +99,7 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let session = RecordingSession {
         host: &*host,
-        hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,
+        hasher: host.page_hasher().context("cannot create a key for fingerprints")?,
         pass_interval: options.pass_interval,
         selection: host_selection::process_selection(&options.targets, global)?,
         asks_guests: options.guest_agent,

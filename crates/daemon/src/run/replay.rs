@@ -61,7 +61,7 @@ impl DaemonReplay {
             cgroup_shortages: CgroupShortageReader::default(),
             other_tuner: None,
             state: None,
-            stable_ages: StableAges::new(host.page_size(), started_at)?,
+            stable_ages: StableAges::new(pagefold_census::page_hasher(host)?, started_at),
             started_at,
             census_cpu_time: Duration::ZERO,
             labels: BTreeMap::new(),

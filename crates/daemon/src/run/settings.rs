@@ -32,6 +32,8 @@ pub struct DaemonSettings {
     pub pass_interval: Duration,
     /// Minimum time for which merged pages are watched at the end of a merge.
     pub watch_time: Duration,
+    /// Threads of a census at most. In virtual time, the result may depend on which of several threads reads first.
+    pub max_census_threads: usize,
 }
 
 impl Default for DaemonSettings {
@@ -48,6 +50,7 @@ impl Default for DaemonSettings {
             split_huge_pages: true,
             pass_interval: Duration::ZERO,
             watch_time: Duration::from_millis(500),
+            max_census_threads: std::thread::available_parallelism().map_or(1, usize::from),
         }
     }
 }

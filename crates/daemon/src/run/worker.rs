@@ -109,7 +109,7 @@ impl<'h> Worker<'h> {
         directory: PathBuf,
         messages: Sender<Message>,
     ) -> Result<Self, pagefold_census::Error> {
-        let stable_ages = StableAges::new(host.page_size(), host.now())?;
+        let stable_ages = StableAges::new(pagefold_census::page_hasher(host)?, host.now());
         let merge_monitor = MergeMonitor::new(host);
         Ok(Self {
             host,
@@ -583,12 +583,11 @@ pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
     Pages(subject.counts.resident().0.saturating_sub(reused) + reused / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
-/// Threads of a census: the CPUs of the rate, as far as the host has them. A scan on more threads would use up the burst
+/// Threads of a census: the CPUs of the rate, as far as there are some. A scan on more threads would use up the burst
 /// faster, and wait longer afterwards.
-fn census_threads(cpu_rate: f64) -> usize {
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+fn census_threads(cpu_rate: f64, max_threads: usize) -> usize {
     // The cast rounds down and saturates.
-    (cpu_rate as usize).clamp(1, cpus)
+    (cpu_rate as usize).min(max_threads).max(1)
 }
 
 /// The sum of the page counts of some parts.
@@ -623,7 +622,7 @@ pub(super) fn census_plan_request(
         domains: settings.domains.clone(),
         across_domains: settings.rules.across_domains,
         pass_interval: settings.pass_interval,
-        threads: census_threads(settings.rules.cpu_rate),
+        threads: census_threads(settings.rules.cpu_rate, settings.max_census_threads),
         whole_processes: false,
         min_profit: settings.min_profit,
         ksmd_cpu_share: 1.0,

@@ -1,6 +1,7 @@
 //! Repeated censuses read few pages of known processes, and still find the same as a full census.
 
 use super::*;
+use pagefold_host::Hasher;
 
 /// Repeated censuses of some processes under one key.
 struct CensusSeries {
@@ -25,7 +26,7 @@ struct CensusResult {
 impl CensusSeries {
     fn new() -> Self {
         let started = Instant::now();
-        let ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), started).unwrap();
+        let ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), started);
         let options = CensusOptions { second_pass: SecondPass::Candidates, ..census_options(false, CHEAP_COSTS) };
         Self { ages, started, options, stop: AtomicBool::new(false) }
     }

@@ -1,6 +1,7 @@
 //! Inactive enrolled processes of other trust domains are cached, and kept apart like those that are read.
 
 use super::*;
+use pagefold_host::Hasher;
 
 /// A time within a second of the start.
 const ONE_SECOND: Duration = Duration::from_secs(1);
@@ -23,7 +24,7 @@ struct ForeignCensusResult {
 impl ForeignCensusSeries {
     fn new() -> Self {
         let started = Instant::now();
-        Self { ages: StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), started).unwrap(), started }
+        Self { ages: StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), started), started }
     }
 
     fn scan_first(&mut self, host: &SyntheticHost, elapsed: Duration, options: &CensusOptions) -> ForeignCensusResult {

@@ -3,6 +3,7 @@
 use super::*;
 use pagefold_census::ScanPart;
 use pagefold_census::index::PART_STEP_PAGES;
+use pagefold_host::Hasher;
 
 /// Censuses of parts under one key.
 struct PartSeries {
@@ -17,7 +18,7 @@ type ProcessParts<'a> = (u32, &'a [ScanPart]);
 impl PartSeries {
     fn new() -> Self {
         let started = Instant::now();
-        let ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), started).unwrap();
+        let ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), started);
         Self { ages, started, costs: CHEAP_COSTS }
     }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use pagefold_base::process::Process;
+use pagefold_host::Hasher;
 use pagefold_merge::decide::outcome::PageFate;
 use pagefold_merge::decide::plan::{
     ComparisonCost, EnrollMethod, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
@@ -161,7 +162,7 @@ fn third_copies_are_late_if_that_saves_a_scan() {
 #[test]
 fn unstable_pages_wait_for_a_later_census() {
     let start = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let mut ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), start);
     let mut plan_stable = |pages: &[SyntheticPage], seconds: u64| {
         let (census, index, _) = take_synthetic_census(
             &[process_with_pages(1, pages), process_with_pages(1, pages)],
@@ -190,7 +191,7 @@ fn unstable_pages_wait_for_a_later_census() {
 #[test]
 fn stable_pages_need_a_stable_partner() {
     let start = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let mut ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), start);
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).chain([Stable(0); 10]).collect();
     let mut plan_stable = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
@@ -232,7 +233,7 @@ fn stable_pages_need_a_stable_partner() {
 #[test]
 fn pages_keep_stable_age_when_partner_is_missing() {
     let start = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), start).unwrap();
+    let mut ages = StableAges::new(Hasher::with_random_key(PAGE_BYTES as usize).unwrap(), start);
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).collect();
     let mut plan_stable = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
@@ -304,7 +305,7 @@ fn stable_ages_need_the_same_fingerprint_key() {
     let processes = [process_with_pages(1, &[FilledWith(7); 40]), process_with_pages(1, &[FilledWith(7); 40])];
     let host = SyntheticHost::new(&processes);
     let start = Instant::now();
-    let mut ages = StableAges::new(page_size, start).unwrap();
+    let mut ages = StableAges::new(Hasher::with_random_key(page_size.as_len()).unwrap(), start);
     let mut plan_stable = |seconds: u64, new_key: bool| {
         let options = census_options(false, CHEAP_COSTS);
         let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
@@ -328,7 +329,7 @@ fn probes_tell_written_pages_from_lost_partners() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
     let contents: Vec<SyntheticPage> = (10..30).map(Stable).collect();
     let before = SyntheticHost::new(&[process_with_pages(1, &contents), process_with_pages(1, &contents)]);
-    let ages = StableAges::new(page_size, before.now()).unwrap();
+    let ages = StableAges::new(Hasher::with_random_key(page_size.as_len()).unwrap(), before.now());
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     let (census, index) =
         take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();
