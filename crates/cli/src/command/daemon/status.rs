@@ -39,20 +39,8 @@ pub fn build_status(
     let page_bytes = host.page_size().bytes();
     let mean_savings = MeanPageSavings { page_bytes, counters: counters.as_ref() };
     let tracked = snapshot.state.tracked();
-    // In the mode `observe` the daemon takes no census, so no process waits for one.
-    let awaits_first_scan = |process: &TrackedProcess| {
-        process.is_unscanned() && process.may_be_scanned() && rules.mode != DaemonMode::Observe
-    };
-    let is_in_scope =
-        |process: &&Process| scope == ProcessScope::All || tracked.get(&process.id).is_some_and(awaits_first_scan);
     let tracked_count = snapshot.tracked_processes.iter().filter(|process| tracked.contains_key(&process.id)).count();
-    let mut tracked_processes: Vec<TrackedProcessReport> = snapshot
-        .tracked_processes
-        .iter()
-        .filter(is_in_scope)
-        .filter_map(|process| tracked_process_report(host, snapshot, process, &mean_savings))
-        .collect();
-    tracked_processes.sort_by_key(|process| (Reverse(process.resident), process.pid));
+    let mut tracked_processes = tracked_process_reports(host, snapshot, scope, &mean_savings);
     let domains = domain_savings(&tracked_processes);
     let (workloads, workloads_omitted) =
         split_first(group_footprints::sum_by_workload(&tracked_processes), MAX_LISTED_GROUPS);
@@ -112,6 +100,28 @@ pub fn build_status(
         findings: findings.into_iter().filter(is_problem).collect(),
         findings_by_verdict,
     }
+}
+
+/// The tracked processes of a scope, the largest first.
+fn tracked_process_reports(
+    host: &dyn Host,
+    snapshot: &Snapshot,
+    scope: ProcessScope,
+    mean_savings: &MeanPageSavings<'_>,
+) -> Vec<TrackedProcessReport> {
+    let state = &snapshot.state;
+    // In the mode `observe` the daemon takes no census, so no process waits for one.
+    let awaits_first_scan = |process: &TrackedProcess| {
+        process.is_unscanned() && process.may_be_scanned() && state.rules().mode != DaemonMode::Observe
+    };
+    let is_in_scope = |process: &&Process| {
+        scope == ProcessScope::All || state.tracked().get(&process.id).is_some_and(awaits_first_scan)
+    };
+    let in_scope = snapshot.tracked_processes.iter().filter(is_in_scope);
+    let mut reports: Vec<TrackedProcessReport> =
+        in_scope.filter_map(|process| tracked_process_report(host, snapshot, process, mean_savings)).collect();
+    reports.sort_by_key(|process| (Reverse(process.resident), process.pid));
+    reports
 }
 
 fn mode_name(mode: DaemonMode) -> DaemonModeName {
