@@ -89,6 +89,33 @@ fn result_does_not_depend_on_threads() {
     assert_eq!(with_threads("1"), with_threads("3"));
 }
 
+/// Three classes of four machines, one each ten minutes, for an hour.
+const CLASSES: &str = "description = 'classes'\nduration = '1h'\nsample = '1min'\ntick = '5s'\n\
+    [host]\nmemory = '4 GiB'\nused = '256 MiB'\ncpus = 4\nkernel = '6.18.44'\n\
+    [[template]]\nname = 'lab'\nsize = '64 MiB'\nzero = 0.1\ncommon = 0.4\nunique = 0.3\nrun_pages = [16, 256]\n\
+    writes = [{ content = 'unique', share = 0.05, pages_per_second = 2.0 }]\n\
+    [[machines]]\nname = 'class'\ntemplate = 'lab'\ncount = 12\nwave = 4\nevery = '10min'";
+
+#[test]
+fn daemon_saves_nearly_as_much_as_flat_out_and_does_the_same_in_each_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let scenario = folder.path().join("classes.toml");
+    fs::write(&scenario, CLASSES).unwrap();
+    let arguments = |policies| [scenario.to_str().unwrap(), "--config", "/dev/null", "--json", "--policy", policies];
+    let report = stdout(&compare(&arguments("whole:20000/20,guided,guided:across-domains")));
+    let parsed: Value = serde_json::from_str(&report).unwrap();
+    let figure = |policy: usize, name: &str| parsed["policies"][policy][name]["mean"].as_f64().unwrap();
+    let [(all, fast), (own, _), (across, slow)] =
+        [0, 1, 2].map(|policy| (figure(policy, "saved_bytes"), figure(policy, "cores")));
+    // Between machines, only pages of zeros merge.
+    assert!(0.0 < own && own < 0.4 * all, "{own} of {all}: {report}");
+    assert!(across >= 0.95 * all && slow < 0.2 * fast, "{across} of {all}, {slow} of {fast} CPUs: {report}");
+    assert_eq!((figure(0, "pagefold_cores"), figure(2, "pagefold_cores") > 0.0), (0.0, true));
+    check_schema("sim-compare", &report);
+    let alone = |policy| -> Value { serde_json::from_str(&stdout(&compare(&arguments(policy)))).unwrap() };
+    assert_eq!(alone("guided:across-domains")["policies"][0], parsed["policies"][2]);
+}
+
 #[test]
 fn picture_and_parquet_are_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -121,8 +148,8 @@ fn printed_scenario_is_accepted_as_a_file_and_errors_name_its_lines() {
 fn unknown_scenarios_and_policies_are_refused_with_a_remedy() {
     let error = stderr_of_refusal(&["no-such-scenario"]);
     assert!(error.contains("neither a shipped scenario nor a file no-such-scenario: `pagefold sim compare --list`"));
-    let error = stderr_of_refusal(&["lab-48", "--policy", "default,guided"]);
-    assert!(error.contains("the daemon does not run in a simulation yet; compare default"), "{error}");
+    let error = stderr_of_refusal(&["lab-48", "--policy", "default,guide"]);
+    assert!(error.contains("guide: no such policy; compare default"), "{error}");
     let error = stderr_of_refusal(&["lab-48", "--policy", "advisor"]);
     assert!(error.contains("advisor: Linux 4.15 has no scan-time advisor: choose another policy"), "{error}");
 }

@@ -20,6 +20,7 @@ const SAMPLES_SCHEMA: &str = "message samples {
     required int64 seed;
     required double seconds;
     required double ksmd_cpu_seconds;
+    required double pagefold_cpu_seconds;
     required int64 machines;
     required int64 resident_bytes;
     required int64 saved_bytes;
@@ -70,7 +71,9 @@ pub fn write_samples(policies: &[PolicyRuns], seeds: &[u64], path: &Path) -> Res
     column::<ByteArrayType>(&mut group, &rows.iter().map(|row| row.0.clone()).collect::<Vec<_>>())?;
     column::<Int64Type>(&mut group, &rows.iter().map(|row| row.1).collect::<Vec<_>>())?;
     column::<DoubleType>(&mut group, &rows.iter().map(|row| row.2.time_ms as f64 / 1e3).collect::<Vec<_>>())?;
-    column::<DoubleType>(&mut group, &rows.iter().map(|row| row.2.cpu_ns as f64 / 1e9).collect::<Vec<_>>())?;
+    for cpu_ns in [|sample: &Sample| sample.ksmd_cpu_ns, |sample: &Sample| sample.pagefold_cpu_ns] {
+        column::<DoubleType>(&mut group, &rows.iter().map(|row| cpu_ns(&row.2) as f64 / 1e9).collect::<Vec<_>>())?;
+    }
     for integer in INTEGERS {
         column::<Int64Type>(&mut group, &rows.iter().map(|row| integer(&row.2)).collect::<Vec<_>>())?;
     }
@@ -101,7 +104,7 @@ mod tests {
         assert_eq!(rows.len(), 4);
         let last = &rows[3];
         assert_eq!((last.get_string(0).unwrap().as_str(), last.get_long(1).unwrap()), ("flat-out", 5));
-        assert_eq!((last.get_double(2).unwrap(), last.get_long(6).unwrap()), (1.5, 3 * 4096 - 64 * 64));
-        assert_eq!(last.get_long(14).unwrap(), 7);
+        assert_eq!((last.get_double(2).unwrap(), last.get_long(7).unwrap()), (1.5, 3 * 4096 - 64 * 64));
+        assert_eq!(last.get_long(15).unwrap(), 7);
     }
 }

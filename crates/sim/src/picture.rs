@@ -1,4 +1,4 @@
-//! A comparison as SVG: memory saved over time, and ksmd's CPU time.
+//! A comparison as SVG: memory saved over time, and the CPU time for it.
 //!
 //! A line is the mean over the seeds, and a band their range. Colors are those of Okabe and Ito (Color Universal Design,
 //! 2008), which people with the usual kinds of color blindness tell apart; dashes tell them apart without colors.
@@ -18,7 +18,7 @@ const TITLE_HEIGHT: f64 = 30.0;
 const LEGEND_ROW: f64 = 20.0;
 /// Width of a character of the legend at most.
 const CHARACTER: f64 = 7.2;
-/// ksmd's CPU time is shown over this many equal times.
+/// CPU time is shown over this many equal times.
 const CPU_INTERVALS: usize = 60;
 
 const COLORS: [&str; 7] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"];
@@ -47,8 +47,14 @@ pub fn draw(title: &str, seconds: f64, policies: &[PolicyRuns]) -> String {
     let saved: Vec<Curve> = policies.iter().map(|policy| saved_curve(&policy.runs)).collect();
     let cpus: Vec<Curve> = policies.iter().map(|policy| cpu_curve(&policy.runs, seconds)).collect();
     svg += &Panel::new("memory saved, less metadata, GiB", top, seconds, &saved).draw(&saved);
-    svg += &Panel::new("ksmd, CPUs", top + PANEL_HEIGHT + PANEL_GAP, seconds, &cpus).draw(&cpus);
+    svg += &Panel::new(cpu_title(policies), top + PANEL_HEIGHT + PANEL_GAP, seconds, &cpus).draw(&cpus);
     svg + "</svg>\n"
+}
+
+/// The title of the CPU panel: which threads its time includes.
+fn cpu_title(policies: &[PolicyRuns]) -> &'static str {
+    let has_daemon = policies.iter().any(|policy| policy.policy.is_guided());
+    if has_daemon { "ksmd and pagefold, CPUs" } else { "ksmd, CPUs" }
 }
 
 /// Names of the policies with their lines, and the height that they take.
@@ -94,7 +100,7 @@ fn saved_curve(runs: &[SimulatedRun]) -> Curve {
     samples.iter().enumerate().filter_map(spread_at).collect()
 }
 
-/// ksmd's share of a CPU as steps.
+/// The share of a CPU as steps.
 fn cpu_curve(runs: &[SimulatedRun], seconds: f64) -> Curve {
     let mut curve = Vec::new();
     let intervals = CPU_INTERVALS.min(runs.first().map_or(1, |run| run.samples.len().saturating_sub(1)).max(1));
@@ -110,10 +116,10 @@ fn cpu_curve(runs: &[SimulatedRun], seconds: f64) -> Curve {
     curve
 }
 
-/// ksmd's CPU time at a moment; between two samples, as if it grew evenly.
+/// CPU time at a moment; between two samples, as if it grew evenly.
 fn cpu_seconds_at(run: &SimulatedRun, seconds: f64) -> f64 {
     let time = |sample: &Sample| sample.time_ms as f64 / 1e3;
-    let cpu = |sample: &Sample| sample.cpu_ns as f64 / 1e9;
+    let cpu = Sample::cpu_seconds;
     let behind = run.samples.partition_point(|sample| time(sample) < seconds);
     let (Some(next), Some(before)) = (run.samples.get(behind), behind.checked_sub(1).map(|at| &run.samples[at])) else {
         return if behind == 0 { 0.0 } else { run.samples.last().map_or(0.0, cpu) };
@@ -239,7 +245,7 @@ mod tests {
         let sample = |(minute, &pages): (u64, &u64)| Sample {
             time_ms: minute * 60_000,
             saved_pages: pages,
-            cpu_ns: minute * 30_000_000_000,
+            ksmd_cpu_ns: minute * 30_000_000_000,
             ..Sample::default()
         };
         let samples: Vec<Sample> = (0_u64..).zip(saved).map(sample).collect();

@@ -4,12 +4,10 @@
 //! next. So each policy runs with several seeds, and under two assumptions about writes
 //! ([`crate::decide::estimate::WritePattern`]).
 
-use crate::comparison::compare;
-use crate::decide::host_state::Exactness;
+use crate::comparison::{SimulationError, SimulationPlan, compare};
 use crate::decide::policies::ComparedPolicy;
 use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::Scenario;
-use crate::decide::workload::ContentsUsedUp;
 use std::sync::atomic::AtomicU64;
 
 /// The scenarios of a host.
@@ -44,16 +42,14 @@ pub struct PredictedRuns {
 /// runs.
 ///
 /// # Errors
-/// If a scenario has more contents than the model.
+/// If a scenario has more contents than the model, or the daemon fails.
 pub fn predict(
     scenarios: &PredictedScenarios,
     policies: &[ComparedPolicy],
-    seeds: &[u64],
-    exactness: Exactness,
-    threads: usize,
+    plan: &SimulationPlan,
     simulated_ms: &AtomicU64,
-) -> Result<Vec<PredictedRuns>, ContentsUsedUp> {
-    let runs = |scenario| compare(scenario, policies, seeds, exactness, threads, simulated_ms);
+) -> Result<Vec<PredictedRuns>, SimulationError> {
+    let runs = |scenario| compare(scenario, policies, plan, simulated_ms);
     let expected = runs(&scenarios.expected)?;
     let any_pages = scenarios.any_pages.as_ref().map(runs).transpose()?;
     let mut any_pages = any_pages.map(Vec::into_iter);

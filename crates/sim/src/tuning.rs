@@ -1,16 +1,13 @@
 //! Searches a policy for a scenario by simulations, on several threads.
 
-use crate::comparison::compare;
-use crate::decide::host_state::Exactness;
+use crate::comparison::{SimulationError, SimulationPlan, compare};
 use crate::decide::measures::RunMeasures;
 use crate::decide::policies::ComparedPolicy;
 use crate::decide::scenario::Scenario;
 use crate::decide::tuning::{TriedPolicy, TuningGoal, choose, grid, neighbors};
-use crate::decide::workload::ContentsUsedUp;
 use std::sync::atomic::AtomicU64;
 
 /// What to search, and how.
-#[derive(Clone, Debug, PartialEq)]
 pub struct PolicySearch {
     /// What it is for.
     pub goal: TuningGoal,
@@ -18,28 +15,24 @@ pub struct PolicySearch {
     pub max_cores: Option<f64>,
     /// Rounds after the grid.
     pub rounds: u32,
-    /// Each policy runs once with each.
-    pub seeds: Vec<u64>,
-    /// What ksmd does with pages that change during a scan.
-    pub exactness: Exactness,
-    /// Simulations at the same time.
-    pub threads: usize,
+    /// How policies are simulated.
+    pub plan: SimulationPlan,
 }
 
 /// Simulates the grid and the rounds, and returns all policies that were tried, in that order. `simulated_ms` counts the
 /// virtual time of all runs.
 ///
 /// # Errors
-/// If the scenario has more contents than the model.
+/// If the scenario has more contents than the model, or the daemon fails.
 pub fn search(
     scenario: &Scenario,
     search: &PolicySearch,
     simulated_ms: &AtomicU64,
-) -> Result<Vec<TriedPolicy>, ContentsUsedUp> {
+) -> Result<Vec<TriedPolicy>, SimulationError> {
     let mut tried: Vec<TriedPolicy> = Vec::new();
     let mut policies = grid(scenario.host.kernel);
     for round in 0..=search.rounds {
-        let runs = compare(scenario, &policies, &search.seeds, search.exactness, search.threads, simulated_ms)?;
+        let runs = compare(scenario, &policies, &search.plan, simulated_ms)?;
         tried.extend(runs.into_iter().map(|policy| {
             let measures: Vec<RunMeasures> = policy.runs.iter().map(RunMeasures::new).collect();
             TriedPolicy::new(policy.policy, &measures)
@@ -59,5 +52,5 @@ pub fn search(
 /// Simulations of a search at most: the grid, and four neighbors in each round.
 #[must_use]
 pub fn most_simulations(scenario: &Scenario, search: &PolicySearch) -> u64 {
-    (grid(scenario.host.kernel).len() as u64 + 4 * u64::from(search.rounds)) * search.seeds.len() as u64
+    (grid(scenario.host.kernel).len() as u64 + 4 * u64::from(search.rounds)) * search.plan.seeds.len() as u64
 }

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use pagefold_sim::comparison::SimulationPlan;
 use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::measures::RunMeasures;
 use pagefold_sim::decide::policies::ComparedPolicy;
@@ -61,10 +62,10 @@ fn time_is_cpu_time_and_pauses() {
     let end = last(&run);
     // The last batch of a scan is shorter: 57,344 pages are 57 batches of 1,000, and one of 344.
     let batches = end.full_scans * 58 + (end.pages_scanned - end.full_scans * 57_344).div_ceil(1000);
-    let seconds = end.cpu_ns as f64 / 1e9 + batches as f64 * 0.02;
+    let seconds = end.ksmd_cpu_ns as f64 / 1e9 + batches as f64 * 0.02;
     assert!((seconds - 600.0).abs() < 0.1, "{seconds} s in {batches} batches");
     // A batch costs more than visits and checksums, and less than twice as much.
-    let cpu_us_a_visit = end.cpu_ns as f64 / 1e3 / end.pages_scanned as f64;
+    let cpu_us_a_visit = end.ksmd_cpu_ns as f64 / 1e3 / end.pages_scanned as f64;
     assert!((0.5..3.0).contains(&cpu_us_a_visit), "{cpu_us_a_visit} us");
 }
 
@@ -84,10 +85,14 @@ fn machines_that_exit_take_their_savings_along() {
 fn ksmtuned_waits_for_its_threshold() {
     // 20 % of 1 GiB are 205 MiB: with four machines 800 MiB are free, with fifteen 184 MiB.
     let few = run(&scenario("5min", WITHOUT_WRITERS, "count = 4"), "ksmtuned", Exactness::Approximate);
-    assert_eq!((last(&few).saved_pages, last(&few).cpu_ns), (0, 0));
+    assert_eq!((last(&few).saved_pages, last(&few).ksmd_cpu_ns), (0, 0));
     let many = run(&scenario("5min", WITHOUT_WRITERS, "count = 15"), "ksmtuned", Exactness::Approximate);
     assert!(last(&many).saved_pages > 0);
-    assert_eq!(many.samples[..6].iter().map(|sample| sample.cpu_ns).max(), Some(0), "the first step is after a minute");
+    assert_eq!(
+        many.samples[..6].iter().map(|sample| sample.ksmd_cpu_ns).max(),
+        Some(0),
+        "the first step is after a minute"
+    );
 }
 
 #[test]
@@ -148,9 +153,7 @@ fn a_search_finds_a_pace_that_saves_as_much_as_flat_out_for_less() {
         goal,
         max_cores: None,
         rounds: 1,
-        seeds: vec![1],
-        exactness: Exactness::Approximate,
-        threads: 2,
+        plan: SimulationPlan { seeds: vec![1], exactness: Exactness::Approximate, threads: 2, run_daemon: None },
     };
     let flat_out = RunMeasures::new(&run(&scenario, "flat-out", Exactness::Approximate));
     let simulated_ms = AtomicU64::new(0);

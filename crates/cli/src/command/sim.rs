@@ -2,6 +2,7 @@
 //! searched on simulated hosts, which real hosts can become.
 
 mod compare;
+mod daemon_run;
 mod from_recording;
 mod predict;
 mod tune;

@@ -148,12 +148,16 @@ pub(crate) struct HostState<'s> {
     pub(crate) now_ns: u64,
     /// Merged pages that processes wrote.
     pub(crate) cow_breaks: u64,
+    /// CPU time of Pagefold, in nanoseconds.
+    pub(crate) pagefold_cpu_ns: u64,
     /// Huge pages that processes got.
     huge_pages: u64,
     next_pid: u32,
     /// What is yet to come.
     events: Option<MachineEvents<'s>>,
     samples: Vec<Sample>,
+    /// Duplicates at the end of the scenario.
+    duplicates_at_end: Option<u64>,
     failure: Option<ContentsUsedUp>,
 }
 
@@ -213,10 +217,12 @@ impl<'s> HostState<'s> {
             frames: FrameNumbers::new(spec.nodes),
             now_ns: 0,
             cow_breaks: 0,
+            pagefold_cpu_ns: 0,
             huge_pages: 0,
             next_pid: FIRST_PID,
             events: None,
             samples: Vec::new(),
+            duplicates_at_end: None,
             failure: None,
             spec,
         }
@@ -254,11 +260,16 @@ impl<'s> HostState<'s> {
         self.samples.push(Sample::observe(self));
     }
 
+    /// The scenario is over: what happens from now on is no part of its run.
+    pub(super) fn end_scenario(&mut self) {
+        self.duplicates_at_end = Some(count_duplicates(self.model.memory()));
+    }
+
     /// What the run has shown so far.
     pub(crate) fn finish(&self) -> SimulatedRun {
         SimulatedRun {
             samples: self.samples.clone(),
-            duplicates: count_duplicates(self.model.memory()),
+            duplicates: self.duplicates_at_end.unwrap_or_else(|| count_duplicates(self.model.memory())),
             huge_pages: self.huge_pages,
         }
     }

@@ -81,6 +81,9 @@ impl<'s> MachineEvents<'s> {
             host.take_sample();
             let (next_ms, end_ms) = (due_ms + self.scenario.sample_ms, self.scenario.duration_ms);
             self.next_sample_ms = (due_ms < end_ms).then_some(next_ms.min(end_ms));
+            if self.next_sample_ms.is_none() {
+                host.end_scenario();
+            }
         }
         result
     }

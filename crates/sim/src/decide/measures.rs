@@ -15,6 +15,8 @@ pub struct RunMeasures {
     pub saved_byte_seconds: f64,
     /// ksmd's CPU time as a share of one CPU.
     pub ksmd_cores: f64,
+    /// CPU time of Pagefold's daemon as a share of one CPU.
+    pub pagefold_cores: f64,
     /// Seconds until the pages saved are each of [`TIMED_SHARES`] of the duplicates that the host has at the end.
     pub seconds_to_share: [Option<f64>; TIMED_SHARES.len()],
     /// Merged pages that machines wrote.
@@ -37,11 +39,13 @@ impl RunMeasures {
         let seconds = last.time_ms as f64 / 1000.0;
         let mean = |pair: &[Sample]| (pair[0].net_saved_bytes() + pair[1].net_saved_bytes()) as f64 / 2.0;
         let elapsed = |pair: &[Sample]| (pair[1].time_ms - pair[0].time_ms) as f64 / 1000.0;
+        let cores = |cpu_ns: u64| if seconds > 0.0 { cpu_ns as f64 / 1e9 / seconds } else { 0.0 };
         let lowest = run.samples.iter().map(|sample| sample.available_bytes).min().unwrap_or(0);
         Self {
             saved_bytes: last.net_saved_bytes() as f64,
             saved_byte_seconds: run.samples.windows(2).map(|pair| mean(pair) * elapsed(pair)).sum(),
-            ksmd_cores: if seconds > 0.0 { last.cpu_ns as f64 / 1e9 / seconds } else { 0.0 },
+            ksmd_cores: cores(last.ksmd_cpu_ns),
+            pagefold_cores: cores(last.pagefold_cpu_ns),
             seconds_to_share: TIMED_SHARES.map(|share| seconds_to(&run.samples, share * run.duplicates as f64)),
             cow_breaks: last.cow_breaks as f64,
             huge_pages_split: last.huge_pages_split as f64,
@@ -49,6 +53,12 @@ impl RunMeasures {
             full_scans: last.full_scans as f64,
             missing_bytes: (-lowest).max(0) as f64,
         }
+    }
+
+    /// CPU time of ksmd and of Pagefold's daemon as a share of one CPU.
+    #[must_use]
+    pub fn cores(&self) -> f64 {
+        self.ksmd_cores + self.pagefold_cores
     }
 }
 
@@ -101,7 +111,8 @@ mod tests {
             time_ms: minute * 60_000,
             saved_pages,
             rmap_items: 640,
-            cpu_ns: minute * 6_000_000_000,
+            ksmd_cpu_ns: minute * 6_000_000_000,
+            pagefold_cpu_ns: minute * 3_000_000_000,
             available_bytes: 100 - minute.cast_signed() * 60,
             ..Sample::default()
         };
@@ -115,7 +126,7 @@ mod tests {
         assert_eq!(measures.saved_bytes, 4096.0 * 890.0);
         // Means of -10, 390, 590 and 890: 190, 490 and 740 pages, a minute each.
         assert_eq!(measures.saved_byte_seconds, 4096.0 * 60.0 * (190.0 + 490.0 + 740.0));
-        assert_eq!(measures.ksmd_cores, 0.1);
+        assert_eq!((measures.ksmd_cores, measures.pagefold_cores), (0.1, 0.05));
         // 500 of 400 to 600 in the second minute; 900 at the end; 990 never.
         assert_eq!(measures.seconds_to_share, [Some(90.0), Some(180.0), None]);
         assert_eq!((measures.unmerged_duplicates, measures.missing_bytes), (100.0, 80.0));

@@ -8,7 +8,7 @@ use pagefold_merge::decide::policy::ksmtuned::KsmtunedState;
 use pagefold_merge::decide::policy::{Advisor, FLAT_OUT_PAGES_TO_SCAN, Ksmtuned, Policy};
 use std::fmt;
 
-/// A rule for ksmd's pace.
+/// What sets ksmd's pace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ComparedPolicy {
     /// The kernel's defaults: 100 pages every 20 ms.
@@ -26,10 +26,19 @@ pub enum ComparedPolicy {
         /// `sleep_millisecs`.
         sleep_millisecs: u64,
     },
+    /// Pagefold's daemon, which decides which memory ksmd scans, and when.
+    Guided {
+        /// Whether it merges pages across trust domains, as all other policies do. Otherwise its configuration decides.
+        across_domains: bool,
+    },
 }
 
 /// Names of policies, for messages.
-const NAMES: &str = "default, ksmtuned, advisor, advisor:SECONDS, flat-out or whole:PAGES/SLEEPMS";
+const NAMES: &str =
+    "default, ksmtuned, advisor, advisor:SECONDS, flat-out, guided, guided:across-domains or whole:PAGES/SLEEPMS";
+
+/// The daemon that merges pages across trust domains.
+const GUIDED_ACROSS_DOMAINS: &str = "guided:across-domains";
 
 impl ComparedPolicy {
     /// The published policies that a kernel has.
@@ -59,17 +68,24 @@ impl ComparedPolicy {
             });
             return numbers.ok_or_else(|| format!("{name}: give whole:PAGES/SLEEPMS, such as whole:2000/20"));
         }
+        if name == GUIDED_ACROSS_DOMAINS {
+            return Ok(Self::Guided { across_domains: true });
+        }
         match Policy::from_name(name) {
             Some(Ok(Policy::Default)) => Ok(Self::Default),
             Some(Ok(Policy::Ksmtuned(rule))) => Ok(Self::Ksmtuned(rule)),
             Some(Ok(Policy::Advisor(rule))) => Ok(Self::Advisor(rule)),
             Some(Ok(Policy::FlatOut)) => Ok(Self::FlatOut),
-            Some(Ok(Policy::Guided)) => {
-                Err(format!("{name}: the daemon does not run in a simulation yet; compare {NAMES}"))
-            }
+            Some(Ok(Policy::Guided)) => Ok(Self::Guided { across_domains: false }),
             Some(Err(error)) => Err(error),
             Some(Ok(Policy::Fixed(_))) | None => Err(format!("{name}: no such policy; compare {NAMES}")),
         }
+    }
+
+    /// Whether Pagefold's daemon sets the pace.
+    #[must_use]
+    pub fn is_guided(&self) -> bool {
+        matches!(self, Self::Guided { .. })
     }
 
     /// `pages_to_scan` and `sleep_millisecs` of a policy that does not change them.
@@ -79,7 +95,7 @@ impl ComparedPolicy {
             Self::Default => Some((DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS)),
             Self::FlatOut => Some((FLAT_OUT_PAGES_TO_SCAN, 0)),
             Self::Whole { pages, sleep_millisecs } => Some((pages, sleep_millisecs)),
-            Self::Ksmtuned(_) | Self::Advisor(_) => None,
+            Self::Ksmtuned(_) | Self::Advisor(_) | Self::Guided { .. } => None,
         }
     }
 
@@ -104,6 +120,8 @@ impl fmt::Display for ComparedPolicy {
             Self::Advisor(rule) => Policy::Advisor(*rule).fmt(f),
             Self::FlatOut => f.write_str("flat-out"),
             Self::Whole { pages, sleep_millisecs } => write!(f, "whole:{pages}/{sleep_millisecs}"),
+            Self::Guided { across_domains: false } => f.write_str("guided"),
+            Self::Guided { across_domains: true } => f.write_str(GUIDED_ACROSS_DOMAINS),
         }
     }
 }
@@ -143,8 +161,17 @@ mod tests {
 
     #[test]
     fn names_are_read_and_written_alike() {
-        for name in ["default", "ksmtuned", "advisor", "advisor:20", "flat-out", "whole:2000/20", "whole:1000000000/0"]
-        {
+        for name in [
+            "default",
+            "ksmtuned",
+            "advisor",
+            "advisor:20",
+            "flat-out",
+            "guided",
+            "guided:across-domains",
+            "whole:2000/20",
+            "whole:1000000000/0",
+        ] {
             assert_eq!(ComparedPolicy::parse(name).unwrap().to_string(), name);
         }
     }
@@ -162,7 +189,6 @@ mod tests {
     #[test]
     fn other_names_are_refused_with_a_remedy() {
         let error = |name| ComparedPolicy::parse(name).unwrap_err();
-        assert!(error("guided").contains("the daemon does not run in a simulation yet; compare default"));
         assert!(error("fast").contains("no such policy"));
         for name in ["whole:", "whole:0/20", "whole:100", "whole:100/x", "whole:4294967296/0"] {
             assert!(error(name).ends_with("such as whole:2000/20"), "{name}");

@@ -27,7 +27,9 @@ pub struct Sample {
     /// Visits that smart scan left out.
     pub pages_skipped: u64,
     /// ksmd's CPU time, in nanoseconds.
-    pub cpu_ns: u64,
+    pub ksmd_cpu_ns: u64,
+    /// CPU time of Pagefold's daemon, in nanoseconds; 0 if it does not run.
+    pub pagefold_cpu_ns: u64,
     /// Merged pages that machines wrote.
     pub cow_breaks: u64,
     /// Huge pages that ksmd split.
@@ -61,11 +63,18 @@ impl Sample {
             full_scans: counters.full_scans,
             pages_scanned: counters.pages_scanned,
             pages_skipped: counters.pages_skipped,
-            cpu_ns: host.ksmd.cpu_ns(),
+            ksmd_cpu_ns: host.ksmd.cpu_ns(),
+            pagefold_cpu_ns: host.pagefold_cpu_ns,
             cow_breaks: host.cow_breaks,
             huge_pages_split: work.splits,
             pages_to_scan: u64::from(host.model.ksmd_should_run()) * host.model.settings().pages_to_scan,
         }
+    }
+
+    /// CPU time of ksmd and of Pagefold's daemon, in seconds.
+    #[must_use]
+    pub fn cpu_seconds(&self) -> f64 {
+        (self.ksmd_cpu_ns + self.pagefold_cpu_ns) as f64 / 1e9
     }
 
     /// Savings less ksmd's metadata.

@@ -18,10 +18,14 @@ use super::workload::ContentsUsedUp;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::units::Bytes;
 
-/// Simulates a scenario. `note_progress` gets the virtual time in milliseconds, from time to time.
+/// Simulates a scenario under a policy other than [`ComparedPolicy::Guided`], whose program needs the
+/// [host port](crate::host::SimulatedHost). `note_progress` gets the virtual time in milliseconds, from time to time.
 ///
 /// # Errors
 /// If the scenario has more contents than the model.
+///
+/// # Panics
+/// If the policy is [`ComparedPolicy::Guided`].
 pub fn simulate(
     scenario: &Scenario,
     policy: &ComparedPolicy,
@@ -29,6 +33,7 @@ pub fn simulate(
     exactness: Exactness,
     note_progress: &mut dyn FnMut(u64),
 ) -> Result<SimulatedRun, ContentsUsedUp> {
+    assert!(!policy.is_guided(), "the daemon runs on the host port");
     let (ksm, runs) = policy.start(&scenario.host.ksm);
     let run = if runs { RunState::Merging } else { RunState::Stopped };
     let setup = HostSetup { ksm, run, exactness, enrollment: MachineEnrollment::AtArrival };

@@ -149,7 +149,10 @@ pub fn neighbors(policy: &ComparedPolicy, round: u32) -> Vec<ComparedPolicy> {
         ComparedPolicy::Advisor(rule) => near(rule.target_scan_time)
             .map(|target_scan_time| ComparedPolicy::Advisor(Advisor { target_scan_time, ..rule }))
             .into(),
-        ComparedPolicy::Whole { .. } | ComparedPolicy::FlatOut | ComparedPolicy::Ksmtuned(_) => Vec::new(),
+        ComparedPolicy::Whole { .. }
+        | ComparedPolicy::FlatOut
+        | ComparedPolicy::Ksmtuned(_)
+        | ComparedPolicy::Guided { .. } => Vec::new(),
     }
 }
 
@@ -272,6 +275,7 @@ mod tests {
             saved_bytes: saved,
             saved_byte_seconds: 2.0 * saved,
             ksmd_cores: 0.5,
+            pagefold_cores: 0.0,
             seconds_to_share: [Some(1.0), time, None],
             cow_breaks: 0.0,
             huge_pages_split: 0.0,

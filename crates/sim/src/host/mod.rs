@@ -27,11 +27,13 @@ use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::{HostSpec, Scenario};
 use crate::decide::workload::ContentsUsedUp;
 use clock::VirtualClock;
+use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
-use pagefold_host::{FrameFlags, Host, ProcessHandle};
+use pagefold_host::{FrameFlags, Hasher, Host, ProcessHandle};
 use pages::OpenProcess;
 use std::collections::HashMap;
+use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant, SystemTime};
@@ -54,6 +56,7 @@ pub struct SimulatedHost<'s> {
     started_at: Instant,
     /// Each simulated host has just booted: what was noted about another one does not apply to it.
     boot_id: String,
+    seed: u64,
     state: Mutex<HostState<'s>>,
     own_cpu: Mutex<OwnCpuTime>,
 }
@@ -72,7 +75,7 @@ impl SimulatedHost<'static> {
     #[must_use]
     pub fn new(description: &str, spec: HostSpec, costs: CostModel) -> Self {
         let setup = HostSetup::without_policy(&spec, Exactness::Exact);
-        Self::with_state(description, HostState::new(spec, costs, setup))
+        Self::with_state(description, 0, HostState::new(spec, costs, setup))
     }
 }
 
@@ -82,16 +85,17 @@ impl<'s> SimulatedHost<'s> {
     #[must_use]
     pub fn with_scenario(description: &str, scenario: &'s Scenario, seed: u64, exactness: Exactness) -> Self {
         let setup = HostSetup::without_policy(&scenario.host, exactness);
-        Self::with_state(description, HostState::with_scenario(scenario, seed, setup))
+        Self::with_state(description, seed, HostState::with_scenario(scenario, seed, setup))
     }
 
-    fn with_state(description: &str, state: HostState<'s>) -> Self {
+    fn with_state(description: &str, seed: u64, state: HostState<'s>) -> Self {
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             description: description.to_owned(),
             clock: VirtualClock::default(),
             started_at: Instant::now(),
             boot_id: format!("simulated-{}-{}\n", std::process::id(), since_1970.as_nanos()),
+            seed,
             state: Mutex::new(state),
             own_cpu: Mutex::default(),
         }
@@ -148,8 +152,9 @@ impl<'s> SimulatedHost<'s> {
 
     /// The state now.
     fn lock(&self) -> MutexGuard<'_, HostState<'s>> {
-        let now = self.clock.now();
+        let (now, own_ns) = (self.clock.now(), self.own_cpu().total_ns);
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.pagefold_cpu_ns = state.pagefold_cpu_ns.max(own_ns);
         state.advance(now.as_nanos() as u64);
         state
     }
@@ -268,6 +273,11 @@ impl Host for SimulatedHost<'_> {
     fn sleep(&self, duration: Duration) {
         self.pass_own_time();
         self.clock.sleep(duration);
+    }
+
+    fn page_hasher(&self) -> io::Result<Hasher> {
+        let words = (0..PAGE_BYTES / 8).map(|position| splitmix64(splitmix64(self.seed) ^ position));
+        Ok(Hasher::with_key(&words.flat_map(u64::to_le_bytes).collect::<Vec<u8>>()))
     }
 
     fn simulation_failure(&self) -> Option<String> {

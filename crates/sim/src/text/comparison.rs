@@ -7,6 +7,14 @@ use pagefold_output::text::{TextStyle, format_bytes, format_net, format_number};
 /// Columns of savings over time.
 const SHOWN_TIMES: usize = 6;
 
+/// The columns of what policies save, before the last one.
+pub(super) const SAVINGS_HEADINGS: [&str; 7] =
+    ["policy", ">saved at the end", ">saved, GiB*h", ">CPUs", ">50 % after", ">90 % after", ">99 % after"];
+
+/// The columns of the range of figures.
+pub(super) const RANGE_HEADINGS: [&str; 6] =
+    ["policy", ">saved at the end", ">saved, GiB*h", ">CPUs", ">90 % after", ">COW breaks"];
+
 /// What each policy saved and cost.
 #[must_use]
 pub fn render_comparison(report: &SimCompareReport, style: TextStyle) -> String {
@@ -41,22 +49,13 @@ pub fn render_comparison(report: &SimCompareReport, style: TextStyle) -> String 
 }
 
 fn savings_table(report: &SimCompareReport, style: TextStyle) -> String {
-    let mut table = style.new_table(&[
-        "policy",
-        ">saved at the end",
-        ">saved, GiB*h",
-        ">ksmd, CPUs",
-        ">50 % after",
-        ">90 % after",
-        ">99 % after",
-        ">scans",
-    ]);
+    let mut table = style.new_table(&[&SAVINGS_HEADINGS[..], &[">scans"]].concat());
     for policy in &report.policies {
         let mut row = vec![
             policy.policy.clone(),
             format_signed_bytes(policy.saved_bytes.mean),
             format_gib_hours(policy.saved_gib_hours.mean),
-            format!("{:.3}", policy.ksmd_cores.mean),
+            format!("{:.3}", policy.cores.mean),
         ];
         row.extend(policy.times.iter().map(|time| show_time(time, report.seeds.len())));
         row.push(format_count(policy.full_scans.mean));
@@ -109,22 +108,32 @@ fn notes(report: &SimCompareReport) -> String {
         huge_pages => format!(" The machines had {} huge pages.", format_count(huge_pages)),
     };
     format!(
-        "Saved is less ksmd's metadata. Shares are of the {} of duplicates that the host has at the end, and a time \
+        "Saved is less ksmd's metadata. {} Shares are of the {} of duplicates that the host has at the end, and a time \
          without a value was not reached.{huge_pages}",
+        describe_cpus(report.policies.iter().map(|policy| (&*policy.policy, policy.pagefold_cores.mean))),
         format_signed_bytes(report.duplicate_bytes.mean)
     )
 }
 
+/// Which threads the column of CPUs includes. Policies come with the CPUs that Pagefold's daemon used.
+pub(super) fn describe_cpus<'p>(policies: impl Iterator<Item = (&'p str, f64)>) -> String {
+    let with_daemon = policies.filter(|&(_, cores)| cores > 0.0);
+    let daemons: Vec<String> = with_daemon.map(|(policy, cores)| format!("{cores:.3} with {policy}")).collect();
+    if daemons.is_empty() {
+        return "CPUs are those of ksmd.".to_owned();
+    }
+    format!("CPUs are those of ksmd, and of pagefold: {}.", daemons.join(", "))
+}
+
 fn range_table(report: &SimCompareReport, style: TextStyle) -> String {
-    let headings = ["policy", ">saved at the end", ">saved, GiB*h", ">ksmd, CPUs", ">90 % after", ">COW breaks"];
-    let mut table = style.new_table(&headings);
+    let mut table = style.new_table(&RANGE_HEADINGS);
     for policy in &report.policies {
         let time = policy.times.get(SHARE_OF_90_PERCENT).and_then(|time| time.seconds);
         table.add_row([
             policy.policy.clone(),
             show_range(&policy.saved_bytes, format_signed_bytes),
             show_range(&policy.saved_gib_hours, format_gib_hours),
-            show_range(&policy.ksmd_cores, |value| format!("{value:.3}")),
+            show_range(&policy.cores, |value| format!("{value:.3}")),
             time.map_or_else(|| "-".to_owned(), |seconds| show_range(&seconds, format_seconds)),
             show_range(&policy.cow_breaks, format_count),
         ]);

@@ -1,6 +1,8 @@
 //! The result of a prediction as text.
 
-use super::comparison::{format_gib_hours, format_seconds, format_signed_bytes};
+use super::comparison::{
+    RANGE_HEADINGS, SAVINGS_HEADINGS, describe_cpus, format_gib_hours, format_seconds, format_signed_bytes,
+};
 use crate::decide::tuning::SHARE_OF_90_PERCENT;
 use crate::estimate_notes::count_processes;
 use crate::wire::prediction::{PredictedTimeReport, PredictionReport, REPORTED_TIMES, SimPredictReport};
@@ -38,6 +40,9 @@ pub fn render_prediction(report: &SimPredictReport, style: TextStyle) -> String 
     text += &time_table(report, style);
     text += &style.format_heading("Range over the seeds, and if any page may be written");
     text += &range_table(report, style);
+    text.push('\n');
+    let cpus = report.policies.iter().map(|policy| (&*policy.policy, policy.pagefold_cores.expected));
+    text += &style.format_paragraph(&describe_cpus(cpus), 0);
     text += &style.format_heading("Not known, or assumed");
     for assumption in &report.assumptions {
         text += &style.format_paragraph(&format!("- {assumption}"), 2);
@@ -46,22 +51,13 @@ pub fn render_prediction(report: &SimPredictReport, style: TextStyle) -> String 
 }
 
 fn expected_table(report: &SimPredictReport, style: TextStyle) -> String {
-    let mut table = style.new_table(&[
-        "policy",
-        ">saved at the end",
-        ">saved, GiB*h",
-        ">ksmd, CPUs",
-        ">50 % after",
-        ">90 % after",
-        ">99 % after",
-        ">memory missing",
-    ]);
+    let mut table = style.new_table(&[&SAVINGS_HEADINGS[..], &[">memory missing"]].concat());
     for policy in &report.policies {
         let mut row = vec![
             policy.policy.clone(),
             policy.saved.last().map_or_else(String::new, |saved| format_signed_bytes(saved.saved_bytes.expected)),
             format_gib_hours(policy.saved_gib_hours.expected),
-            format!("{:.3}", policy.ksmd_cores.expected),
+            format!("{:.3}", policy.cores.expected),
         ];
         row.extend(
             policy
@@ -90,14 +86,13 @@ fn time_table(report: &SimPredictReport, style: TextStyle) -> String {
 }
 
 fn range_table(report: &SimPredictReport, style: TextStyle) -> String {
-    let headings = ["policy", ">saved at the end", ">saved, GiB*h", ">ksmd, CPUs", ">90 % after", ">COW breaks"];
-    let mut table = style.new_table(&headings);
+    let mut table = style.new_table(&RANGE_HEADINGS);
     for policy in &report.policies {
         table.add_row([
             policy.policy.clone(),
             policy.saved.last().map_or_else(String::new, |saved| show_range(&saved.saved_bytes, format_signed_bytes)),
             show_range(&policy.saved_gib_hours, format_gib_hours),
-            show_range(&policy.ksmd_cores, |cores| format!("{cores:.3}")),
+            show_range(&policy.cores, |cores| format!("{cores:.3}")),
             policy.times.get(SHARE_OF_90_PERCENT).map_or_else(String::new, show_times),
             show_range(&policy.cow_breaks, |breaks| format_number(breaks.round().max(0.0) as u64)),
         ]);

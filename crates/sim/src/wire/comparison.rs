@@ -1,7 +1,7 @@
 //! The result of a comparison of policies in JSON.
 
 use super::kernel_name;
-use crate::comparison::PolicyRuns;
+use crate::comparison::{PolicyRuns, SimulationPlan};
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::host_state::Exactness;
 use crate::decide::measures::{RunMeasures, Spread, TIMED_SHARES};
@@ -64,6 +64,10 @@ pub struct ComparedPolicyReport {
     pub saved_gib_hours: SpreadReport,
     /// ksmd's CPU time as a share of one CPU.
     pub ksmd_cores: SpreadReport,
+    /// CPU time of Pagefold's daemon as a share of one CPU.
+    pub pagefold_cores: SpreadReport,
+    /// CPU time of ksmd and of Pagefold's daemon as a share of one CPU.
+    pub cores: SpreadReport,
     /// How fast it saves.
     pub times: Vec<TimeToShareReport>,
     /// Merged pages that machines wrote.
@@ -114,6 +118,8 @@ pub struct SampleReport {
     pub pages_skipped: u64,
     /// ksmd's CPU time.
     pub ksmd_cpu_seconds: f64,
+    /// CPU time of Pagefold's daemon.
+    pub pagefold_cpu_seconds: f64,
     /// Merged pages that machines wrote.
     pub cow_breaks: u64,
     /// Huge pages that ksmd split.
@@ -134,7 +140,8 @@ impl From<&Sample> for SampleReport {
             full_scans: sample.full_scans,
             pages_scanned: sample.pages_scanned,
             pages_skipped: sample.pages_skipped,
-            ksmd_cpu_seconds: sample.cpu_ns as f64 / 1e9,
+            ksmd_cpu_seconds: sample.ksmd_cpu_ns as f64 / 1e9,
+            pagefold_cpu_seconds: sample.pagefold_cpu_ns as f64 / 1e9,
             cow_breaks: sample.cow_breaks,
             huge_pages_split: sample.huge_pages_split,
             pages_to_scan: sample.pages_to_scan,
@@ -167,6 +174,8 @@ impl ComparedPolicyReport {
             saved_bytes: over(|run| run.saved_bytes),
             saved_gib_hours: over(|run| run.saved_byte_seconds / GIB / 3600.0),
             ksmd_cores: over(|run| run.ksmd_cores),
+            pagefold_cores: over(|run| run.pagefold_cores),
+            cores: over(RunMeasures::cores),
             times: TIMED_SHARES.into_iter().enumerate().map(time_to).collect(),
             cow_breaks: over(|run| run.cow_breaks),
             huge_pages_split: over(|run| run.huge_pages_split),
@@ -179,9 +188,9 @@ impl ComparedPolicyReport {
 }
 
 impl SimCompareReport {
-    /// The report of a comparison with these seeds.
+    /// The report of a comparison.
     #[must_use]
-    pub fn new(name: &str, scenario: &Scenario, seeds: &[u64], exactness: Exactness, policies: &[PolicyRuns]) -> Self {
+    pub fn new(name: &str, scenario: &Scenario, plan: &SimulationPlan, policies: &[PolicyRuns]) -> Self {
         let all = || policies.iter().flat_map(|policy| &policy.runs);
         Self {
             schema: "pagefold.sim-compare/1",
@@ -191,8 +200,8 @@ impl SimCompareReport {
             memory_bytes: scenario.host.memory_pages * PAGE_BYTES.cast_unsigned(),
             cpus: scenario.host.cpus,
             seconds: scenario.duration_ms as f64 / 1e3,
-            exact: exactness == Exactness::Exact,
-            seeds: seeds.to_vec(),
+            exact: plan.exactness == Exactness::Exact,
+            seeds: plan.seeds.clone(),
             duplicate_bytes: spread(all().map(|run| run.duplicates as f64 * PAGE_BYTES as f64)),
             huge_pages: spread(all().map(|run| run.huge_pages as f64)),
             policies: policies.iter().map(ComparedPolicyReport::new).collect(),

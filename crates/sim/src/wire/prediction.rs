@@ -74,6 +74,10 @@ pub struct PredictedPolicyReport {
     pub saved_gib_hours: PredictionReport,
     /// ksmd's CPU time as a share of one CPU.
     pub ksmd_cores: PredictionReport,
+    /// CPU time of Pagefold's daemon as a share of one CPU.
+    pub pagefold_cores: PredictionReport,
+    /// CPU time of ksmd and of Pagefold's daemon as a share of one CPU.
+    pub cores: PredictionReport,
     /// How fast it saves.
     pub times: Vec<PredictedTimeReport>,
     /// Merged pages that processes write.
@@ -194,6 +198,8 @@ impl PredictedPolicyReport {
                 .collect(),
             saved_gib_hours: over(&|run| run.saved_byte_seconds / GIB / 3600.0),
             ksmd_cores: over(&|run| run.ksmd_cores),
+            pagefold_cores: over(&|run| run.pagefold_cores),
+            cores: over(&RunMeasures::cores),
             times: times.collect(),
             cow_breaks: over(&|run| run.cow_breaks),
             huge_pages_split: over(&|run| run.huge_pages_split),
@@ -218,7 +224,7 @@ mod tests {
         let sample = |(hour, &saved_pages): (u64, &u64)| Sample {
             time_ms: hour * 3_600_000,
             saved_pages,
-            cpu_ns: hour * 36_000_000_000,
+            ksmd_cpu_ns: hour * 36_000_000_000,
             ..Sample::default()
         };
         SimulatedRun { samples: (0_u64..).zip(saved).map(sample).collect(), duplicates: 1000, huge_pages: 0 }

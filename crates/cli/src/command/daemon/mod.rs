@@ -37,6 +37,7 @@ use status::ProcessScope;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt;
+use std::path::Path;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -162,21 +163,18 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     if options.json {
         bail!("--json prints only decisions over a trace; `pagefold status --json` prints the status of a daemon");
     }
+    let is_simulated = host_selection::is_simulated(global);
     // If this fails, the daemon only uses more memory.
     let _ = daemon::return_large_blocks_when_freed();
     // Leaked so that the threads that answer requests can read it for as long as the process runs.
     let host: &'static dyn Host = Box::leak(host_selection::open_host(global)?);
-    let settings = resolve_settings(&config, options, host)?;
+    let settings = resolve_settings(&config, options, host, is_simulated)?;
     if global.host == "live" {
         check_ksm_present(host)?;
     } else if host_selection::is_recording(global) && settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
     }
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(&global.state)
-        .with_context(|| format!("cannot create the state directory {}: pass --state DIR", global.state.display()))?;
+    create_state_directory(&global.state)?;
     let control = ControlSocket::bind(&global.state)?;
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
@@ -239,11 +237,27 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     Ok(if all_undone { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
+fn create_state_directory(path: &Path) -> anyhow::Result<()> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .with_context(|| format!("cannot create the state directory {}: pass --state DIR", path.display()))
+}
+
 /// The settings in force on a host, from the configuration and the command line.
-fn resolve_settings(config: &Config, options: &DaemonArguments, host: &dyn Host) -> anyhow::Result<DaemonSettings> {
+fn resolve_settings(
+    config: &Config,
+    options: &DaemonArguments,
+    host: &dyn Host,
+    is_simulated: bool,
+) -> anyhow::Result<DaemonSettings> {
     let mut settings = config.daemon_settings(observe::online_cpu_count(host).ok())?;
     if let Some(mode) = options.mode {
         settings.rules.mode = mode.into();
+    }
+    if is_simulated {
+        settings.max_census_threads = 1;
     }
     Ok(settings)
 }
@@ -288,11 +302,13 @@ fn handle_signals(
     host: &'static dyn Host,
 ) -> anyhow::Result<()> {
     let (options, global) = (options.clone(), global.clone());
-    let unmerge = options.unmerge_on_exit;
+    let (unmerge, is_simulated) = (options.unmerge_on_exit, host_selection::is_simulated(&global));
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for signal in signals.forever() {
             let message = match signal {
-                SIGHUP => match Config::load(&global).and_then(|config| resolve_settings(&config, &options, host)) {
+                SIGHUP => match Config::load(&global)
+                    .and_then(|config| resolve_settings(&config, &options, host, is_simulated))
+                {
                     Ok(settings) => {
                         log_line("the configuration was read again, except http, http_names, history and placement");
                         log_line(&describe_cpu_bound(&settings.rules));

@@ -33,7 +33,7 @@ pub fn run(folders: &[PathBuf], config: &Config, options: &DaemonArguments) -> a
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {
-                let settings = resolve_settings(config, options, &recording.host)?;
+                let settings = resolve_settings(config, options, &recording.host, false)?;
                 if settings.rules.mode == DaemonMode::Act {
                     bail!("a recording cannot be changed: give --mode advise");
                 }

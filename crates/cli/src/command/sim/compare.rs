@@ -1,11 +1,12 @@
 //! `pagefold sim compare`: a scenario under several KSM policies, by the model of ksmd.
 
+use super::daemon_run::daemon_runner;
 use crate::command_line::{GlobalOptions, parquet_path_parser};
 use crate::{CommandOutcome, output, progress};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_output::wire;
-use pagefold_sim::comparison::compare;
+use pagefold_sim::comparison::{DaemonRunner, SimulationPlan, compare};
 use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::policies::ComparedPolicy;
 use pagefold_sim::decide::scenario::Scenario;
@@ -20,6 +21,7 @@ Examples:
   pagefold sim compare --list
   pagefold sim compare lab-48 --policy default,ksmtuned,flat-out
   pagefold sim compare lab-48 --policy whole:2000/20,whole:20000/20 --seeds 5 --picture lab.svg
+  pagefold sim compare lab-48 --policy flat-out,guided:across-domains
   pagefold sim compare lab-48 --print > my-host.toml
   pagefold sim compare my-host.toml --json
 
@@ -27,7 +29,9 @@ SCENARIO is a shipped scenario or a TOML file; docs/simulator.md describes the f
 changed. All figures are those of a model: docs/simulator.md says how exact it is, and what it leaves out.
 
 Policies: default (100 pages every 20 ms), ksmtuned, advisor or advisor:SECONDS (the kernel's scan-time advisor), \
-flat-out, whole:PAGES/SLEEPMS (fixed pages_to_scan and sleep_millisecs).";
+flat-out, whole:PAGES/SLEEPMS (fixed pages_to_scan and sleep_millisecs), guided (pagefold's daemon by the \
+configuration, in mode act; each machine is a trust domain by default), guided:across-domains (it merges pages of all \
+machines, as the other policies do).";
 
 /// Arguments of `sim compare`.
 #[derive(Args, Debug)]
@@ -73,19 +77,16 @@ pub struct PolicyRunArguments {
 }
 
 impl PolicyRunArguments {
-    /// The scenario's seed, and the next ones.
-    pub fn seeds(&self, scenario: &Scenario) -> Vec<u64> {
-        (0..self.seeds).map(|further| scenario.seed.wrapping_add(further)).collect()
-    }
-
-    /// What ksmd does with pages that change during a scan.
-    pub fn exactness(&self) -> Exactness {
-        if self.exact { Exactness::Exact } else { Exactness::Approximate }
-    }
-
-    /// Simulations at the same time.
-    pub fn threads(&self) -> usize {
-        self.threads.map_or_else(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get), usize::from)
+    /// How policies are simulated.
+    pub fn plan(&self, scenario: &Scenario, run_daemon: Option<Box<DaemonRunner>>) -> SimulationPlan {
+        let available = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        SimulationPlan {
+            // The scenario's seed, and the next ones.
+            seeds: (0..self.seeds).map(|further| scenario.seed.wrapping_add(further)).collect(),
+            exactness: if self.exact { Exactness::Exact } else { Exactness::Approximate },
+            threads: self.threads.map_or_else(available, usize::from),
+            run_daemon,
+        }
     }
 }
 
@@ -107,11 +108,11 @@ pub fn run(options: &CompareArguments, global: &GlobalOptions) -> anyhow::Result
         return Ok(CommandOutcome::Done);
     }
     let scenario = parse(name, &text)?;
-    let (seeds, exactness) = (options.runs.seeds(&scenario), options.runs.exactness());
     let policies = chosen_policies(&options.policy, &scenario)?;
-    let total_ms = scenario.duration_ms * (policies.len() * seeds.len()) as u64;
+    let plan = options.runs.plan(&scenario, daemon_runner(&policies, global)?);
+    let total_ms = scenario.duration_ms * (policies.len() * plan.seeds.len()) as u64;
     let runs = progress::run_comparison_with_progress(total_ms, |simulated_ms| {
-        compare(&scenario, &policies, &seeds, exactness, options.runs.threads(), simulated_ms)
+        compare(&scenario, &policies, &plan, simulated_ms)
     })
     .with_context(|| format!("cannot simulate {name}"))?;
     if let Some(path) = &options.picture {
@@ -121,10 +122,10 @@ pub fn run(options: &CompareArguments, global: &GlobalOptions) -> anyhow::Result
     }
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
-        pagefold_sim::parquet::write_samples(&runs, &seeds, path)
+        pagefold_sim::parquet::write_samples(&runs, &plan.seeds, path)
             .with_context(|| format!("cannot write the samples to {}", path.display()))?;
     }
-    let report = SimCompareReport::new(name, &scenario, &seeds, exactness, &runs);
+    let report = SimCompareReport::new(name, &scenario, &plan, &runs);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { render_comparison(&report, style) })?;
     Ok(CommandOutcome::Done)
 }

@@ -1,6 +1,7 @@
 //! `pagefold sim predict`: what policies would save on this host, or on a recorded one, in the next hours.
 
 use super::compare::{PolicyRunArguments, chosen_policies};
+use super::daemon_run::daemon_runner;
 use super::from_recording::{ScanArguments, scan_host};
 use crate::command_line::GlobalOptions;
 use crate::{CommandOutcome, output, progress};
@@ -70,6 +71,7 @@ struct WhatIf {
 
 /// Predict.
 pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let run_daemon = daemon_runner(&options.policy, global)?;
     let scanned = scan_host(&options.scan, global)?;
     let mut expected = scanned.estimate(WritePattern::SamePages, options.hours)?;
     let mut any_pages = scanned.estimate(WritePattern::AnyPages, options.hours)?.scenario;
@@ -84,21 +86,21 @@ pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result
     let scenarios =
         PredictedScenarios { expected: expected.scenario.clone(), any_pages: has_writes.then_some(any_pages) };
     let scenario = &scenarios.expected;
-    let (seeds, exactness) = (options.runs.seeds(scenario), options.runs.exactness());
+    let plan = options.runs.plan(scenario, run_daemon);
     let mut policies = chosen_policies(&options.policy, scenario)?;
     if options.policy.is_empty() {
         policies.retain(|policy| *policy != ComparedPolicy::FlatOut);
     }
-    let total_ms = scenario.duration_ms * (policies.len() * seeds.len()) as u64 * scenarios.runs();
+    let total_ms = scenario.duration_ms * (policies.len() * plan.seeds.len()) as u64 * scenarios.runs();
     let runs = progress::run_comparison_with_progress(total_ms, |simulated_ms| {
-        predict(&scenarios, &policies, &seeds, exactness, options.runs.threads(), simulated_ms)
+        predict(&scenarios, &policies, &plan, simulated_ms)
     })
     .context("cannot simulate the host")?;
     let context = PredictionContext {
         host: scanned.name.clone(),
         what_if: options.what_if.as_ref().map(|what_if| what_if.text.clone()),
-        seeds,
-        exactness,
+        exactness: plan.exactness,
+        seeds: plan.seeds,
         pass_seconds: scanned.observation.host.pass_seconds,
         assumptions,
     };

@@ -64,18 +64,17 @@ pub fn run(options: &TuneArguments, global: &GlobalOptions) -> anyhow::Result<Co
         GoalArgument::Cpu => TuningGoal::Cpu,
         GoalArgument::Time => TuningGoal::Time,
     };
-    let plan = PolicySearch {
+    let search_plan = PolicySearch {
         goal,
         max_cores: options.max_cpu,
         rounds: options.rounds,
-        seeds: options.runs.seeds(&scenario),
-        exactness: options.runs.exactness(),
-        threads: options.runs.threads(),
+        plan: options.runs.plan(&scenario, None),
     };
-    let total_ms = scenario.duration_ms * most_simulations(&scenario, &plan);
-    let tried = progress::run_comparison_with_progress(total_ms, |simulated_ms| search(&scenario, &plan, simulated_ms))
-        .with_context(|| format!("cannot simulate {}", options.scenario))?;
-    let report = SimTuneReport::new(&options.scenario, &scenario, &plan, &tried);
+    let total_ms = scenario.duration_ms * most_simulations(&scenario, &search_plan);
+    let tried =
+        progress::run_comparison_with_progress(total_ms, |simulated_ms| search(&scenario, &search_plan, simulated_ms))
+            .with_context(|| format!("cannot simulate {}", options.scenario))?;
+    let report = SimTuneReport::new(&options.scenario, &scenario, &search_plan, &tried);
     output::print_stdout(&if options.json {
         wire::to_json(&report)
     } else {
