@@ -411,18 +411,17 @@ static double corun_fraction(double begin, long cpus)
 	return full + partial > 0 ? full / (full + partial) : 0;
 }
 
-// Takes each CPU for a moment, so that the trace tells what runs there: a thread that nothing disturbs is in no event.
+// Takes each CPU for a moment, so that the trace tells what runs there: a thread that runs without a switch appears in no
+// event.
 static void visit_cpus(void)
 {
 	cpu_set_t all, one;
-	if (sched_getaffinity(0, sizeof all, &all))
-		die("sched_getaffinity");
-	for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-		if (!CPU_ISSET(cpu, &all))
-			continue;
+	CPU_ZERO(&all);
+	for (int cpu = 0; cpu < sysconf(_SC_NPROCESSORS_CONF); cpu++) {
+		CPU_SET(cpu, &all);
 		CPU_ZERO(&one);
 		CPU_SET(cpu, &one);
-		// The CPU may have gone offline.
+		// Refused if the CPU is offline.
 		sched_setaffinity(0, sizeof one, &one);
 	}
 	sched_setaffinity(0, sizeof all, &all);

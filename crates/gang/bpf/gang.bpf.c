@@ -374,32 +374,40 @@ s32 gang_select_cpu(u64 *arguments)
 	return cpu;
 }
 
-// Preempts for a vCPU that was queued: on a CPU of its VM that runs something else, first the one that it used last.
-// Returns whether one was found.
-static bool kick_own_cpu(struct task_struct *p, u32 gang)
+// Makes a CPU take a vCPU that was queued: one of its VM that is idle or runs something else, first the one that it used
+// last, else a free one.
+static void kick_own_cpu(struct task_struct *p, u32 gang)
 {
 	s32 i, last = scx_bpf_task_cpu(p);
+	bool is_found = false;
 	FOR_EACH_NUMBER(i, -1, settings.cpus) {
 		s32 cpu = i < 0 ? last : i;
 		struct cpu *c = cpu_at(cpu);
 		if (c->owner != gang || (c->running_gang == gang && c->running_kind == VCPU) ||
 		    !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
 			continue;
-		if (c->running_kind == VCPU || !c->since)
-			kick(cpu, c->since ? SCX_KICK_PREEMPT : SCX_KICK_IDLE);
-		else if (c->light_ns <= 0)
+		if (c->since && (c->running_kind == VCPU || c->light_ns <= 0)) {
 			kick(cpu, SCX_KICK_PREEMPT);
-		return true;
+			return;
+		}
+		// A light task leaves the CPU soon. A CPU that is not in use here may be in use by another scheduling class.
+		is_found = true;
+		if (c->since)
+			continue;
+		kick(cpu, SCX_KICK_IDLE);
+		if (scx_bpf_test_and_clear_cpu_idle(cpu))
+			return;
 	}
+	if (is_found)
+		return;
 	FOR_EACH_NUMBER(i, -1, settings.cpus) {
 		s32 cpu = i < 0 ? last : i;
 		struct cpu *c = cpu_at(cpu);
 		if (!c->owner && !c->since && bpf_cpumask_test_cpu(cpu, p->cpus_ptr)) {
 			kick(cpu, SCX_KICK_IDLE);
-			return true;
+			return;
 		}
 	}
-	return false;
 }
 
 SEC("struct_ops/enqueue")
@@ -582,15 +590,19 @@ static void dispatch_spread(s32 number, struct task_struct *staying)
 			return;
 }
 
-// Whether the gang has a CPU for this vCPU that another gang's vCPU uses, or nobody. Two gangs may each use a CPU of the
-// other: then each vCPU must leave its CPU before the other one can come.
+// Whether the gang owns a CPU that this vCPU may use, and that is idle or runs a vCPU of another gang. Two gangs may each run
+// on a CPU of the other: then each vCPU must leave its CPU before the other one can come.
 static bool has_place_elsewhere(struct task_struct *p, u32 gang)
 {
 	s32 cpu;
+	// The kernel does not pass a task that exits to gang_enqueue.
+	if (p->flags & PF_EXITING)
+		return false;
 	FOR_EACH_NUMBER(cpu, 0, settings.cpus) {
 		struct cpu *c = cpu_at(cpu);
-		if (c->owner == gang && c->is_online && bpf_cpumask_test_cpu(cpu, p->cpus_ptr) &&
-		    (!c->since || (c->running_kind == VCPU && c->running_gang != gang)))
+		if (c->owner != gang || !c->is_online || !bpf_cpumask_test_cpu(cpu, p->cpus_ptr))
+			continue;
+		if (c->since ? c->running_kind == VCPU && c->running_gang != gang : scx_bpf_test_and_clear_cpu_idle(cpu))
 			return true;
 	}
 	return false;
@@ -644,7 +656,8 @@ void gang_dispatch(u64 *arguments)
 	}
 	if (!takes_light(cpu, now) && scx_bpf_dsq_move_to_local(DSQ_LIGHT))
 		return;
-	// A thread without time left is queued (SCX_OPS_ENQ_LAST), and so a vCPU gets the CPU of its gang.
+	// Without a new slice the kernel enqueues the previous thread (SCX_OPS_ENQ_LAST). So it leaves this CPU, and
+	// gang_enqueue kicks a CPU of its own gang.
 	if (stays && !(t && t->kind == VCPU && t->gang != owner && has_place_elsewhere(previous, t->gang)))
 		set_slice(previous, t && t->kind == VCPU ? 4 * settings.slot_ns : settings.slice_ns);
 }
@@ -720,7 +733,8 @@ void gang_running(u64 *arguments)
 		ordinary_vtime = p->scx.dsq_vtime;
 	else if (t->kind == VCPU && cpu->owner == t->gang && scx_bpf_dsq_nr_queued(DSQ_GANG(t->gang)) > 0 &&
 		 gang_at(t->gang)->runnable <= gang_at(t->gang)->granted)
-		// Siblings that were queued at once may have preempted on this CPU only.
+		// Siblings that were queued at the same time may all have kicked this CPU: another one is kicked for the next.
+		// Their affinity is taken to be that of this one.
 		kick_own_cpu(p, t->gang);
 }
 
@@ -1214,6 +1228,8 @@ void gang_exit(u64 *arguments)
 // Schedules all tasks that EEVDF would schedule.
 SEC(".struct_ops.link") struct sched_ext_ops whole_host = { OPERATIONS, .flags = SCX_OPS_ENQ_LAST };
 // Schedules only the threads with the policy SCHED_EXT.
-SEC(".struct_ops.link") struct sched_ext_ops selected_threads = { OPERATIONS, .flags = SCX_OPS_ENQ_LAST | SCX_OPS_SWITCH_PARTIAL };
+SEC(".struct_ops.link") struct sched_ext_ops selected_threads = {
+	OPERATIONS, .flags = SCX_OPS_ENQ_LAST | SCX_OPS_SWITCH_PARTIAL
+};
 
 char _license[] SEC("license") = "GPL";

@@ -45,6 +45,7 @@ struct bpf_iter_num { u64 opaque[1]; } __attribute__((aligned(8)));
 struct bpf_iter_scx_dsq { u64 opaque[6]; } __attribute__((aligned(8)));
 
 // linux/sched.h
+#define PF_EXITING 0x00000004
 #define PF_KTHREAD 0x00200000
 // linux/sched/ext.h
 #define SCX_DSQ_LOCAL 0x8000000000000002ULL

@@ -267,10 +267,12 @@ fn gangs_run_on_the_node_of_their_memory() {
         }
     };
     for (machines, least_home_share) in [(2, 0.98), (4, 0.95), (3, 0.75)] {
+        println!("{machines} without gangs: {:?}", load_figures(&output, &format!("eevdf-{machines}")));
         // Each start finds the vCPUs on other CPUs, and at another point of the slot.
         for start in 1..=3 {
             let name = format!("gang-{machines}-{start}");
             let figures = load_figures(&output, &name);
+            println!("{name}: {figures:?}");
             assert!(figures.home_share >= least_home_share, "{name}: {figures:?}: {output}");
             assert!(figures.corun >= 0.95 && figures.fairness >= 0.95, "{name}: {figures:?}: {output}");
             assert_eq!(home_nodes(&output, &name), &["0", "1", "0", "1"][..machines]);
