@@ -40,6 +40,10 @@ ranges also have runs in which any page is written, at a rate at which as many c
 
 Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
 
+/// What predictions with the daemon assume beside the others.
+const GUIDED_ASSUMPTION: &str = "With guided, each process is a virtual machine, which is a trust domain of its own by \
+                                 default, and nothing is enrolled at first.";
+
 /// Arguments of `sim predict`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
@@ -75,7 +79,10 @@ pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result
     let scanned = scan_host(&options.scan, global)?;
     let mut expected = scanned.estimate(WritePattern::SamePages, options.hours)?;
     let mut any_pages = scanned.estimate(WritePattern::AnyPages, options.hours)?.scenario;
-    let assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
+    let mut assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
+    if run_daemon.is_some() {
+        assumptions.push(GUIDED_ASSUMPTION.to_owned());
+    }
     let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
     for change in changes {
         for scenario in [&mut expected.scenario, &mut any_pages] {
