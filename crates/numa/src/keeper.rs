@@ -453,16 +453,17 @@ fn describe_placement(outcome: &ApplyOutcome, moved: Bytes, gain: PricedGain) ->
     text
 }
 
-/// `120 CPU s/h (memory 0, remote reads +130, CPU -10, huge pages 0)`.
+/// `120 CPU s/h (memory 0, remote reads +130, CPU -10, huge pages 0, crowding 0)`.
 fn describe_gain(gain: PricedGain) -> String {
     let signed = |value: f64| if value.round() == 0.0 { "0".to_owned() } else { format!("{value:+.0}") };
     format!(
-        "{:.0} CPU s/h (memory {}, remote reads {}, CPU {}, huge pages {})",
+        "{:.0} CPU s/h (memory {}, remote reads {}, CPU {}, huge pages {}, crowding {})",
         gain.net(),
         signed(gain.memory),
         signed(gain.remote_reads),
         signed(gain.cpu),
-        signed(gain.huge_pages)
+        signed(gain.huge_pages),
+        signed(gain.crowding)
     )
 }
 

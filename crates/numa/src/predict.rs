@@ -112,7 +112,7 @@ pub fn predict(
     let vm = &problem.vms[target.position];
     Ok(PlacementPrediction {
         forbidden: placement.forbidden_nodes(vm, &target.parts),
-        gain: plan::gain_of_placement(problem, vm, &target.parts),
+        gain: plan::gain_of_placement(problem, target.position, &target.parts),
         cost_before: placement.cost,
         cost_after: predicted_cost(&map.topology, placement, &target.parts),
         moved: arrivals.into_values().fold(PageKinds::default(), |mut sum, kinds| {

@@ -183,6 +183,9 @@ pub struct GainReport {
     pub cpu: f64,
     /// By huge pages.
     pub huge_pages: f64,
+    /// By virtual CPUs above the even shares of nodes.
+    #[serde(default)]
+    pub crowding: f64,
     /// The sum.
     pub net: f64,
 }

@@ -6,7 +6,8 @@
 //! remote reads = pages x hotness x (distance / 10 - 1) x CPU s/h of a page with hotness 1
 //! CPU          = (pages moved x MOVE_SECONDS_PER_PAGE + pages merged x MERGE_SECONDS_PER_PAGE) / period
 //! huge pages   = base pages in huge pages that are split x hotness x CPU s/h of a page with hotness 1
-//! net gain     = memory - remote reads - CPU - huge pages, each as a difference to the present
+//! crowding     = virtual CPUs above the even share of their node x CPU s/h of a crowded virtual CPU
+//! net gain     = memory - remote reads - CPU - huge pages - crowding, each as a difference to the present
 //! ```
 //!
 //! The CPU time of a move or a merge is spent once, and is spread over the period for which the result is expected to
@@ -34,6 +35,10 @@ const SPLITS_PER_MERGED_PAGE: f64 = 188.0 / (331.0 * 256.0);
 /// What a first placement of a machine must gain, as a share of what a further one must gain. At the default prices it is
 /// a thousandth of a CPU.
 pub const FIRST_MOVE_GAIN_SHARE: f64 = 0.1;
+
+/// CPUs that a virtual CPU loses on a node that runs more than its even share of them: by hardware threads that share a
+/// core, by caches and memory bandwidth, and by waiting. It is a choice, low enough for memory to stay local.
+const CPUS_LOST_BY_CROWDED_VCPU: f64 = 0.01;
 
 /// Base pages of a huge page of 2 MiB.
 const PAGES_PER_HUGE_PAGE: f64 = 512.0;
@@ -101,6 +106,8 @@ pub struct Prices {
     pub min_gain: f64,
     /// What moving a machine for the first time must gain.
     pub first_min_gain: f64,
+    /// A virtual CPU above the even share of its node.
+    pub crowded_vcpu: f64,
 }
 
 impl Prices {
@@ -123,6 +130,7 @@ impl Prices {
             merged_page: MERGE_SECONDS_PER_PAGE * base_pages * periods_per_hour,
             min_gain: operator.min_gain,
             first_min_gain: FIRST_MOVE_GAIN_SHARE * operator.min_gain,
+            crowded_vcpu: SECONDS_PER_HOUR * CPUS_LOST_BY_CROWDED_VCPU,
         }
     }
 
@@ -182,12 +190,14 @@ pub struct PricedGain {
     pub cpu: f64,
     /// By huge pages.
     pub huge_pages: f64,
+    /// By virtual CPUs above the even shares of nodes. Of a single machine: beside all others as they are planned.
+    pub crowding: f64,
 }
 
 impl PricedGain {
     /// The sum.
     pub fn net(&self) -> f64 {
-        self.memory + self.remote_reads + self.cpu + self.huge_pages
+        self.memory + self.remote_reads + self.cpu + self.huge_pages + self.crowding
     }
 
     /// The gains of both.
@@ -198,6 +208,7 @@ impl PricedGain {
             remote_reads: self.remote_reads + other.remote_reads,
             cpu: self.cpu + other.cpu,
             huge_pages: self.huge_pages + other.huge_pages,
+            crowding: self.crowding + other.crowding,
         }
     }
 }
@@ -211,6 +222,7 @@ pub fn price(prices: &Prices, amounts: PricedAmounts) -> PricedGain {
         remote_reads: 0.0 - prices.remote_page * amounts.remote_reads,
         cpu: 0.0 - (prices.moved_page * amounts.moved_pages + prices.merged_page * amounts.merged_pages),
         huge_pages: 0.0 - prices.split_page * amounts.split_pages,
+        crowding: 0.0,
     }
 }
 

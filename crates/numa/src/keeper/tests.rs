@@ -33,7 +33,7 @@ const RETRY: &str = "the last plan was not completed, and is made again";
 const PRESSURE: &str = "tasks of the host wait for memory";
 const ALL_WELL_PLACED: &str = "the virtual machine is well placed";
 const PLACED: &str = "placed 1 of 1 virtual machine: 39.1 MiB moved, for a gain of 720 CPU s/h (memory 0, remote reads \
-                      +720, CPU 0, huge pages 0)";
+                      +720, CPU 0, huge pages 0, crowding 0)";
 
 fn host(nodes: u32) -> FakeHost {
     let host = FakeHost::booted();

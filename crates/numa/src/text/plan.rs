@@ -169,6 +169,7 @@ fn describe_reason(reason: &str) -> &'static str {
         "near_equal_pages" => "near machines with equal pages",
         "one_node" => "fits on one node",
         "node_per_part" => "each virtual node on a node",
+        "less_crowded" => "leaves nodes with more than their share of vCPUs",
         _ => "no single node has room",
     }
 }
@@ -179,7 +180,7 @@ fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: Te
         return String::new();
     }
     let mut text = style.format_heading("Gain by resource, CPU s/h");
-    let resources = [">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"];
+    let resources = [">memory saved", ">remote reads", ">CPU", ">huge pages", ">crowding", ">net"];
     let headings: Vec<&str> = [">pid", "name"].into_iter().chain(resources).chain(["next best", ">its net"]).collect();
     let mut table = style.new_table(&headings);
     for machine in shown {
@@ -228,9 +229,9 @@ fn describe_alternative(next: &AlternativeReport) -> String {
 }
 
 /// The cells of a gain: each resource, and the sum.
-pub(super) fn gain_cells(gain: &GainReport) -> [Cell; 5] {
-    let GainReport { memory_saved, remote_reads, cpu, huge_pages, net } = *gain;
-    [memory_saved, remote_reads, cpu, huge_pages, net].map(|gain| right(format_gain(gain)))
+pub(super) fn gain_cells(gain: &GainReport) -> [Cell; 6] {
+    let GainReport { memory_saved, remote_reads, cpu, huge_pages, crowding, net } = *gain;
+    [memory_saved, remote_reads, cpu, huge_pages, crowding, net].map(|gain| right(format_gain(gain)))
 }
 
 /// `+12.5`; a dot for nothing.

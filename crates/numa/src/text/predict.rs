@@ -51,8 +51,15 @@ fn render_machine(report: &NumaPredictReport, machine: &MachinePredictionReport,
     ]);
     let mut text = style.format_heading(&title).trim_start_matches('\n').to_owned();
     text.push_str(&style.render_table(&table));
-    let mut gains =
-        style.new_table(&["gain in CPU s/h", ">memory saved", ">remote reads", ">CPU", ">huge pages", ">net"]);
+    let mut gains = style.new_table(&[
+        "gain in CPU s/h",
+        ">memory saved",
+        ">remote reads",
+        ">CPU",
+        ">huge pages",
+        ">crowding",
+        ">net",
+    ]);
     gains.add_row([Cell::new("")].into_iter().chain(gain_cells(&machine.gain)));
     text.push_str(&style.render_table(&gains));
     let forbidden = machine.forbidden_nodes.iter().map(forbidden_line);

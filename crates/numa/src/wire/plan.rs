@@ -49,6 +49,7 @@ impl From<PricedGain> for GainReport {
             remote_reads: gain.remote_reads,
             cpu: gain.cpu,
             huge_pages: gain.huge_pages,
+            crowding: gain.crowding,
             net: gain.net(),
         }
     }
@@ -71,12 +72,23 @@ pub struct PricesReport {
     pub min_gain: f64,
     /// What moving any other machine must gain.
     pub first_min_gain: f64,
+    /// Of a virtual CPU above the even share of its node.
+    pub crowded_vcpu: f64,
 }
 
 impl From<Prices> for PricesReport {
     fn from(prices: Prices) -> Self {
-        let Prices { saved_page, remote_page, split_page, moved_page, merged_page, min_gain, first_min_gain } = prices;
-        Self { saved_page, remote_page, split_page, moved_page, merged_page, min_gain, first_min_gain }
+        let Prices {
+            saved_page,
+            remote_page,
+            split_page,
+            moved_page,
+            merged_page,
+            min_gain,
+            first_min_gain,
+            crowded_vcpu,
+        } = prices;
+        Self { saved_page, remote_page, split_page, moved_page, merged_page, min_gain, first_min_gain, crowded_vcpu }
     }
 }
 
@@ -353,5 +365,6 @@ fn reason_word(reason: PlanReason) -> &'static str {
         PlanReason::OneNode => "one_node",
         PlanReason::NodePerPart => "node_per_part",
         PlanReason::NoSingleNode => "no_single_node",
+        PlanReason::LessCrowded => "less_crowded",
     }
 }

@@ -8,7 +8,7 @@
 //! last of them, the ones before have bounded the gap.
 
 use super::relaxation::{Ascent, Multipliers, PartialPlan, Relaxation, Totals};
-use super::{Column, OverloadCosts, PlacementProblem, host_excess};
+use super::{Column, LoadCosts, PlacementProblem, host_excess};
 
 /// The gaps at which a part of the tree is left out, relative to the avoidable cost of the best plan.
 const TOLERANCES: [f64; 2] = [0.02, 0.0];
@@ -56,7 +56,7 @@ struct Tree<'t> {
 pub(super) fn improve(
     problem: &PlacementProblem,
     columns: &[Vec<Column>],
-    costs: OverloadCosts,
+    costs: LoadCosts,
     first: BoundedChoice,
     unavoidable: f64,
     is_due: &mut dyn FnMut() -> bool,

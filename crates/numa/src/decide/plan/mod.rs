@@ -14,8 +14,9 @@
 //! Pages that are merged stay on their node, and are read from there. Pages that will merge are known by their content
 //! ([`super::content_overlap`]).
 //!
-//! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. A greedy
-//! search with exchanges (`search`) finds a first plan, which branch and bound (`branch_and_bound`) improves or proves.
+//! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. Virtual CPUs
+//! above a node's even share of all of them have a low cost, so that machines also spread over an idle host, and over one
+//! that has more virtual CPUs than its nodes may run. A greedy search with exchanges (`search`) finds a first plan, which branch and bound (`branch_and_bound`) improves or proves.
 //! The gap to its lower bound (`relaxation`) is part of the result.
 
 pub mod baselines;
@@ -41,6 +42,13 @@ const MEMORY_OVERLOAD_COST: f64 = 1000.0;
 /// The cost of a virtual CPU above the capacity of a node, relative to the mean pages of a virtual CPU.
 const CPU_OVERLOAD_COST: f64 = 100.0;
 
+/// A node is crowded if it runs more than its even share of all virtual CPUs by this factor, which is room for machines
+/// that do not divide evenly.
+const EVEN_SHARE_SLACK: f64 = 1.1;
+
+/// Even shares, relative to the capacities of nodes, that do not matter, because the capacities spread the machines already.
+const EVEN_SHARES_OF_FULL_HOST: std::ops::RangeInclusive<f64> = 0.8..=1.0;
+
 /// Base pages of a hugetlb page of 2 MiB.
 const PAGES_PER_HUGETLB_PAGE: f64 = 512.0;
 
@@ -55,6 +63,13 @@ pub struct NodeCapacity {
     pub pages: f64,
     /// Base pages of hugetlb pages that machines may use, including those that they use now.
     pub hugetlb_pages: f64,
+}
+
+impl NodeCapacity {
+    /// The load that it can take.
+    fn load(&self) -> Load {
+        Load { vcpus: self.vcpus, pages: self.pages, hugetlb_pages: self.hugetlb_pages }
+    }
 }
 
 /// A part of a machine: a virtual node, or the whole machine.
@@ -157,7 +172,7 @@ impl Load {
 
     /// The part of the load above the capacity of a node.
     fn excess(self, node: &NodeCapacity) -> Self {
-        self.beyond(Self { vcpus: node.vcpus, pages: node.pages, hugetlb_pages: node.hugetlb_pages })
+        self.beyond(node.load())
     }
 
     /// The part of the load beyond another load.
@@ -301,6 +316,8 @@ pub enum PlanReason {
     NodePerPart,
     /// No single node has room for it.
     NoSingleNode,
+    /// It leaves nodes that run more virtual CPUs than others, and gains nothing else.
+    LessCrowded,
 }
 
 /// A plan.
@@ -319,6 +336,8 @@ pub struct PlacementPlan {
     pub gap: f64,
     /// The load above the capacity of nodes.
     pub overload: Load,
+    /// Virtual CPUs above the even shares of nodes, as they are and as planned.
+    pub crowded_vcpus: (f64, f64),
 }
 
 impl PlacementPlan {
@@ -332,10 +351,10 @@ impl PlacementPlan {
 /// take its answer back. A plan whose search ended before depends on the problem only.
 pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> PlacementPlan {
     let columns: Vec<Vec<Column>> = problem.vms.iter().map(|vm| columns::columns(problem, vm)).collect();
-    let costs = OverloadCosts::new(problem);
+    let costs = LoadCosts::new(problem);
     let cost = |chosen: &[usize]| total_cost(problem, &columns, costs, chosen);
     let (found, leave) = (search::search(problem, &columns, costs, is_due), vec![0; columns.len()]);
-    let first = if cost(&found) < cost(&leave) { found } else { leave };
+    let first = if cost(&found) < cost(&leave) { found } else { leave.clone() };
     let first = BoundedChoice { cost: cost(&first), chosen: first, bound: 0.0 };
     let unavoidable = unavoidable_cost(problem, &columns, costs);
     let best = branch_and_bound::improve(problem, &columns, costs, first, unavoidable, is_due);
@@ -348,28 +367,48 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
     let uncrowded: IdSet =
         (0..problem.nodes.len()).filter(|&position| has_room(position)).map(|at| problem.nodes[at].id).collect();
     let moves: Vec<PlannedMove> = (0..problem.vms.len())
-        .map(|position| PlannedMove {
-            next_best: next_best(problem, &columns, &chosen, position),
-            ..planned_move(problem, &problem.vms[position], &columns[position], chosen[position], &uncrowded)
+        .map(|position| {
+            let planned =
+                planned_move(problem, &problem.vms[position], &columns[position], chosen[position], &uncrowded);
+            PlannedMove {
+                gain: PricedGain {
+                    crowding: crowding_gain(problem, &columns, costs, &chosen, position),
+                    ..planned.gain
+                },
+                next_best: next_best(problem, &columns, costs, &chosen, position),
+                ..planned
+            }
         })
         .collect();
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
+    let crowded = |chosen: &[usize]| crowded_vcpus(problem, &columns, costs, chosen);
+    let crowded_vcpus = (crowded(&leave), crowded(&chosen));
+    let gain = moves.iter().fold(PricedGain::default(), |sum, planned| sum.plus(planned.gain));
     PlacementPlan {
         remote_reads: (sum(|planned| planned.remote_reads.0), sum(|planned| planned.remote_reads.1)),
         remote_pages: chosen_columns(&columns, &chosen).map(|column| column.amounts.remote_pages).sum(),
-        gain: moves.iter().fold(PricedGain::default(), |sum, planned| sum.plus(planned.gain)),
+        gain: PricedGain { crowding: costs.crowded_vcpu * (crowded_vcpus.0 - crowded_vcpus.1), ..gain },
         overload: overload(problem, chosen_columns(&columns, &chosen)),
+        crowded_vcpus,
         moves,
         gap,
     }
 }
 
-/// What a placement of a machine gains against leaving it: each part on these nodes, with the shares of its memory. Its
-/// virtual CPUs run on the CPUs of the nodes.
-pub fn gain_of_placement(problem: &PlacementProblem, vm: &PlannedVm, parts: &[Vec<(u32, f64)>]) -> PricedGain {
+/// What a placement of a machine, by its position, gains against leaving it: each part on these nodes, with the shares of
+/// its memory. Its virtual CPUs run on the CPUs of the nodes, beside those of the other machines as they are.
+pub fn gain_of_placement(problem: &PlacementProblem, position: usize, parts: &[Vec<(u32, f64)>]) -> PricedGain {
+    let vm = &problem.vms[position];
     let placed = columns::placed_amounts(problem, vm, parts);
     let leave = columns::leave_column(problem, vm).amounts;
-    pricing::price(&problem.prices, placed.plus(leave, -1.0))
+    let costs = LoadCosts::new(problem);
+    let crowded = |placed: BTreeMap<usize, &[Vec<(u32, f64)>]>| {
+        let vcpus = vcpus_on_nodes(problem, 0..problem.vms.len(), &placed);
+        let beyond = |node: &NodeCapacity| vcpus.get(&node.id).map_or(0.0, |vcpus| vcpus - costs.even_vcpus(node));
+        problem.nodes.iter().map(|node| beyond(node).max(0.0)).sum::<f64>()
+    };
+    let crowding = costs.crowded_vcpu * (crowded(BTreeMap::new()) - crowded([(position, parts)].into()));
+    PricedGain { crowding, ..pricing::price(&problem.prices, placed.plus(leave, -1.0)) }
 }
 
 /// The virtual CPUs of machines on each node, if those in `placed` have their parts on these nodes, and the rest runs as
@@ -462,6 +501,9 @@ fn planned_move(
         },
         Pattern::Leave if leave.cost <= cheapest => PlanReason::NotWorthMoving,
         Pattern::Leave => PlanReason::NodesFull,
+        Pattern::Nodes(_) | Pattern::Spread(_) if lasting_cost(column) >= lasting_cost(leave) - tolerance => {
+            PlanReason::LessCrowded
+        }
         Pattern::Spread(_) => PlanReason::NoSingleNode,
         Pattern::Nodes(_) if saves_more => PlanReason::NearEqualPages,
         Pattern::Nodes(nodes) if nodes.iter().all(|node| *node == nodes[0]) => PlanReason::OneNode,
@@ -480,10 +522,25 @@ fn planned_move(
     }
 }
 
+/// What a machine gains by its chosen column against leaving it, by crowded virtual CPUs.
+fn crowding_gain(
+    problem: &PlacementProblem,
+    columns: &[Vec<Column>],
+    costs: LoadCosts,
+    chosen: &[usize],
+    position: usize,
+) -> f64 {
+    let mut left = chosen.to_vec();
+    left[position] = 0;
+    let crowded = |chosen: &[usize]| crowded_vcpus(problem, columns, costs, chosen);
+    costs.crowded_vcpu * (crowded(&left) - crowded(chosen))
+}
+
 /// The column of the lowest cost beside the chosen one of a machine, by its position.
 fn next_best(
     problem: &PlacementProblem,
     columns: &[Vec<Column>],
+    costs: LoadCosts,
     chosen: &[usize],
     position: usize,
 ) -> Option<Alternative> {
@@ -499,7 +556,10 @@ fn next_best(
     let of = |chosen| overload(problem, chosen_columns(columns, chosen));
     Some(Alternative {
         pattern: column.pattern.clone(),
-        gain: column.gain_against(&own[0], &problem.prices),
+        gain: PricedGain {
+            crowding: crowding_gain(problem, columns, costs, &changed, position),
+            ..column.gain_against(&own[0], &problem.prices)
+        },
         excess: of(&changed).beyond(of(chosen)),
     })
 }
@@ -521,17 +581,21 @@ fn nodes_to_bind(vm: &PlannedVm, uncrowded: &IdSet) -> Option<Vec<u32>> {
     may_leave.then_some(nodes)
 }
 
-/// The costs of load above the capacity of a node.
+/// The costs of load above the capacity of a node, and of virtual CPUs above its even share.
 #[derive(Clone, Copy, Debug)]
-struct OverloadCosts {
+struct LoadCosts {
     vcpu: f64,
     page: f64,
     /// For a base page of a hugetlb page. A hugetlb page costs more than an overload by all virtual CPUs, because the
     /// kernel gives none beyond those that are free.
     hugetlb_page: f64,
+    /// For a virtual CPU above the even share of a node; 0 if even shares do not matter.
+    crowded_vcpu: f64,
+    /// The even share of a node, relative to its capacity of virtual CPUs.
+    even_share: f64,
 }
 
-impl OverloadCosts {
+impl LoadCosts {
     fn new(problem: &PlacementProblem) -> Self {
         // Machines of which only the virtual CPUs are known do not make those of the others cheaper.
         let parts = || problem.vms.iter().flat_map(|vm| &vm.parts).filter(|part| part.total_pages() > 0.0);
@@ -540,10 +604,29 @@ impl OverloadCosts {
         let unit = problem.prices.unit();
         let vcpu = unit * CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0);
         let page = unit * MEMORY_OVERLOAD_COST;
-        Self { vcpu, page, hugetlb_page: page.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE) }
+        let even_share = EVEN_SHARE_SLACK * host_load(problem).vcpus / host_capacity(problem).vcpus.max(1e-9);
+        let is_full = EVEN_SHARES_OF_FULL_HOST.contains(&even_share);
+        Self {
+            vcpu,
+            page,
+            hugetlb_page: page.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE),
+            crowded_vcpu: if is_full { 0.0 } else { problem.prices.crowded_vcpu },
+            even_share,
+        }
     }
 
-    fn cost(self, overload: Load) -> f64 {
+    /// The virtual CPUs of a node above which it is crowded.
+    fn even_vcpus(self, node: &NodeCapacity) -> f64 {
+        self.even_share * node.vcpus
+    }
+
+    /// The cost of the load of a node.
+    fn of_node(self, load: Load, node: &NodeCapacity) -> f64 {
+        let crowded = (load.vcpus - self.even_vcpus(node)).max(0.0);
+        self.of_overload(load.excess(node)) + self.crowded_vcpu * crowded
+    }
+
+    fn of_overload(self, overload: Load) -> f64 {
         self.vcpu * overload.vcpus + self.page * overload.pages + self.hugetlb_page * overload.hugetlb_pages
     }
 }
@@ -569,28 +652,41 @@ fn chosen_columns<'c>(
 }
 
 /// The cost of a choice of columns.
-fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts, chosen: &[usize]) -> f64 {
+fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCosts, chosen: &[usize]) -> f64 {
     let sum: f64 = chosen_columns(columns, chosen).map(|column| column.cost).sum();
-    sum + costs.cost(overload(problem, chosen_columns(columns, chosen)))
+    let of_node = |(position, node)| costs.of_node(load_on_node(chosen_columns(columns, chosen), position), node);
+    sum + problem.nodes.iter().enumerate().map(of_node).sum::<f64>()
+}
+
+/// Virtual CPUs above the even shares of nodes.
+fn crowded_vcpus(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCosts, chosen: &[usize]) -> f64 {
+    let crowded = |(position, node)| {
+        let load = load_on_node(chosen_columns(columns, chosen), position);
+        (load.vcpus - costs.even_vcpus(node)).max(0.0)
+    };
+    problem.nodes.iter().enumerate().map(crowded).sum()
 }
 
 /// The cost of machines without a choice, and of load above the capacity of the whole host.
-fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> f64 {
+fn unavoidable_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCosts) -> f64 {
     let fixed: f64 = columns.iter().filter(|columns| columns.len() == 1).map(|columns| columns[0].cost).sum();
-    fixed + costs.cost(host_excess(problem))
+    fixed + costs.of_overload(host_excess(problem))
 }
 
 /// The load above the capacity of the whole host.
 fn host_excess(problem: &PlacementProblem) -> Load {
+    host_load(problem).beyond(host_capacity(problem))
+}
+
+/// What all machines need.
+fn host_load(problem: &PlacementProblem) -> Load {
     let parts = problem.vms.iter().flat_map(|vm| &vm.parts);
-    let load = parts.fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0));
-    let capacity = |axis: fn(&NodeCapacity) -> f64| problem.nodes.iter().map(axis).sum::<f64>();
-    load.excess(&NodeCapacity {
-        id: 0,
-        vcpus: capacity(|node| node.vcpus),
-        pages: capacity(|node| node.pages),
-        hugetlb_pages: capacity(|node| node.hugetlb_pages),
-    })
+    parts.fold(Load::default(), |sum, part| sum.plus(part.load(), 1.0))
+}
+
+/// What all nodes offer.
+fn host_capacity(problem: &PlacementProblem) -> Load {
+    problem.nodes.iter().fold(Load::default(), |sum, node| sum.plus(node.load(), 1.0))
 }
 
 /// The gap between a cost and its lower bound; no cost is negative.

@@ -19,7 +19,7 @@
 
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 
-use super::{Column, Load, OverloadCosts, PlacementProblem, host_excess};
+use super::{Column, Load, LoadCosts, PlacementProblem, host_excess};
 
 /// Steps without a better bound after which the step length is reduced.
 const STEPS_PER_LENGTH: usize = 5;
@@ -50,12 +50,17 @@ const SAME_LOAD: f64 = 1e-6;
 /// A linear program with more choices takes too long: one with 1,650 took 19 ms.
 const MAX_CHOICES_OF_LINEAR_PROGRAM: usize = 4096;
 
+/// Kinds of resources of a node: virtual CPUs, pages, hugetlb pages, and its even share of virtual CPUs.
+const KINDS: usize = 4;
+
 /// A smaller coefficient is left out: microlp needs those of a row within six orders of magnitude.
 const MIN_COEFFICIENT: f64 = 1e-4;
 
 /// A resource of a node. Amounts are relative to its capacity, so that all multipliers are of similar size.
 #[derive(Clone, Copy, Debug)]
 struct Resource {
+    /// Its position in the order of [`KINDS`].
+    kind: usize,
     capacity: f64,
     overload_cost: f64,
 }
@@ -188,20 +193,26 @@ pub(super) struct Relaxation {
 
 impl PartialPlan {
     /// Nothing is chosen, except for machines with a single column.
-    pub(super) fn new(problem: &PlacementProblem, columns: &[Vec<Column>], costs: OverloadCosts) -> Self {
+    pub(super) fn new(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCosts) -> Self {
         let mut resources = Vec::new();
         let mut scales = Vec::new();
+        let kinds = if costs.crowded_vcpu > 0.0 { KINDS } else { KINDS - 1 };
         for node in &problem.nodes {
-            for (capacity, cost) in
-                [(node.vcpus, costs.vcpu), (node.pages, costs.page), (node.hugetlb_pages, costs.hugetlb_page)]
-            {
+            let capacities = [
+                (node.vcpus, costs.vcpu),
+                (node.pages, costs.page),
+                (node.hugetlb_pages, costs.hugetlb_page),
+                (costs.even_vcpus(node), costs.crowded_vcpu),
+            ];
+            for (kind, (capacity, cost)) in capacities.into_iter().enumerate().take(kinds) {
                 let scale = capacity.max(1.0);
-                resources.push(Resource { capacity: capacity / scale, overload_cost: cost * scale });
+                resources.push(Resource { kind, capacity: capacity / scale, overload_cost: cost * scale });
                 scales.push(scale);
             }
         }
+        let of_kinds = |load: &Load| [load.vcpus, load.pages, load.hugetlb_pages, load.vcpus].into_iter().take(kinds);
         let choice = |(position, column): (usize, &Column)| {
-            let loads = column.load.iter().flat_map(|load| [load.vcpus, load.pages, load.hugetlb_pages]);
+            let loads = column.load.iter().flat_map(of_kinds);
             let amounts = loads.zip(&scales).enumerate();
             let uses = amounts.map(|(resource, (amount, scale))| Use { resource, amount: amount / scale });
             let uses: Vec<Use> = uses.filter(|used| used.amount > 0.0).collect();
@@ -228,10 +239,9 @@ impl PartialPlan {
     /// Multipliers to begin with. A resource of which the whole host has too little costs its overload wherever it is
     /// used; any other one is free.
     pub(super) fn first_multipliers(&self, host_excess: Load) -> Multipliers {
-        let resources = self.resources.iter().zip(is_scarce(host_excess).into_iter().cycle());
-        let of_resource =
-            |(resource, is_scarce): (&Resource, bool)| if is_scarce { resource.overload_cost } else { 0.0 };
-        let mut values: Vec<f64> = resources.map(of_resource).collect();
+        let is_scarce = is_scarce(host_excess);
+        let of_resource = |resource: &Resource| if is_scarce[resource.kind] { resource.overload_cost } else { 0.0 };
+        let mut values: Vec<f64> = self.resources.iter().map(of_resource).collect();
         values.resize(self.resources.len() + self.load_counts.len(), 0.0);
         self.multipliers(values)
     }
@@ -440,21 +450,22 @@ impl PartialPlan {
     }
 }
 
-/// Whether the whole host has too little of each kind of resource.
-fn is_scarce(host_excess: Load) -> [bool; 3] {
-    [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages].map(|excess| excess > 0.0)
+/// Whether the whole host has too little of each kind of resource. The even shares together are more than all need.
+fn is_scarce(host_excess: Load) -> [bool; KINDS] {
+    [host_excess.vcpus, host_excess.pages, host_excess.hugetlb_pages, 0.0].map(|excess| excess > 0.0)
 }
 
-/// The counts of loads for each kind of resource of which the whole host has enough.
+/// The counts of loads for each kind of resource of which the whole host has enough, but not for even shares: their costs
+/// are low, and the counts would double the linear program.
 fn load_counts(resources: &[Resource], host_excess: Load, choices: &[Vec<Choice>]) -> Vec<LoadCount> {
     let of_kind = |(kind, is_scarce): (usize, bool)| {
-        let counted = (kind..resources.len()).step_by(3).filter(|&resource| resources[resource].capacity >= 1.0);
-        let counted: Vec<usize> = counted.filter(|_| !is_scarce).collect();
+        let is_counted = |resource: &Resource| !is_scarce && resource.kind == kind && resource.capacity >= 1.0;
+        let counted: Vec<usize> = (0..resources.len()).filter(|&at| is_counted(&resources[at])).collect();
         let least = frequent_loads(choices, &counted).into_iter().map(Counting::AtLeast);
         let countings = PLACES.into_iter().map(Counting::Places).chain(least);
         countings.map(|counting| LoadCount { counting, resources: counted.clone() }).collect::<Vec<_>>()
     };
-    let all = is_scarce(host_excess).into_iter().enumerate().flat_map(of_kind);
+    let all = is_scarce(host_excess).into_iter().take(KINDS - 1).enumerate().flat_map(of_kind);
     all.filter(|count| !count.resources.is_empty()).collect()
 }
 
@@ -543,11 +554,11 @@ mod tests {
     proptest! {
         #[test]
         fn multipliers_are_limited_by_what_is_left_of_the_overload_costs(
-            costs in prop::collection::vec(1e-3..1e9_f64, 6),
-            values in prop::collection::vec(prop_oneof![Just(0.0), 0.0..1e3, Just(1e300)], 27),
+            costs in prop::collection::vec(1e-3..1e9_f64, 2 * KINDS),
+            values in prop::collection::vec(prop_oneof![Just(0.0), 0.0..1e3, Just(1e300)], 2 * KINDS + 3 * PLACES.len()),
         ) {
-            let resources: Vec<Resource> =
-                costs.iter().map(|&overload_cost| Resource { capacity: 1.0, overload_cost }).collect();
+            let resource = |(number, &overload_cost)| Resource { kind: number % KINDS, capacity: 1.0, overload_cost };
+            let resources: Vec<Resource> = costs.iter().enumerate().map(resource).collect();
             let load_counts = load_counts(&resources, Load::default(), &[]);
             prop_assert_eq!(resources.len() + load_counts.len(), values.len());
             let plan = PartialPlan {
@@ -561,7 +572,7 @@ mod tests {
             };
             let limited = plan.multipliers(values);
             for (resource, cost) in costs.iter().enumerate() {
-                let of_counts = plan.load_counts.iter().zip(&limited.values[6..]);
+                let of_counts = plan.load_counts.iter().zip(&limited.values[2 * KINDS..]);
                 let spent: f64 = of_counts
                     .filter(|(load_count, _)| load_count.resources.contains(&resource))
                     .map(|(load_count, multiplier)| multiplier * load_count.excess_per_overload())

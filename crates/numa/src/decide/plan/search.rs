@@ -1,6 +1,6 @@
 //! A first plan: machines one after the other, the heaviest first, then exchanges.
 
-use super::{Column, Load, OverloadCosts, PlacementProblem};
+use super::{Column, Load, LoadCosts, PlacementProblem};
 
 /// Rounds of exchanges at most.
 const MAX_ROUNDS: usize = 20;
@@ -11,7 +11,7 @@ const MAX_EXCHANGED_COLUMNS: usize = 12;
 /// The load of each node.
 struct Loads<'p> {
     problem: &'p PlacementProblem,
-    costs: OverloadCosts,
+    costs: LoadCosts,
     loads: Vec<Load>,
 }
 
@@ -22,19 +22,19 @@ impl Loads<'_> {
         }
     }
 
-    /// The cost of the overload if these columns were added.
-    fn overload_cost_with(&self, added: &[&Column]) -> f64 {
+    /// The cost of the load of nodes if these columns were added.
+    fn load_cost_with(&self, added: &[&Column]) -> f64 {
         let nodes = self.problem.nodes.iter().zip(&self.loads).enumerate();
         let cost = |(position, (node, load)): (usize, (_, &Load))| {
             let sum = added.iter().fold(*load, |sum, column| sum.plus(column.load[position], 1.0));
-            self.costs.cost(sum.excess(node))
+            self.costs.of_node(sum, node)
         };
         nodes.map(cost).sum()
     }
 
-    /// The cheapest of a machine's columns, with the overload that it causes.
+    /// The cheapest of a machine's columns, with the load that it brings.
     fn cheapest(&self, columns: &[Column]) -> usize {
-        let cost = |column: &Column| column.cost + self.overload_cost_with(&[column]);
+        let cost = |column: &Column| column.cost + self.load_cost_with(&[column]);
         let costs = columns.iter().map(cost).enumerate();
         costs.min_by(|left, right| left.1.total_cmp(&right.1)).map_or(0, |(position, _)| position)
     }
@@ -44,7 +44,7 @@ impl Loads<'_> {
 pub(super) fn search(
     problem: &PlacementProblem,
     columns: &[Vec<Column>],
-    costs: OverloadCosts,
+    costs: LoadCosts,
     is_due: &mut dyn FnMut() -> bool,
 ) -> Vec<usize> {
     let mut loads = Loads { problem, costs, loads: vec![Load::default(); problem.nodes.len()] };
@@ -77,7 +77,7 @@ fn improve_single(loads: &mut Loads<'_>, columns: &[Vec<Column>], chosen: &mut [
     let mut improved = false;
     for (columns, chosen) in columns.iter().zip(chosen) {
         loads.add(&columns[*chosen], -1.0);
-        let cost = |position: usize| columns[position].cost + loads.overload_cost_with(&[&columns[position]]);
+        let cost = |position: usize| columns[position].cost + loads.load_cost_with(&[&columns[position]]);
         let cheapest = loads.cheapest(columns);
         if cost(cheapest) < cost(*chosen) - 1e-6 * loads.problem.cost_tolerance() {
             *chosen = cheapest;
@@ -104,7 +104,7 @@ fn improve_pairs(
             loads.add(&columns[second][chosen[second]], -1.0);
             let cost = |left: usize, right: usize| {
                 let (left, right) = (&columns[first][left], &columns[second][right]);
-                left.cost + right.cost + loads.overload_cost_with(&[left, right])
+                left.cost + right.cost + loads.load_cost_with(&[left, right])
             };
             let mut best = (chosen[first], chosen[second]);
             let mut best_cost = cost(best.0, best.1) - 1e-6 * loads.problem.cost_tolerance();

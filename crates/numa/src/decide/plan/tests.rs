@@ -15,6 +15,7 @@ const PRICES: Prices = Prices {
     saved_page: 0.5,
     split_page: 0.25,
     merged_page: 0.001,
+    crowded_vcpu: 0.0,
 };
 
 fn host(nodes: u32, vcpus: f64, pages: f64) -> PlacementProblem {
@@ -335,8 +336,8 @@ fn gain_of_a_requested_placement_is_that_of_the_plan() {
     let mut problem = PlacementProblem { merges_within_nodes: true, ..host(2, 8.0, 1e6) };
     problem.vms = vec![vm_with_equal_pages(2e5, 0, &[(1, 1e5)])];
     let plan = plan_quickly(&problem);
-    assert_eq!(gain_of_placement(&problem, &problem.vms[0], &[vec![(1, 1.0)]]), plan.gain);
-    assert_eq!(gain_of_placement(&problem, &problem.vms[0], &[vec![(0, 1.0)]]).net(), 0.0);
+    assert_eq!(gain_of_placement(&problem, 0, &[vec![(1, 1.0)]]), plan.gain);
+    assert_eq!(gain_of_placement(&problem, 0, &[vec![(0, 1.0)]]).net(), 0.0);
 }
 
 /// A machine whose memory is hugetlb pages on a node, with its CPU time on another one.
@@ -430,7 +431,7 @@ fn numad_binds_large_processes_first_and_ignores_virtual_nodes() {
 /// The lowest cost of all choices of columns.
 fn brute_force_cost(problem: &PlacementProblem) -> f64 {
     let columns: Vec<Vec<Column>> = problem.vms.iter().map(|vm| columns::columns(problem, vm)).collect();
-    let costs = OverloadCosts::new(problem);
+    let costs = LoadCosts::new(problem);
     let mut best = f64::INFINITY;
     let mut chosen = vec![0; columns.len()];
     loop {
@@ -447,7 +448,7 @@ fn cost_of_plan(problem: &PlacementProblem, plan: &PlacementPlan) -> f64 {
         columns.iter().position(|column| column.pattern == planned.pattern).unwrap()
     };
     let chosen: Vec<usize> = columns.iter().zip(&plan.moves).map(position).collect();
-    total_cost(problem, &columns, OverloadCosts::new(problem), &chosen)
+    total_cost(problem, &columns, LoadCosts::new(problem), &chosen)
 }
 
 fn small_machine() -> impl Strategy<Value = PlannedVm> {
@@ -498,7 +499,7 @@ proptest! {
     fn gap_of_a_search_that_ends_early_is_a_bound(problem in small_hosts(), max_steps in 0u64..40) {
         let (plan, _) = plan_in_steps(&problem, max_steps);
         let columns: Vec<Vec<Column>> = problem.vms.iter().map(|vm| columns::columns(&problem, vm)).collect();
-        let unavoidable = unavoidable_cost(&problem, &columns, OverloadCosts::new(&problem));
+        let unavoidable = unavoidable_cost(&problem, &columns, LoadCosts::new(&problem));
         let cost = cost_of_plan(&problem, &plan);
         let bound = cost - plan.gap * (cost - unavoidable);
         prop_assert!(bound <= brute_force_cost(&problem) + 1.01, "{bound}: {plan:?}");
@@ -538,7 +539,7 @@ proptest! {
     fn plan_costs_no_more_than_leaving_everything(problem in small_hosts()) {
         let plan = plan_quickly(&problem);
         let columns: Vec<Vec<Column>> = problem.vms.iter().map(|vm| columns::columns(&problem, vm)).collect();
-        let leave = total_cost(&problem, &columns, OverloadCosts::new(&problem), &vec![0; problem.vms.len()]);
+        let leave = total_cost(&problem, &columns, LoadCosts::new(&problem), &vec![0; problem.vms.len()]);
         prop_assert!(cost_of_plan(&problem, &plan) <= leave + 1e-6);
     }
 
@@ -701,4 +702,63 @@ fn machine_is_spread_over_more_nodes_where_each_has_little_room() {
     let plan = plan_quickly(&at_default_prices(problem));
     assert_eq!(plan.moves[3].pattern, Pattern::Spread(vec![0, 1, 2]));
     assert_eq!(plan.overload, Load::default());
+}
+
+/// Virtual CPUs on each node after a plan.
+fn planned_vcpus(problem: &PlacementProblem, plan: &PlacementPlan) -> Vec<f64> {
+    let placed = carry_out(problem, plan);
+    let vcpus = vcpus_on_nodes(&placed, 0..placed.vms.len(), &BTreeMap::new());
+    problem.nodes.iter().map(|node| vcpus.get(&node.id).copied().unwrap_or(0.0)).collect()
+}
+
+/// Equal machines on four nodes with 20 CPUs, at default prices, with their memory and CPU time on these nodes.
+fn equal_machines(count: u32, vcpus: f64, nodes: &[u32]) -> PlacementProblem {
+    let mut problem = host(4, 20.0, 1.6e7);
+    problem.vms = (0..count).map(|i| vm(&format!("vm{i}"), vec![part(vcpus, 3e5, nodes, nodes)])).collect();
+    at_default_prices(problem)
+}
+
+#[test]
+fn machines_spread_over_an_idle_host() {
+    for (count, vcpus) in [(4, 5.0), (8, 5.0), (4, 12.0)] {
+        let problem = equal_machines(count, vcpus, &[0, 1, 2, 3]);
+        let plan = plan_quickly(&problem);
+        assert_eq!(planned_vcpus(&problem, &plan), [f64::from(count) * vcpus / 4.0; 4], "{plan:?}");
+        assert_eq!(plan.gap, 0.0);
+    }
+}
+
+#[test]
+fn machines_spread_evenly_over_an_overcommitted_host() {
+    // Eight machines of 20 virtual CPUs, and 16 of 10: twice as many as there are CPUs.
+    for (count, vcpus) in [(8, 20.0), (16, 10.0)] {
+        let problem = equal_machines(count, vcpus, &[0, 1, 2, 3]);
+        let plan = plan_quickly(&problem);
+        assert_eq!(planned_vcpus(&problem, &plan), [40.0; 4], "{plan:?}");
+        assert_eq!((plan.overload.vcpus, plan.gap), (80.0, 0.0));
+    }
+}
+
+#[test]
+fn machines_leave_a_crowded_node_for_idle_ones() {
+    let problem = equal_machines(4, 5.0, &[0]);
+    let plan = plan_quickly(&problem);
+    assert_eq!(planned_vcpus(&problem, &plan), [5.0; 4], "{plan:?}");
+    // Even shares are 5.5.
+    assert_eq!(plan.crowded_vcpus, (14.5, 0.0));
+    let reasons: Vec<PlanReason> = plan.moves.iter().map(|planned| planned.reason).collect();
+    assert_eq!(reasons.iter().filter(|&&reason| reason == PlanReason::LessCrowded).count(), 3, "{reasons:?}");
+    assert!(plan.gain.crowding > 0.0 && plan.gain.net() > 0.0, "{:?}", plan.gain);
+    assert!(plan_quickly(&carry_out(&problem, &plan)).is_empty());
+}
+
+#[test]
+fn remote_reads_weigh_more_than_even_shares() {
+    // Both have their memory bound to one node.
+    let mut problem = equal_machines(2, 8.0, &[0]);
+    problem.vms[0].parts[0].bound_nodes = Some([0].into_iter().collect());
+    problem.vms[1].parts[0].bound_nodes = Some([0].into_iter().collect());
+    let plan = plan_quickly(&problem);
+    assert!(plan.is_empty(), "{plan:?}");
+    assert_eq!(plan.remote_reads.1, 0.0);
 }
