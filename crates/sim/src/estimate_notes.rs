@@ -1,6 +1,7 @@
 //! What a scenario knows of the host from which it was estimated, and what it does not.
 
 use crate::decide::estimate::{ScenarioEstimate, TemplateFacts};
+use crate::decide::scenario::default_costs;
 use crate::observation::Observation;
 use pagefold_census::results::Census;
 use pagefold_output::text::{escape_unprintable, format_bytes, format_number};
@@ -71,7 +72,12 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
             escape_unprintable(&unknown_runs.join(", "))
         ),
     });
-    lines.push("The costs of ksmd are those of docs/simulator.md: `pagefold sim calibrate` measures yours.".to_owned());
+    if estimate.scenario.costs == default_costs() {
+        lines.push(
+            "The costs of ksmd are those of docs/simulator.md: `pagefold sim calibrate` measures yours (see --costs)."
+                .to_owned(),
+        );
+    }
     if !observation.has_cpu_count {
         lines.push("The number of CPUs is not known: reports show one.".to_owned());
     }

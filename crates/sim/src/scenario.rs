@@ -531,7 +531,7 @@ impl Checker<'_> {
 /// Times are a year at most, in milliseconds.
 const MAX_MILLISECONDS: u64 = 366 * 24 * 3_600_000;
 /// Cost of an operation at most, in nanoseconds.
-const MAX_COST_NS: f64 = 1e9;
+pub(crate) const MAX_COST_NS: f64 = 1e9;
 
 #[cfg(test)]
 mod tests {

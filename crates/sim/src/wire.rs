@@ -5,15 +5,19 @@ pub mod prediction;
 pub mod tuning;
 
 use crate::calibration::{Calibration, CalibrationScan};
-use crate::decide::cost::Operation;
+use crate::decide::cost::{CostModel, Operation};
 use crate::decide::rules::KernelVersion;
+use crate::scenario::MAX_COST_NS;
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A kernel as `6.12.54`.
 fn kernel_name(kernel: KernelVersion) -> String {
     format!("{}.{}.{}", kernel.major, kernel.minor, kernel.stable)
 }
+
+/// The schema of a calibration.
+const CALIBRATION_SCHEMA: &str = "pagefold.sim-calibration/1";
 
 /// The result of `pagefold sim calibrate`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -117,7 +121,7 @@ impl SimCalibrationReport {
             modeled_merged_pages: scan.merged_pages.1,
         };
         Self {
-            schema: "pagefold.sim-calibration/1",
+            schema: CALIBRATION_SCHEMA,
             kernel,
             pages,
             rounds,
@@ -135,11 +139,65 @@ impl SimCalibrationReport {
     }
 }
 
+/// What is read of a calibration.
+#[derive(Deserialize)]
+struct WrittenCalibration {
+    schema: String,
+    costs: Vec<WrittenCost>,
+}
+
+#[derive(Deserialize)]
+struct WrittenCost {
+    operation: String,
+    nanoseconds: f64,
+}
+
+/// The costs in the JSON of `pagefold sim calibrate`.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn parse_costs(json: &str) -> Result<CostModel, String> {
+    let report: WrittenCalibration = serde_json::from_str(json).map_err(|error| error.to_string())?;
+    if report.schema != CALIBRATION_SCHEMA {
+        return Err(format!("its schema is {:?} and not {CALIBRATION_SCHEMA:?}", report.schema));
+    }
+    let cost_of = |operation: Operation| {
+        let written = report.costs.iter().find(|cost| cost.operation == operation.name());
+        let cost = written.ok_or_else(|| format!("it has no cost of {:?}", operation.name()))?.nanoseconds;
+        let is_valid = (0.0..=MAX_COST_NS).contains(&cost);
+        if is_valid { Ok((operation, cost)) } else { Err(format!("{:?} cannot cost {cost} ns", operation.name())) }
+    };
+    Ok(CostModel::new(Operation::ALL.into_iter().map(cost_of).collect::<Result<Vec<_>, _>>()?))
+}
+
 fn summarize(mut errors: Vec<f64>) -> ErrorReport {
     errors.sort_by(f64::total_cmp);
     ErrorReport {
         scans: errors.len(),
         median_error: errors.get(errors.len() / 2).copied().unwrap_or(0.0),
         worst_error: errors.last().copied().unwrap_or(0.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_of_a_calibration_are_read() {
+        let costs = CostModel::new([(Operation::Visit, 200.5), (Operation::Merge, 700.0)]);
+        let calibration = Calibration { costs, scans: Vec::new(), held_out: "" };
+        let report = SimCalibrationReport::new("6.18".to_owned(), 8192, 1, &calibration);
+        let json = serde_json::to_string(&report).unwrap();
+        assert_eq!(parse_costs(&json), Ok(costs));
+        let wrong = [
+            (json.replace("\"visit\"", "\"walk\""), "it has no cost of \"visit\""),
+            (json.replace("200.5", "-1.0"), "\"visit\" cannot cost -1 ns"),
+            (json.replace("calibration/1", "compare/1"), "its schema is"),
+            ("{}".to_owned(), "missing field `schema`"),
+        ];
+        for (json, message) in wrong {
+            assert!(parse_costs(&json).unwrap_err().contains(message), "{json}");
+        }
     }
 }

@@ -2,16 +2,19 @@
 
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_duration};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_census::results::Census;
 use pagefold_census::{CensusOptions, take_census};
 use pagefold_recording::Recording;
+use pagefold_sim::decide::cost::CostModel;
 use pagefold_sim::decide::estimate::{ScenarioEstimate, WritePattern, estimate};
+use pagefold_sim::decide::scenario::default_costs;
 use pagefold_sim::estimate_notes;
 use pagefold_sim::observation::{Observation, observe_machines};
 use pagefold_sim::scenario::parse_scenario;
 use pagefold_sim::scenario_text::write_scenario;
+use pagefold_sim::wire::parse_costs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -21,6 +24,7 @@ const EXAMPLES: &str = "\
 Examples:
   sudo pagefold sim from-recording --name 'qemu-*' -o my-host.toml
   sudo pagefold sim from-recording --vm 'web-*' --pass-interval 1min -o web.toml
+  sudo pagefold sim calibrate --json > costs.json; sudo pagefold sim from-recording --costs costs.json -o my-host.toml
   pagefold --host recording:/tmp/host sim from-recording -o recorded.toml
   pagefold sim compare my-host.toml --policy default,whole:2000/20
 
@@ -54,8 +58,22 @@ pub struct ScanArguments {
     /// Number of reading threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     scan_threads: Option<u16>,
+    /// What ksmd's operations cost: the JSON of `pagefold sim calibrate` [default: as in docs/simulator.md]
+    #[arg(long, value_name = "FILE")]
+    costs: Option<PathBuf>,
     #[command(flatten)]
     targets: ProcessOptions,
+}
+
+impl ScanArguments {
+    /// What ksmd's operations cost.
+    fn read_costs(&self) -> anyhow::Result<CostModel> {
+        let Some(path) = &self.costs else { return Ok(default_costs()) };
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        parse_costs(&text).map_err(|why| {
+            anyhow!("{}: {why}: make it with `pagefold sim calibrate --json > {}`", path.display(), path.display())
+        })
+    }
 }
 
 /// A scanned host.
@@ -66,6 +84,7 @@ pub struct ScannedHost {
     pub observation: Observation,
     /// The census.
     pub census: Census,
+    costs: CostModel,
 }
 
 impl ScannedHost {
@@ -85,12 +104,14 @@ impl ScannedHost {
             bail!("the processes have no memory that KSM can take: choose others, or leave the selection options out");
         }
         found.scenario.description = format!("{} at the time of its scan", self.name);
+        found.scenario.costs = self.costs;
         Ok(found)
     }
 }
 
 /// Scan the host.
 pub fn scan_host(options: &ScanArguments, global: &GlobalOptions) -> anyhow::Result<ScannedHost> {
+    let costs = options.read_costs()?;
     let host = host_selection::open_host(global)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let available_cpus = || std::thread::available_parallelism().map_or(1, Into::into);
@@ -115,7 +136,7 @@ pub fn scan_host(options: &ScanArguments, global: &GlobalOptions) -> anyhow::Res
     };
     let observation = observe_machines(&*host, &census, &index, pass_interval)?;
     let name = if global.host == "live" { "This host".to_owned() } else { host.describe() };
-    Ok(ScannedHost { name, observation, census })
+    Ok(ScannedHost { name, observation, census, costs })
 }
 
 /// Write the scenario.
