@@ -6,7 +6,7 @@ use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
 use anyhow::Result;
 use pagefold_numa::decide::plan::baselines::{self, Baseline};
 use pagefold_numa::decide::plan::generated::{PUBLISHED_SIZES, at_default_prices, generated_hosts, published_host};
-use pagefold_numa::decide::plan::{self, Load, PlacementProblem};
+use pagefold_numa::decide::plan::{self, PlacementProblem};
 use std::time::{Duration, Instant};
 
 const MAX_SECONDS: f64 = 5.0;
@@ -31,7 +31,7 @@ pub struct RemoteComparison {
     hosts: usize,
     /// Hosts on which the plan has no more.
     not_more: usize,
-    /// Hosts on which numad overloads no node and leaves something remote.
+    /// Hosts on which numad leaves something remote.
     comparable: usize,
     /// Those of them on which the plan reaches the target.
     within_ratio: usize,
@@ -39,14 +39,14 @@ pub struct RemoteComparison {
 
 impl RemoteComparison {
     /// Adds a host.
-    pub fn add(&mut self, by_plan: f64, by_numad: f64, numad_overload: Load) {
+    pub fn add(&mut self, by_plan: f64, by_numad: f64) {
         // Sums of shares are not exact.
         let is_at_most = |limit: f64| by_plan <= limit + MAX_ROUNDING_PAGES;
         self.by_plan += by_plan;
         self.by_numad += by_numad;
         self.hosts += 1;
         self.not_more += usize::from(is_at_most(by_numad));
-        if numad_overload == Load::default() && by_numad > MAX_ROUNDING_PAGES {
+        if by_numad > MAX_ROUNDING_PAGES {
             self.comparable += 1;
             self.within_ratio += usize::from(is_at_most(MAX_REMOTE_RATIO * by_numad));
         }
@@ -63,7 +63,7 @@ impl RemoteComparison {
                 by_plan <= MAX_REMOTE_RATIO * by_numad,
             ),
             check(
-                format!("the same on each host on which {numad} overloads no node and leaves {what}"),
+                format!("the same on each host on which {numad} leaves {what}"),
                 format!("{within_ratio} of {comparable} hosts"),
                 within_ratio == comparable,
             ),
@@ -116,8 +116,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         ));
         seconds.push(taken);
         gaps.push(plan.gap);
-        compared_reads.add(of_plan.0, numad.remote_reads, numad.overload);
-        compared_pages.add(of_plan.1, numad.remote_pages, numad.overload);
+        compared_reads.add(of_plan.0, numad.remote_reads);
+        compared_pages.add(of_plan.1, numad.remote_pages);
     }
     let mut table = MarkdownTable::new(
         format!("Remote memory and reads of all machines on {} generated hosts", hosts.len()),

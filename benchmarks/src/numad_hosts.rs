@@ -11,6 +11,7 @@ use crate::findings::{Findings, MarkdownTable};
 use crate::numa_plan::RemoteComparison;
 use anyhow::{Context, Result, bail, ensure};
 use pagefold_base::IdSet;
+use pagefold_numa::decide::plan::baselines::{self, Baseline};
 use pagefold_numa::decide::plan::generated::{PUBLISHED_SIZES, at_default_prices, generated_hosts, published_host};
 use pagefold_numa::decide::plan::numad::{StartedPlacement, StartingMachines};
 use pagefold_numa::decide::plan::{self, Load, PlacementProblem};
@@ -61,6 +62,9 @@ struct StartedHost {
     equal_advice: usize,
 }
 
+/// Placements beside numad's advice, which has the place of numad's heuristic.
+const SIMPLE_PLACEMENTS: [Baseline; 3] = [Baseline::FirstFit, Baseline::Interleave, Baseline::Nothing];
+
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     ensure!(Path::new(NUMAD).exists(), "{NUMAD} is missing: apt-get install numad");
@@ -75,13 +79,18 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
              numad_remote_pages,plan_remote_pages",
     );
     let (mut reads, mut pages) = (RemoteComparison::default(), RemoteComparison::default());
+    let mut simple = [(0.0, 0.0); SIMPLE_PLACEMENTS.len()];
     let (mut equal, mut all) = (0, 0);
     for (number, (problem, started)) in hosts.iter().zip(&started).enumerate() {
         let planning = Instant::now();
         let plan = plan::plan(problem, &mut || planning.elapsed() >= PLAN_DEADLINE);
         let StartedPlacement { remote_reads, remote_pages, overload } = started.by_numad;
-        reads.add(plan.remote_reads.1, remote_reads, overload);
-        pages.add(plan.remote_pages, remote_pages, overload);
+        reads.add(plan.remote_reads.1, remote_reads);
+        pages.add(plan.remote_pages, remote_pages);
+        for (sum, baseline) in simple.iter_mut().zip(SIMPLE_PLACEMENTS) {
+            let placed = baselines::place(problem, baseline);
+            *sum = (sum.0 + placed.remote_pages, sum.1 + placed.remote_reads);
+        }
         equal += started.equal_advice;
         all += problem.vms.len();
         findings.samples.push(format!(
@@ -99,9 +108,10 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         &["placement", "remote memory, GiB", "remote reads, GiB of the hottest machine"],
     );
     let gibibytes = |pages: f64| format!("{:.1}", pages / f64::from(1 << 18));
-    for (name, pages, reads) in
-        [("plan", pages.by_plan, reads.by_plan), ("the real numad's advice", pages.by_numad, reads.by_numad)]
-    {
+    let simple = SIMPLE_PLACEMENTS.iter().zip(simple).map(|(placed, (pages, reads))| (placed.name(), pages, reads));
+    let compared =
+        [("plan", pages.by_plan, reads.by_plan), ("the real numad's advice", pages.by_numad, reads.by_numad)];
+    for (name, pages, reads) in compared.into_iter().chain(simple) {
         table.rows.push(vec![name.to_owned(), gibibytes(pages), gibibytes(reads)]);
     }
     findings.tables.push(table);

@@ -91,3 +91,40 @@ fn quick_simulation_run_covers_all_modes() {
     assert!(modes.into_iter().eq(all), "{samples}");
     assert!(fs::read_to_string(kept.join("ranks4.svg")).unwrap().contains("memory of the job, MiB"));
 }
+
+#[test]
+fn quick_predictions_stand_beside_the_real_ksmd() {
+    let program = Path::new(env!("CARGO_BIN_EXE_pagefold-benchmarks"));
+    if !program.with_file_name("pagefold").exists() {
+        return println!("skipped: `cargo build -p pagefold` was not run");
+    }
+    if Command::new("sqlite3").arg("--version").output().is_err() {
+        return println!("skipped: needs sqlite3 (`sudo make setup`)");
+    }
+    // The benchmark acquires KSM for each trial.
+    if let Err(why) = KsmTestGuard::acquire() {
+        return println!("skipped: {why}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let output =
+        Command::new(program).args(["merge", "prediction", "--quick", "--out"]).arg(folder.path()).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    if stderr.contains("is enrolled in KSM") {
+        return println!("skipped: {stderr}");
+    }
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    let kept = folder.path().join("merge-prediction");
+    let samples = fs::read_to_string(kept.join("samples.csv")).unwrap();
+    // The last sample of a policy, measured or modeled: saved pages.
+    let saved = |policy: &str, source: &str| -> f64 {
+        let of_both = |line: &&str| line.starts_with(&format!("program,1,{policy},{source},"));
+        let last = samples.lines().filter(of_both).last().unwrap_or_else(|| panic!("no {policy} {source}: {samples}"));
+        last.split(',').nth(5).unwrap().parse().unwrap()
+    };
+    // Flat out, all duplicates of two idle databases are merged within the time.
+    let (real, modeled) = (saved("flat-out", "ksmd"), saved("flat-out", "model"));
+    assert!(real > 1000.0 && (modeled / real - 1.0).abs() < 0.05, "{real} and {modeled}: {stderr}");
+    assert!(saved("whole:2000/20", "model") > 0.0);
+    assert!(fs::read_to_string(kept.join("program.svg")).unwrap().contains("saved, MiB"));
+    assert!(fs::read_to_string(kept.join("summary.md")).unwrap().contains("order of two policies right"));
+}

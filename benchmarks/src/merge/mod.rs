@@ -12,6 +12,7 @@ mod hera;
 pub(crate) mod mergeable_pages;
 mod plot;
 pub(crate) mod policies;
+mod prediction;
 pub(crate) mod readings;
 pub(crate) mod running_program;
 mod simulations;
@@ -34,6 +35,7 @@ use compare::PolicyComparison;
 use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_linux::LiveHost;
 use policies::PagefoldProgram;
+use prediction::Forecaster;
 use serde::Serialize;
 use simulations::SimulationCode;
 use std::collections::BTreeMap;
@@ -104,6 +106,8 @@ enum MergeSection {
     Debian,
     /// How long a process is stopped while its ranges are enrolled and unenrolled
     Stops,
+    /// The simulator's forecasts beside the real ksmd; only if named
+    Prediction,
     /// The stand-in for HERA in all its modes; only if named
     Hera,
     /// Merge speed of the user engine against ksmd; only if named
@@ -120,6 +124,7 @@ impl MergeSection {
             Self::Simulations => "simulations",
             Self::Debian => "debian",
             Self::Stops => "stops",
+            Self::Prediction => "prediction",
             Self::Hera => "hera",
             Self::Throughput => "throughput",
         }
@@ -155,7 +160,11 @@ pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     let chosen = |section: &&MergeSection| match arguments.sections.is_empty() {
         true => !matches!(
             section,
-            MergeSection::BigFleet | MergeSection::Debian | MergeSection::Hera | MergeSection::Throughput
+            MergeSection::BigFleet
+                | MergeSection::Debian
+                | MergeSection::Prediction
+                | MergeSection::Hera
+                | MergeSection::Throughput
         ),
         false => arguments.sections.contains(section),
     };
@@ -207,6 +216,7 @@ impl SectionRecorder<'_> {
             MergeSection::Program => self.compare_policies(section, MergeWorkload::database_workload(quick)),
             MergeSection::Simulations => self.measure_simulations(section, simulations::SIMULATION_CODES),
             MergeSection::Debian => self.measure_simulations(section, simulations::DEBIAN_CODES),
+            MergeSection::Prediction => self.measure_prediction(section),
             MergeSection::Hera => self.measure_hera(section),
             MergeSection::Throughput => throughput::measure(self.rounds(self.arguments.rounds), quick)
                 .and_then(|findings| self.keep_findings(section, vec![("throughput", findings)])),
@@ -258,6 +268,25 @@ impl SectionRecorder<'_> {
             self.write_findings(section, &all)?;
         }
         Ok(all)
+    }
+
+    fn measure_prediction(&self, section: MergeSection) -> Result<SectionFindings> {
+        let rounds = self.rounds(self.arguments.rounds);
+        let forecaster = Forecaster::calibrate(self.pagefold, self.folder, self.arguments.quick)?;
+        let (mut all, mut residuals) = (Vec::new(), Vec::new());
+        for workload in MergeWorkload::predicted_workloads(self.arguments.quick) {
+            let trials = forecaster.measure_all(&workload, rounds)?;
+            prediction::plot::draw_chart(
+                &workload.title,
+                &trials,
+                &self.folder.join(format!("{}.svg", workload.name)),
+            )?;
+            all.push((workload.name, prediction::describe_trials(&workload, &trials)));
+            residuals.extend(trials);
+            self.write_findings(section, &all)?;
+        }
+        all.push(("all programs", prediction::judge_trials(&residuals)));
+        self.keep_findings(section, all)
     }
 
     fn measure_hera(&self, section: MergeSection) -> Result<SectionFindings> {

@@ -98,7 +98,8 @@ pub struct PolicySchedule {
 }
 
 impl PolicySchedule {
-    fn start(rule: Rule, host: HostObservation) -> Reading<Self> {
+    /// The schedule of a rule on a host.
+    pub fn start(rule: Rule, host: HostObservation) -> Reading<Self> {
         let (state, settings) = rule.start(&host)?;
         Ok(Self { rule, host, state, settings, next_step_at: 0.0 })
     }
@@ -254,6 +255,33 @@ impl PagefoldProgram {
         // The processes belong to one user; guests would otherwise be domains of their own.
         command.args(["--across-domains", "--cpu", &percent.to_string(), "--threads", "1", "--json"]);
         command.stdin(Stdio::null());
+        command
+    }
+
+    /// A calibration of the simulator. Standard output is its report.
+    pub fn calibrate_command(&self, state: &Path, quick: bool) -> Command {
+        let mut command = Command::new(&self.program);
+        command.arg("--state").arg(state).args(["sim", "calibrate", "--json"]);
+        command.args(if quick { &["--pages", "2048", "--rounds", "1"][..] } else { &[] });
+        command
+    }
+
+    /// A scenario of these processes for a simulation of this duration, with the costs of a calibration. Standard
+    /// output is the scenario.
+    pub fn scenario_command(&self, pids: &[u32], costs: &Path, duration: Duration) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["sim", "from-recording", "--pass-interval", "2s", "--costs"]).arg(costs);
+        command.args(["--duration", &format!("{}s", duration.as_secs())]);
+        for pid in pids {
+            command.args(["--pid", &pid.to_string()]);
+        }
+        command
+    }
+
+    /// A simulation of a scenario under a policy. Standard output is the report.
+    pub fn simulate_command(&self, scenario: &Path, policy: &str) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(["sim", "compare"]).arg(scenario).args(["--policy", policy, "--exact", "--json"]);
         command
     }
 

@@ -5,7 +5,7 @@ use super::mergeable_pages::MergeablePages;
 use super::policies::{MergePolicy, PagefoldProgram, PolicySchedule, pause_millis};
 use super::readings::{ExactMemory, KsmCounters, KsmSample, cpu_seconds, ksmd_pid, resident_anonymous};
 use super::slowdown_probe::SlowdownProbe;
-use super::workloads::{MergeWorkload, SavingsGauge};
+use super::workloads::{MergeWorkload, RunningWorkload, SavingsGauge};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_merge::decide::policy::HostObservation;
@@ -120,17 +120,7 @@ pub fn run_trial(
     let before = ExactMemory::read(&running.pids)?;
     let mut steps = policy.schedule(&conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
     write_due_settings(&mut steps, &ksm, 0.0)?;
-    let memory = match workload.gauge() {
-        SavingsGauge::Counters => None,
-        SavingsGauge::Memory => Some((running.pids.as_slice(), before.resident_bytes)),
-    };
-    let meter = TrialMeter {
-        ksm: &ksm,
-        ksmd,
-        memory_baseline: memory,
-        counters_before: KsmCounters::read(ksmd)?,
-        started_at: Instant::now(),
-    };
+    let meter = TrialMeter::start(&ksm, ksmd, &running, workload.gauge())?;
     let progress = SavingsProgress::new(running.mergeable);
     let max_window = policy.max_window(probed, conditions.quick);
     let (mut is_complete, mut report) = (true, None);
@@ -223,7 +213,7 @@ pub fn wait_until_ksmd_forgets(ksm: &KsmTestGuard, ksmd: u32) -> Result<()> {
     Ok(())
 }
 
-fn write_due_settings(steps: &mut PolicySchedule, ksm: &KsmTestGuard, seconds: f64) -> Result<()> {
+pub(super) fn write_due_settings(steps: &mut PolicySchedule, ksm: &KsmTestGuard, seconds: f64) -> Result<()> {
     steps.write_due_settings(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
 }
 
@@ -258,7 +248,8 @@ impl SavingsProgress {
     }
 }
 
-struct TrialMeter<'a> {
+/// Takes the samples of a trial.
+pub(super) struct TrialMeter<'a> {
     ksm: &'a KsmTestGuard,
     ksmd: u32,
     /// The processes and their memory before, where savings are read from their memory.
@@ -267,7 +258,22 @@ struct TrialMeter<'a> {
     started_at: Instant,
 }
 
-impl TrialMeter<'_> {
+impl<'a> TrialMeter<'a> {
+    /// A meter of a trial that begins now, with ksmd stopped.
+    pub(super) fn start(
+        ksm: &'a KsmTestGuard,
+        ksmd: u32,
+        running: &'a RunningWorkload,
+        gauge: SavingsGauge,
+    ) -> Result<Self> {
+        let memory_baseline = match gauge {
+            SavingsGauge::Counters => None,
+            SavingsGauge::Memory => Some((&*running.pids, resident_anonymous(&running.pids)?)),
+        };
+        let counters_before = KsmCounters::read(ksmd)?;
+        Ok(Self { ksm, ksmd, memory_baseline, counters_before, started_at: Instant::now() })
+    }
+
     fn take_sample(&self, pagefold: f64) -> Result<(KsmSample, KsmCounters)> {
         // This reading may wait for ksmd. Its savings were reached at the sample's time or before.
         let freed_pages = match self.memory_baseline {
@@ -291,6 +297,19 @@ impl TrialMeter<'_> {
 
     fn sample_interval(&self) -> Duration {
         if self.memory_baseline.is_some() { PAGE_TABLE_SAMPLE_INTERVAL } else { SAMPLE_INTERVAL }
+    }
+
+    /// Let ksmd run for a time, with the steps of a policy.
+    pub(super) fn watch_for(&self, time: Duration, steps: &mut PolicySchedule) -> Result<Vec<KsmSample>> {
+        self.ksm.write_setting("run", 1);
+        let mut samples = Vec::new();
+        while self.started_at.elapsed() < time {
+            write_due_settings(steps, self.ksm, self.started_at.elapsed().as_secs_f64())?;
+            samples.push(self.take_sample(0.0)?.0);
+            sleep_unless_signaled(self.sample_interval())?;
+        }
+        self.ksm.write_setting("run", 0);
+        Ok(samples)
     }
 
     /// Watch a slow policy until its end or the end of its window. Returns whether it came to its end.

@@ -71,6 +71,13 @@ pub enum WorkloadSetup {
         /// Rows of the common database; a thousand rows take some 270 KiB.
         rows: u64,
     },
+    /// A script of `labs/program` that prints the IDs of its processes before it is ready.
+    Script {
+        /// Its name.
+        name: &'static str,
+        /// Its arguments.
+        arguments: &'static [&'static str],
+    },
 }
 
 /// A running workload.
@@ -139,6 +146,34 @@ impl MergeWorkload {
         vec![Self { name: "program", title, setup: WorkloadSetup::Databases { processes, rows }, all_policies: true }]
     }
 
+    /// The workloads of the section `prediction`: programs, none of which has been used to calibrate the model.
+    pub fn predicted_workloads(quick: bool) -> Vec<Self> {
+        let mut workloads = Self::database_workload(quick);
+        if quick {
+            return workloads;
+        }
+        let script = |name, title: &str, script, arguments| Self {
+            name,
+            title: title.to_owned(),
+            setup: WorkloadSetup::Script { name: script, arguments },
+            all_policies: false,
+        };
+        workloads.extend(Self::fleet_workload(false));
+        workloads.push(script(
+            "postgres",
+            "6 sessions of PostgreSQL that hold sorted results, half of them equal in all sessions",
+            "postgres.sh",
+            &["6", "300000"],
+        ));
+        workloads.push(script(
+            "lammps",
+            "LAMMPS: a melting crystal, 4 running ranks on one of two CPUs",
+            "lammps.sh",
+            &["endless"],
+        ));
+        workloads
+    }
+
     /// Whether the possible savings are known from the layout; otherwise they are counted.
     pub fn is_mergeable_known(&self) -> bool {
         matches!(self.setup, WorkloadSetup::Mixture { .. })
@@ -148,7 +183,9 @@ impl MergeWorkload {
     pub fn gauge(&self) -> SavingsGauge {
         match self.setup {
             WorkloadSetup::Fleet { .. } => SavingsGauge::Memory,
-            WorkloadSetup::Mixture { .. } | WorkloadSetup::Databases { .. } => SavingsGauge::Counters,
+            WorkloadSetup::Mixture { .. } | WorkloadSetup::Databases { .. } | WorkloadSetup::Script { .. } => {
+                SavingsGauge::Counters
+            }
         }
     }
 
@@ -211,6 +248,17 @@ impl MergeWorkload {
                 let pids = programs.iter().map(RunningProgram::pid).collect::<Vec<_>>();
                 let mergeable = mergeable_pages::count_mergeable(&pids)?;
                 (programs, pids, Some(DATABASE_CHECK_SQL), mergeable)
+            }
+            WorkloadSetup::Script { name, arguments } => {
+                let mut command = command_through_hold(lab_file("program").join(name), enrolled)?;
+                command.args(arguments);
+                let mut program = RunningProgram::start(command)?;
+                let lines = program.wait_until_ready()?;
+                let pids = lines.iter().map(|line| line.parse().with_context(|| format!("{name} printed {line:?}")));
+                let pids = pids.collect::<Result<Vec<u32>>>()?;
+                ensure!(!pids.is_empty(), "{name} printed no process ID");
+                let mergeable = mergeable_pages::count_mergeable(&pids)?;
+                (vec![program], pids, None, mergeable)
             }
         };
         if enrolled && !matches!(self.setup, WorkloadSetup::Fleet { .. }) {

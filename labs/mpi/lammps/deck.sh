@@ -7,7 +7,11 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 case $1 in
 prepare)
-    case $2 in quick) box=20 steps=40 ;; *) box=60 steps=360 ;; esac
+    case $2 in
+    quick) box=20 steps=40 ;;
+    endless) box=40 steps=100000000 ;;
+    *) box=60 steps=360 ;;
+    esac
     sed -e "s/@box@/$box/g" -e "s/@steps@/$steps/" "$here/melt.lj" > melt.lj
     ;;
 run) launch lmp -in melt.lj -log none ;;
