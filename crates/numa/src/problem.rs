@@ -230,10 +230,11 @@ fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: Page
             .unwrap_or_else(|| placement.process.comm.clone()),
         parts,
         allowed_nodes: Some(topology.nodes.keys().copied().filter(is_permitted).collect()),
-        fixed: is_pinned,
+        fixed: false,
+        has_pinned_memory: is_pinned,
         is_placed: placement.is_placed,
     };
-    vm.fixed |= !vm.is_placeable(topology.nodes.keys().copied());
+    vm.fixed = !vm.is_placeable(topology.nodes.keys().copied());
     vm
 }
 

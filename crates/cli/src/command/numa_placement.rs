@@ -123,9 +123,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let hotness = options.plan.weight_problem(&*host, (&map, &mut problem), global, &stop)?;
     let (targets, planned_pages) = match &options.to {
         Some(nodes) => {
-            let is_placeable = |vm: &plan::PlannedVm| vm.is_placeable(problem.nodes.iter().map(|node| node.id));
             let mut selected = map.processes.iter().zip(&problem.vms).map(|(_, vm)| vm);
-            if let Some(vm) = selected.find(|vm| vm.fixed && is_placeable(vm)) {
+            if let Some(vm) = selected.find(|vm| vm.has_pinned_memory) {
                 bail!("--to: the memory of {} is pinned, as for a passed-through device, and cannot be moved", vm.name);
             }
             let requested = requested_targets(&map, &problem, nodes, |_| true)?;

@@ -161,6 +161,7 @@ fn describe_decision(machine: &MachinePlanReport) -> String {
 fn describe_reason(reason: &str) -> &'static str {
     match reason {
         "fixed" => "stays: its memory is pinned",
+        "near_pinned_memory" => "its vCPUs come to its memory, which is pinned",
         "no_permitted_node" => "stays: no node is permitted by its CPUs, its cpuset and policies of its memory",
         "already_local" => "stays: all of it is local",
         "no_better_placement" => "stays: no placement is better",
@@ -199,10 +200,12 @@ fn render_gains(report: &NumaPlanReport, shown: &[&MachinePlanReport], style: Te
     text.push_str(&style.format_paragraph(
         &format!(
             "CPU s/h: CPU seconds that the resource is worth in an hour. A GiB of memory is worth {:.0}, and a GiB of the \
-             hottest machine at twice the local distance costs {:.0}. A move must gain {:.1}, and {:.1} if `numa apply` or \
+             hottest machine at twice the local distance costs {:.0}. A vCPU above the even share of its node costs {:.0}. A \
+             move must gain {:.1}, and {:.1} if `numa apply` or \
              the daemon has placed the machine before.",
             gib(report.prices.saved_page),
             gib(report.prices.remote_page),
+            report.prices.crowded_vcpu,
             report.prices.first_min_gain,
             report.prices.min_gain
         ),

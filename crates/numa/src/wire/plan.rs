@@ -356,6 +356,7 @@ fn alternative_report(alternative: &Alternative, vm: &PlannedVm) -> AlternativeR
 fn reason_word(reason: PlanReason) -> &'static str {
     match reason {
         PlanReason::Fixed => "fixed",
+        PlanReason::NearPinnedMemory => "near_pinned_memory",
         PlanReason::NoPermittedNode => "no_permitted_node",
         PlanReason::AlreadyLocal => "already_local",
         PlanReason::NoBetterPlacement => "no_better_placement",

@@ -93,7 +93,7 @@ fn place_each(
     let mut placed: Vec<Column> = Vec::new();
     for vm in &problem.vms {
         let mut options = columns(problem, vm);
-        let is_free = !vm.fixed && !problem.nodes.is_empty();
+        let is_free = vm.is_movable() && !problem.nodes.is_empty();
         let column = if is_free { choose(vm, options, &placed) } else { options.swap_remove(0) };
         placed.push(column);
     }

@@ -95,6 +95,7 @@ fn equal_machines(problem: &PlacementProblem) -> Vec<Option<usize>> {
         left.parts == right.parts
             && left.allowed_nodes == right.allowed_nodes
             && left.fixed == right.fixed
+            && left.has_pinned_memory == right.has_pinned_memory
             && left.is_placed == right.is_placed
     };
     (0..problem.vms.len()).map(|vm| (0..vm).rev().find(|&before| is_equal(before, vm))).collect()

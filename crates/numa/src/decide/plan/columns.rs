@@ -15,7 +15,8 @@ const MORE_NODES: usize = 2;
 /// All columns of a machine; the first one leaves it as it is.
 pub(super) fn columns(problem: &PlacementProblem, vm: &PlannedVm) -> Vec<Column> {
     let mut columns = vec![leave_column(problem, vm)];
-    if vm.fixed || vm.parts.is_empty() {
+    if !vm.is_movable() || vm.parts.is_empty() {
+        columns.extend(pinned_memory_column(problem, vm));
         return columns;
     }
     let mut assigned = node_columns(problem, vm);
@@ -38,14 +39,38 @@ pub(super) fn leave_column(problem: &PlacementProblem, vm: &PlannedVm) -> Column
         let cpu_shares = known_cpu_shares(problem, part);
         for (position, node) in problem.nodes.iter().enumerate() {
             let cpu_share = cpu_shares.get(&node.id).copied().unwrap_or(0.0);
-            load[position].vcpus += part.vcpus * cpu_share;
-            let hugetlb_pages = part.hugetlb_pages.get(&node.id).copied().unwrap_or(0.0);
-            load[position].pages += part.pages.get(&node.id).copied().unwrap_or(0.0) - hugetlb_pages;
-            load[position].hugetlb_pages += hugetlb_pages;
+            let on_node = Load { vcpus: part.vcpus * cpu_share, ..memory_on(part, node.id) };
+            load[position] = load[position].plus(on_node, 1.0);
         }
         amounts = amounts.plus(lasting_amounts(problem, part, &cpu_shares, &part.pages), 1.0);
     }
     column(problem, vm, Pattern::Leave, amounts, load)
+}
+
+/// The virtual CPUs of each part on the node of its pinned memory; `None` if nothing is pinned, or not nearly all memory of
+/// each part is on one permitted node.
+fn pinned_memory_column(problem: &PlacementProblem, vm: &PlannedVm) -> Option<Column> {
+    if vm.fixed || vm.parts.is_empty() {
+        return None;
+    }
+    let nodes: Vec<u32> =
+        vm.parts.iter().map(|part| part.main_node().filter(|&node| vm.permits(part, node))).collect::<Option<_>>()?;
+    let mut load = vec![Load::default(); problem.nodes.len()];
+    let mut amounts = PricedAmounts::default();
+    for (part, &node) in vm.parts.iter().zip(&nodes) {
+        for (position, of_node) in problem.nodes.iter().enumerate() {
+            let vcpus = if of_node.id == node { part.vcpus } else { 0.0 };
+            load[position] = load[position].plus(Load { vcpus, ..memory_on(part, of_node.id) }, 1.0);
+        }
+        amounts = amounts.plus(lasting_amounts(problem, part, &[(node, 1.0)].into(), &part.pages), 1.0);
+    }
+    Some(column(problem, vm, Pattern::Nodes(nodes), amounts, load))
+}
+
+/// The memory of a part on a node.
+fn memory_on(part: &PlannedPart, node: u32) -> Load {
+    let hugetlb_pages = part.hugetlb_pages.get(&node).copied().unwrap_or(0.0);
+    Load { vcpus: 0.0, pages: part.pages.get(&node).copied().unwrap_or(0.0) - hugetlb_pages, hugetlb_pages }
 }
 
 /// What a machine uses and saves with the memory of each part on these nodes, in these shares.

@@ -107,6 +107,13 @@ impl PlannedPart {
         self.pages.values().sum()
     }
 
+    /// The node of nearly all its pages; `None` if there is none.
+    fn main_node(&self) -> Option<u32> {
+        let (&node, &pages) = self.pages.iter().max_by(|left, right| left.1.total_cmp(right.1))?;
+        let is_main = pages > 0.0 && pages >= (1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE) * self.total_pages();
+        is_main.then_some(node)
+    }
+
     /// What it needs in all.
     fn load(&self) -> Load {
         let hugetlb_pages: f64 = self.hugetlb_pages.values().sum();
@@ -123,8 +130,10 @@ pub struct PlannedVm {
     pub parts: Vec<PlannedPart>,
     /// The nodes that it may use; all if `None`.
     pub allowed_nodes: Option<IdSet>,
-    /// Whether it must stay as it is, for example because its memory is pinned.
+    /// Whether it must stay as it is.
     pub fixed: bool,
+    /// Whether devices pin its memory, so that only its virtual CPUs can be placed.
+    pub has_pinned_memory: bool,
     /// Whether it was placed before: another move must gain more.
     pub is_placed: bool,
 }
@@ -136,6 +145,11 @@ impl PlannedVm {
             .into_iter()
             .flatten()
             .all(|nodes| nodes.contains(node))
+    }
+
+    /// Whether its memory can be moved.
+    pub fn is_movable(&self) -> bool {
+        !self.fixed && !self.has_pinned_memory
     }
 
     /// What moving it must gain at least.
@@ -296,8 +310,10 @@ pub struct Alternative {
 /// Why a machine has its pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanReason {
-    /// It is fixed.
+    /// It is fixed, or its memory is pinned.
     Fixed,
+    /// Its virtual CPUs come to its pinned memory.
+    NearPinnedMemory,
     /// It may use no node, or a part of it may not.
     NoPermittedNode,
     /// It has no remote reads.
@@ -494,7 +510,8 @@ fn planned_move(
     let cheapest = columns.iter().map(|column| column.cost).fold(f64::INFINITY, f64::min);
     let reason = match &column.pattern {
         _ if !vm.is_placeable(problem.nodes.iter().map(|node| node.id)) => PlanReason::NoPermittedNode,
-        _ if vm.fixed => PlanReason::Fixed,
+        Pattern::Leave if !vm.is_movable() => PlanReason::Fixed,
+        _ if !vm.is_movable() => PlanReason::NearPinnedMemory,
         Pattern::Leave if lasting_cost(leave) <= best + tolerance => match leave.amounts.remote_reads <= 1e-6 {
             true => PlanReason::AlreadyLocal,
             false => PlanReason::NoBetterPlacement,
@@ -569,11 +586,9 @@ fn next_best(
 /// may have to run elsewhere then.
 fn nodes_to_bind(vm: &PlannedVm, uncrowded: &IdSet) -> Option<Vec<u32>> {
     let local_node = |part: &PlannedPart| {
-        let (&node, &pages) = part.pages.iter().max_by(|left, right| left.1.total_cmp(right.1))?;
+        let node = part.main_node()?;
         let run_share = part.cpu_shares.get(&node).copied().unwrap_or(0.0);
-        let is_local = pages > 0.0
-            && pages >= (1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE) * part.total_pages()
-            && run_share >= 1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
+        let is_local = run_share >= 1.0 - MAX_REMOTE_SHARE_OF_PLACED_MACHINE;
         (is_local && vm.permits(part, node) && uncrowded.contains(node)).then_some(node)
     };
     let nodes: Vec<u32> = vm.parts.iter().map(local_node).collect::<Option<_>>()?;

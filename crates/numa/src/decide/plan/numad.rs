@@ -32,7 +32,7 @@ const MIN_FREE_CPUS: f64 = 0.01;
 pub(super) fn place(problem: &PlacementProblem) -> Vec<Column> {
     let mut placed: Vec<Column> = problem.vms.iter().map(|vm| columns::columns(problem, vm).swap_remove(0)).collect();
     let magnitude = |vm: &PlannedVm| total_vcpus(vm) * total_pages(vm);
-    let mut order: Vec<usize> = (0..problem.vms.len()).filter(|&position| !problem.vms[position].fixed).collect();
+    let mut order: Vec<usize> = (0..problem.vms.len()).filter(|&position| problem.vms[position].is_movable()).collect();
     order.sort_by(|&left, &right| magnitude(&problem.vms[right]).total_cmp(&magnitude(&problem.vms[left])));
     let used: f64 = problem.vms.iter().map(total_vcpus).sum();
     let has_enough_cpus = used <= problem.nodes.iter().map(|node| node.vcpus).sum();

@@ -762,3 +762,22 @@ fn remote_reads_weigh_more_than_even_shares() {
     assert!(plan.is_empty(), "{plan:?}");
     assert_eq!(plan.remote_reads.1, 0.0);
 }
+
+#[test]
+fn virtual_cpus_come_to_pinned_memory() {
+    let pinned = |memory: &[u32], cpus: &[u32]| PlannedVm {
+        has_pinned_memory: true,
+        ..vm("passthrough", vec![part(4.0, 1e5, memory, cpus)])
+    };
+    let plan_of = |vm: PlannedVm| plan_quickly(&PlacementProblem { vms: vec![vm], ..host(2, 8.0, 1e6) });
+    let plan = plan_of(pinned(&[1], &[0]));
+    let planned = &plan.moves[0];
+    assert_eq!((&planned.pattern, planned.reason), (&Pattern::Nodes(vec![1]), PlanReason::NearPinnedMemory));
+    assert_eq!((planned.moved_pages, planned.remote_reads), (0.0, (1e5, 0.0)));
+    for (memory, cpus) in [(&[0, 1][..], &[0][..]), (&[1], &[1])] {
+        let plan = plan_of(pinned(memory, cpus));
+        assert_eq!((&plan.moves[0].pattern, plan.moves[0].reason), (&Pattern::Leave, PlanReason::Fixed), "{memory:?}");
+    }
+    let fixed = PlannedVm { fixed: true, ..pinned(&[1], &[0]) };
+    assert!(plan_of(fixed).is_empty());
+}
