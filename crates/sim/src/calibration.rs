@@ -246,6 +246,18 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
         self.wait_until_asleep(0, 0).map(|_| ())
     }
 
+    /// Ends a scan in progress: a process that comes meanwhile would not be part of it, and each measured scan would be the
+    /// one before. A small process makes ksmd scan at all, and ends afterwards.
+    fn finish_scan(&mut self, launcher: &mut dyn StandInLauncher) -> Result<(), CalibrationError> {
+        let small = StandIn { contents: StandInContents::Unique, pages: 1, is_huge: false };
+        let _running = launcher.launch(&small, FIRST_UNIQUE_CONTENT).map_err(CalibrationError::StandIn)?;
+        // The first scan may be the one in progress, before the process.
+        for _ in 0..2 {
+            self.scan()?;
+        }
+        Ok(())
+    }
+
     /// Runs a scan, and returns its CPU time.
     fn scan(&mut self) -> Result<Duration, CalibrationError> {
         let cpu_time = |ksmd: &Self| ksmd.thread.cpu_time().map_err(unreadable("the CPU time of ksmd"));
@@ -284,6 +296,7 @@ pub fn calibrate(
     let version = KernelVersion::parse(&release).ok_or(CalibrationError::UnknownVersion(release))?;
     let rules = KsmRules::for_version(version);
     let mut ksmd = SteppedKsmd::new(session)?;
+    ksmd.finish_scan(launcher)?;
     let runs = u64::from(rounds) * scenarios.len() as u64;
     let mut scans = Vec::new();
     let in_turn = (1..=rounds).flat_map(|round| scenarios.iter().map(move |scenario| (round, scenario)));

@@ -7,12 +7,13 @@ use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
 use crate::decide::rules::KernelVersion;
-use crate::decide::scenario::HostSpec;
+use crate::decide::scenario::{DEFAULT_HZ, HostSpec};
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Fingerprint, PageClass, Reading};
 use pagefold_census::PageIndex;
 use pagefold_census::index::PageMark;
 use pagefold_census::results::Census;
+use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::{Host, hold, observe, parse};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -214,9 +215,43 @@ fn host_spec(host: &dyn Host, nodes: usize, cpus: usize) -> Result<HostSpec, Obs
         cpus: u32::try_from(cpus).unwrap_or(u32::MAX),
         nodes: u8::try_from(nodes.clamp(1, 64)).unwrap_or(1),
         kernel: kernel.ok_or_else(|| ObservationError::Kernel { host: host.describe(), release })?,
+        hz: timer_hz(host),
+        ksmd_cpu_ms: ksmd_cpu(host).map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
         ksm: ksm_settings(host),
     })
 }
+
+/// CPU time of ksmd since boot.
+fn ksmd_cpu(host: &dyn Host) -> Reading<Duration> {
+    KsmdThread::find(host)?.cpu_time()
+}
+
+/// Values of `CONFIG_HZ` (kernel/Kconfig.hz).
+const KERNEL_HZ: [u32; 4] = [100, 250, 300, 1000];
+
+/// Ticks of the kernel a second; the default where root's file `timer_list` cannot be read.
+fn timer_hz(host: &dyn Host) -> u32 {
+    let list = host.read("proc/timer_list");
+    list.ok().and_then(|list| hz_of_timer_list(&String::from_utf8_lossy(&list))).unwrap_or(DEFAULT_HZ)
+}
+
+/// Ticks a second from their count, which begins five minutes before 2^32 (`INITIAL_JIFFIES`, include/linux/jiffies.h).
+/// `None` in the minute in which the count is near 2^32.
+fn hz_of_timer_list(text: &str) -> Option<u32> {
+    let number = |start: &str, end: &str| -> Option<f64> {
+        text.lines().find_map(|line| line.strip_prefix(start)?.strip_suffix(end)?.trim().parse().ok())
+    };
+    let seconds = number("now at ", " nsecs")? / 1e9 - INITIAL_JIFFIES_SECONDS;
+    let hz = (number("jiffies: ", "")? - JIFFIES_AT_WRAP) / seconds;
+    let is_near = |candidate: &u32| (hz / f64::from(*candidate) - 1.0).abs() < HZ_TOLERANCE;
+    KERNEL_HZ.into_iter().find(|candidate| seconds.abs() > 30.0 && is_near(candidate))
+}
+
+/// The time after which the count of ticks is 2^32.
+const INITIAL_JIFFIES_SECONDS: f64 = 300.0;
+const JIFFIES_AT_WRAP: f64 = 4_294_967_296.0;
+/// Ticks are counted in whole ones, and a bit late.
+const HZ_TOLERANCE: f64 = 0.02;
 
 /// KSM's settings; those that the kernel does not have are the defaults.
 fn ksm_settings(host: &dyn Host) -> KsmSettings {
@@ -245,6 +280,18 @@ fn ksm_settings(host: &dyn Host) -> KsmSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ticks_a_second_follow_from_their_count() {
+        let list = |now: &str, jiffies: &str| {
+            hz_of_timer_list(&format!("Timer List Version: v0.10\nnow at {now} nsecs\n\njiffies: {jiffies}\n"))
+        };
+        assert_eq!(list("4293861089021", "4295965696"), Some(250));
+        // A minute after boot, the count is below 2^32.
+        assert_eq!(list("60000000000", "4294727296"), Some(1000));
+        assert_eq!(list("300500000000", "4294967421"), None, "too near");
+        assert_eq!([list("4293861089021", "x"), hz_of_timer_list("")], [None, None]);
+    }
 
     #[test]
     fn machines_of_one_family_differ_in_the_number_at_the_end_of_their_name() {

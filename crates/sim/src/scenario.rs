@@ -4,8 +4,8 @@ use crate::decide::cost::{CostModel, Operation};
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{
-    Arrival, ContentKind, HostSpec, MachineClass, PageCacheGrowth, Scenario, SharedSet, Template, WriteClass,
-    default_costs,
+    Arrival, ContentKind, DEFAULT_HZ, HostSpec, MachineClass, PageCacheGrowth, Scenario, SharedSet, Template,
+    WriteClass, default_costs,
 };
 use serde::Deserialize;
 use std::fmt::Display;
@@ -93,6 +93,8 @@ struct HostText {
     cpus: Spanned<u32>,
     nodes: Option<Spanned<u32>>,
     kernel: Spanned<String>,
+    hz: Option<Spanned<u32>>,
+    ksmd_cpu: Option<Spanned<String>>,
     #[serde(default)]
     ksm: KsmText,
 }
@@ -337,6 +339,8 @@ impl Checker<'_> {
             cpus: self.range("cpus", &host.cpus, 1..=8192)?,
             nodes: u8::try_from(self.optional("nodes", host.nodes.as_ref(), 1, 1..=64)?).unwrap_or(u8::MAX),
             kernel,
+            hz: self.optional("hz", host.hz.as_ref(), DEFAULT_HZ, 24..=10_000)?,
+            ksmd_cpu_ms: host.ksmd_cpu.as_ref().map_or(Ok(0), |time| self.milliseconds("ksmd_cpu", time, 0))?,
             ksm: self.ksm(&host.ksm)?,
         })
     }
@@ -563,6 +567,7 @@ count = 2
         let scenario = parse_scenario(TWO_MACHINES_TEXT).unwrap();
         assert_eq!((scenario.duration_ms, scenario.tick_ms, scenario.sample_ms), (3_600_000, 1000, 60_000));
         assert_eq!((scenario.host.memory_pages, scenario.host.nodes), (262_144, 1));
+        assert_eq!((scenario.host.hz, scenario.host.ksmd_cpu_ms), (DEFAULT_HZ, 0));
         assert_eq!(scenario.host.ksm, KsmSettings::default());
         assert_eq!(scenario.costs, default_costs());
         let template = &scenario.templates[0];

@@ -77,6 +77,10 @@ impl Text {
         self.key("nodes", host.nodes);
         let kernel = host.kernel;
         self.key("kernel", format_args!("\"{}.{}.{}\"", kernel.major, kernel.minor, kernel.stable));
+        self.key("hz", host.hz);
+        if host.ksmd_cpu_ms > 0 {
+            self.key("ksmd_cpu", time(host.ksmd_cpu_ms));
+        }
         let KsmSettings {
             pages_to_scan,
             sleep_millisecs,

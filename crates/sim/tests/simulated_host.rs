@@ -11,7 +11,7 @@ use pagefold_host::{Host, PageContent, ReadMethod, elapsed_since, observe, parse
 use pagefold_sim::decide::host_state::{Exactness, ProcessIdentity};
 use pagefold_sim::decide::ksmd::KsmSettings;
 use pagefold_sim::decide::rules::KernelVersion;
-use pagefold_sim::decide::scenario::{HostSpec, default_costs};
+use pagefold_sim::decide::scenario::{DEFAULT_HZ, HostSpec, default_costs};
 use pagefold_sim::host::SimulatedHost;
 use pagefold_sim::scenario::parse_scenario;
 use std::collections::BTreeMap;
@@ -29,6 +29,8 @@ fn spec() -> HostSpec {
         cpus: 4,
         nodes: 1,
         kernel: KernelVersion { major: 6, minor: 18, stable: 0 },
+        hz: DEFAULT_HZ,
+        ksmd_cpu_ms: 0,
         ksm: KsmSettings { pages_to_scan: 1000, smart_scan: false, ..KsmSettings::default() },
     }
 }

@@ -211,7 +211,7 @@ impl<'s> HostState<'s> {
         model.write_run(setup.run);
         Self {
             model,
-            ksmd: KsmdTime::new(costs),
+            ksmd: KsmdTime::new(costs, &spec),
             advisor: setup.ksm.advisor.unwrap_or_default(),
             processes: BTreeMap::new(),
             frames: FrameNumbers::new(spec.nodes),

@@ -6,10 +6,14 @@
 //! A batch is carried out in parts. Each part changes memory when it begins, and takes the CPU time that the
 //! [`CostModel`] says; so other programs see the work of a long batch as it progresses.
 //!
-//! Limits: ksmd gets a CPU whenever it wants one. Pauses are not rounded up to the kernel's tick.
+//! Pauses end with a tick of the kernel's timer wheel, as `schedule_timeout` does ([`timer_expiry`]): 20 ms last 24 ms at
+//! 250 ticks a second, less the time of the batch in its last tick.
+//!
+//! Limit: ksmd gets a CPU whenever it wants one.
 
 use super::cost::{CostModel, OperationCounts};
 use super::ksmd::KsmModel;
+use super::scenario::HostSpec;
 
 /// A part of a batch has at least so many visits, unless fewer are left.
 const MIN_PART_VISITS: u64 = 512;
@@ -25,6 +29,23 @@ const ASSUMED_VISIT_NS: f64 = 1000.0;
 const MIN_BATCH_NS: u64 = 1000;
 
 const NS_PER_MS: u64 = 1_000_000;
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+/// Ticks of the first level of the timer wheel, and bits by which each further level is coarser (`LVL_SIZE` and
+/// `LVL_CLK_SHIFT`, kernel/time/timer.c, 6.18). There are eight levels at 250 ticks a second, and nine from 300 on.
+const WHEEL_LEVEL_TICKS: u64 = 64;
+const WHEEL_LEVEL_SHIFT: u32 = 3;
+const WHEEL_LEVELS: u32 = 9;
+
+/// The tick at which a timer ends that is started in tick `now`, after a timeout in ticks (`calc_index`). The wheel rounds
+/// up to its next slot, so that no timer ends early.
+fn timer_expiry(now: u64, timeout: u64) -> u64 {
+    // A level takes timeouts up to 63 of its slots (`LVL_START`).
+    let is_within = |level: &u32| timeout < (WHEEL_LEVEL_TICKS - 1) << (WHEEL_LEVEL_SHIFT * level);
+    let level = (0..WHEEL_LEVELS).find(is_within).unwrap_or(WHEEL_LEVELS - 1);
+    let shift = WHEEL_LEVEL_SHIFT * level;
+    (((now + timeout) >> shift) + 1) << shift
+}
 
 /// What ksmd does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,6 +62,10 @@ enum State {
 #[derive(Clone, Debug)]
 pub struct KsmdTime {
     costs: CostModel,
+    /// Ticks of the kernel a second.
+    hz: u64,
+    /// CPU time before the host's start, which the advisor counts.
+    earlier_cpu_ns: u64,
     state: State,
     now_ns: u64,
     /// When the batch began.
@@ -55,11 +80,13 @@ pub struct KsmdTime {
 }
 
 impl KsmdTime {
-    /// A ksmd that waits for work.
+    /// The ksmd of a host, which waits for work.
     #[must_use]
-    pub fn new(costs: CostModel) -> Self {
+    pub fn new(costs: CostModel, host: &HostSpec) -> Self {
         Self {
             costs,
+            hz: u64::from(host.hz),
+            earlier_cpu_ns: host.ksmd_cpu_ms * NS_PER_MS,
             state: State::Idle,
             now_ns: 0,
             batch_began_ns: 0,
@@ -135,7 +162,7 @@ impl KsmdTime {
         }
         let visits_in_time = ((target_ns - at_ns) as f64 / self.visit_ns.max(1.0)) as u64;
         let limit = visits_in_time.clamp(MIN_PART_VISITS, MAX_PART_VISITS).min(remaining);
-        model.set_time(at_ns / NS_PER_MS, self.cpu_ns);
+        model.set_time(at_ns / NS_PER_MS, self.earlier_cpu_ns + self.cpu_ns);
         let visits = model.run_visits(limit);
         let operations = OperationCounts::new(&model.counters(), model.work());
         let cpu_ns = self.costs.cpu_ns(&operations.since(&self.counted)).round() as u64;
@@ -158,10 +185,20 @@ impl KsmdTime {
         self.sleeps += 1;
         let sleep_millisecs = model.settings().sleep_millisecs;
         self.state = if model.ksmd_should_run() {
-            State::Paused { until_ns: at_ns + sleep_millisecs * NS_PER_MS, sleep_millisecs }
+            State::Paused { until_ns: self.end_of_pause(at_ns, sleep_millisecs), sleep_millisecs }
         } else {
             State::Idle
         };
+    }
+
+    /// When a pause ends that begins now. Without a pause, ksmd does not sleep at all.
+    fn end_of_pause(&self, now_ns: u64, sleep_millisecs: u64) -> u64 {
+        if sleep_millisecs == 0 {
+            return now_ns;
+        }
+        let tick_ns = NS_PER_SECOND / self.hz;
+        let timeout = (sleep_millisecs * self.hz).div_ceil(1000);
+        timer_expiry(now_ns / tick_ns, timeout) * tick_ns
     }
 }
 
@@ -185,7 +222,26 @@ mod tests {
             model.write_pages(process, 0..1000, 7, true);
             model.advise(process, 0, 1000, Advice::Mergeable);
         }
-        (model, KsmdTime::new(CostModel::new([(Operation::Visit, 1000.0)])))
+        let host = HostSpec {
+            memory_pages: 1 << 18,
+            used_pages: 0,
+            cpus: 1,
+            nodes: 1,
+            kernel: KernelVersion { major: 6, minor: 18, stable: 0 },
+            hz: 1000,
+            ksmd_cpu_ms: 0,
+            ksm: settings,
+        };
+        (model, KsmdTime::new(CostModel::new([(Operation::Visit, 1000.0)]), &host))
+    }
+
+    #[test]
+    fn timers_end_with_the_next_slot_of_the_wheel() {
+        let timeouts = [(0, 1), (10, 5), (10, 62), (10, 63), (16, 120), (0, 504), (7, 1 << 30)];
+        let ends = timeouts.map(|(now, timeout)| timer_expiry(now, timeout));
+        // From 63 ticks on, slots have 8 ticks, and from 504 on 64.
+        assert_eq!(ends[..6], [2, 16, 73, 80, 144, 512]);
+        assert!(ends[6] > 7 + (1 << 30));
     }
 
     #[test]
@@ -194,15 +250,15 @@ mod tests {
         ksmd.advance(&mut model, 50 * MS);
         assert_eq!((model.counters().pages_scanned, ksmd.cpu_ns()), (0, 0), "run is 0");
         model.write_run(RunState::Merging);
-        // Batches of 0.1 ms begin 0, 20.1, 40.2 and 60.3 ms after the write.
-        ksmd.advance(&mut model, 110 * MS);
+        // Batches of 0.1 ms begin 0, 21, 42 and 63 ms after the write.
+        ksmd.advance(&mut model, 112 * MS);
         assert_eq!((model.counters().pages_scanned, ksmd.sleeps()), (300, 3));
         assert!(ksmd.is_asleep());
-        ksmd.advance(&mut model, 110 * MS + 350_000);
+        ksmd.advance(&mut model, 113 * MS + 50_000);
         assert!(!ksmd.is_asleep(), "the fourth batch began 0.05 ms ago");
         assert_eq!((model.counters().pages_scanned, ksmd.cpu_ns()), (400, 350_000));
         // The 21st batch finds the end of the scan of 2,000 pages, and nothing else.
-        ksmd.advance(&mut model, 50 * MS + 25 * 20_100_000);
+        ksmd.advance(&mut model, 50 * MS + 25 * 21 * MS + MS);
         assert_eq!((model.counters().full_scans, model.counters().pages_scanned), (1, 2500));
     }
 

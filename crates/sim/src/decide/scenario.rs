@@ -44,6 +44,10 @@ pub struct HostSpec {
     pub nodes: u8,
     /// Its kernel.
     pub kernel: KernelVersion,
+    /// Ticks of its kernel a second (`CONFIG_HZ`).
+    pub hz: u32,
+    /// CPU time of ksmd before the start, in milliseconds.
+    pub ksmd_cpu_ms: u64,
     /// KSM's settings at the start.
     pub ksm: KsmSettings,
 }
@@ -196,6 +200,9 @@ pub enum Arrival {
         machines_per_hour: f64,
     },
 }
+
+/// Ticks a second of Debian's kernel, and by default of Linux.
+pub const DEFAULT_HZ: u32 = 250;
 
 /// CPU time of ksmd's operations where the scenario has no costs: measured on Linux 6.18.44 by `pagefold sim calibrate
 /// --pages 8192` (docs/simulator.md), in nanoseconds.
