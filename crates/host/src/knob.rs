@@ -46,6 +46,7 @@ struct KnobRow {
 const THP: &str = "a kernel with CONFIG_TRANSPARENT_HUGEPAGE is needed";
 const SCHEDULER: &str = "a kernel with this setting of its scheduler is needed";
 const SYSCTL: &str = "a kernel with this setting is needed";
+const SCHED_DEBUG: &str = "a kernel with CONFIG_SCHED_DEBUG, this setting and a mounted debugfs is needed";
 const CPUFREQ: &str = "a CPU whose frequency the kernel controls is needed";
 const KSM: &str = "a kernel with CONFIG_KSM is needed";
 const KSM_ADVISOR: &str = "Linux 6.8 or later with CONFIG_KSM is needed";
@@ -126,7 +127,12 @@ static KNOBS: &[KnobRow] = &[
         marks_choice_by_parentheses: true,
         ..general("sys/kernel/debug/sched/preempt", "Linux 5.12 or later with CONFIG_PREEMPT_DYNAMIC is needed")
     },
-    general("sys/kernel/debug/sched/*", "a kernel with CONFIG_SCHED_DEBUG and a mounted debugfs is needed"),
+    // kernel/sched/debug.c: files that hold one number. `features` shows all of its words and takes one, so it could not
+    // be restored.
+    general("sys/kernel/debug/sched/*_ns", SCHED_DEBUG),
+    general("sys/kernel/debug/sched/latency_warn_*", SCHED_DEBUG),
+    general("sys/kernel/debug/sched/nr_migrate", SCHED_DEBUG),
+    general("sys/kernel/debug/sched/tunable_scaling", SCHED_DEBUG),
     general("proc/sys/vm/compaction_proactiveness", SYSCTL),
     general("proc/sys/vm/dirty_*", SYSCTL),
     general("proc/sys/vm/max_map_count", SYSCTL),
@@ -308,6 +314,9 @@ mod tests {
             "sys/devices/system/cpu/cpu17/cpufreq/scaling_governor",
             "sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages",
             "proc/sys/kernel/sched_autogroup_enabled",
+            "sys/kernel/debug/sched/migration_cost_ns",
+            "sys/kernel/debug/sched/nr_migrate",
+            "sys/kernel/debug/sched/tunable_scaling",
         ] {
             let knob = Knob::from_path(path).unwrap_or_else(|| panic!("{path}"));
             assert_eq!((knob.path(), knob.class()), (path, ResourceClass::Settings));
@@ -326,6 +335,8 @@ mod tests {
             "proc/sys/kernel/modprobe",
             "proc/sys/kernel/modules_disabled",
             "proc/sys/kernel/sched_",
+            "sys/kernel/debug/sched/features",
+            "sys/kernel/debug/sched/debug",
             "sys/devices/system/cpu/cpu/cpufreq/scaling_governor",
         ] {
             assert_eq!(Knob::from_path(path), None, "{path}");
