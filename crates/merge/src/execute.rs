@@ -308,7 +308,7 @@ fn end_session(
     }
     match after_merge.for_end(end) {
         AfterMerge::UndoChanges => session.undo_all(),
-        AfterMerge::KeepKsmdRunning => session.keep_changes("guided"),
+        AfterMerge::KeepKsmdRunning => session.keep_policy("guided"),
         AfterMerge::KeepKsmdPaused => Ok(Vec::new()),
     }
 }

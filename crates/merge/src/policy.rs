@@ -11,6 +11,7 @@ use pagefold_host::knob::Knob;
 use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::journal;
+use pagefold_host::transaction::session::kept::{POLICY_PURPOSE, load_kept_changes};
 use pagefold_host::transaction::session::{Error, FailedUndo, Session};
 use pagefold_host::{Host, observe, parse};
 use std::io;
@@ -68,11 +69,16 @@ pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
 /// only a former policy had changed.
 pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
     let mut combined = Settings::new();
-    for entry in session.load_kept_changes()?.into_iter().flat_map(|policy| policy.entries) {
+    for entry in session.load_kept_changes()?.into_iter().flat_map(|kept| kept.entries) {
         if let Action::Write { knob, value } = entry.undo
             && let Some(setting) = knob.ksm_setting()
         {
-            combined.insert(setting, value);
+            if entry.purpose.as_deref() == Some(POLICY_PURPOSE) {
+                combined.insert(setting, value);
+            } else {
+                // What `tune` has written since the former policy stays.
+                combined.remove(&setting);
+            }
         }
     }
     let sets_pace = settings.contains_key(&Setting::PagesToScan);
@@ -83,8 +89,8 @@ pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Se
     Ok(combined)
 }
 
-/// Apply a policy's settings to a host until [`Session::undo_kept_changes`]; for a policy that adapts, the settings of one
-/// step. Returns them, and the session's other changes that could not be undone.
+/// Apply a policy's settings to a host until its changes are undone ([`POLICY_PURPOSE`]); for a policy that adapts, the
+/// settings of one step. Returns them, and the session's other changes that could not be undone.
 ///
 /// # Errors
 /// The changes are undone, except those that [`Error::UndoFailed`] names.
@@ -95,7 +101,7 @@ pub fn set_policy(
 ) -> Result<(Settings, Vec<FailedUndo>), Error> {
     let settings = policy.one_shot_settings(&observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
     let to_write = settings_to_write(session, settings.clone())?;
-    match session.write_settings(&to_write).and_then(|()| session.keep_changes(name)) {
+    match session.write_settings(&to_write).and_then(|()| session.keep_policy(name)) {
         Ok(failed_undos) => Ok((settings, failed_undos)),
         Err(error) => Err(session.abort(error)),
     }
@@ -133,15 +139,19 @@ pub fn follow_policy(
     }
 }
 
-/// Read the journal of the current policy, without taking the lock.
+/// Read the kept changes of the current policy, without taking the lock. Those of `tune` are not among them.
 pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
-    let boot = pagefold_host::transaction::session::read_boot_id(host);
-    let policy = match journal::StateDirectory::open(directory) {
-        Ok(directory) => journal::Journal::load(&directory, ResourceClass::Ksm.kept_changes_file())?,
+    let Ok(boot) = pagefold_host::transaction::session::read_boot_id(host) else { return Ok(None) };
+    let kept = match journal::StateDirectory::open(directory) {
+        Ok(directory) => load_kept_changes(&directory, ResourceClass::Ksm, &boot)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(source) => return Err(journal::Error::Io { path: directory.to_owned(), source }),
     };
-    Ok(policy.filter(|policy| boot.as_ref() == Ok(&policy.boot)))
+    let of_policy = kept.map(|mut kept| {
+        kept.entries.retain(|entry| entry.purpose.as_deref() == Some(POLICY_PURPOSE));
+        kept
+    });
+    Ok(of_policy.filter(|policy| !policy.entries.is_empty()))
 }
 
 #[cfg(test)]
@@ -261,7 +271,7 @@ mod tests {
             assert_eq!(host.setting_value("use_zero_pages"), if name == "file" { "1" } else { "0" });
         }
         assert_eq!(host.setting_value("advisor_mode"), "scan-time");
-        let (_, failed_undos) = begin(&host, directory.path()).undo_kept_changes().unwrap();
+        let (_, failed_undos) = begin(&host, directory.path()).undo_kept_changes_for(POLICY_PURPOSE).unwrap();
         assert_eq!(failed_undos, Vec::new());
         assert_eq!(host.setting_values(), before);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);

@@ -8,7 +8,6 @@ use crate::decide::modprobe::{MODULE_FILE, set_parameters};
 use crate::decide::vm::{Patch, xml};
 use crate::decide::{Effect, ModuleChange, Step, TunePlan};
 use crate::facts;
-use crate::kept::PURPOSE;
 use pagefold_host::Host;
 use pagefold_host::action::{Action, ActionError, Exchange};
 use pagefold_host::config_file::{ConfigContent, ConfigFile};
@@ -16,6 +15,7 @@ use pagefold_host::kernel_module::{KernelModule, ModuleParameters};
 use pagefold_host::knob::Knob;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session::kept::TUNE_PURPOSE;
 use pagefold_host::transaction::session::{ChangeLifetime, Error, FailedUndo};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -91,7 +91,7 @@ pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, scope: Ap
     // Files first: if this process is killed between two classes, `recover` undoes the later ones, and a file without
     // its reload does no harm.
     for session in sessions.values_mut().rev() {
-        applied.failed_undos.extend(session.keep_changes(PURPOSE)?);
+        applied.failed_undos.extend(session.keep_changes(TUNE_PURPOSE)?);
     }
     Ok(applied)
 }
@@ -132,6 +132,9 @@ fn write_setting(sessions: &mut Sessions<'_>, path: &str, value: &str) -> Result
         return Ok(());
     }
     if after == before {
+        if let Some(session) = sessions.get_mut(&knob.class()) {
+            session.forget_write_without_effect(&knob)?;
+        }
         return Err(ActionError::Failed(format!("the kernel accepted {value} for {knob}, but kept {before}")).into());
     }
     run(sessions, &Action::Write { knob, value: after })
@@ -178,6 +181,7 @@ mod tests {
     use crate::decide::{Proposal, plan, profile::Profile};
     use crate::facts::read_state;
     use crate::kept::{self, KeptState};
+    use pagefold_base::ksm::Setting;
     use pagefold_base::{Absent, Pid, ProcessId};
     use pagefold_doctor::decide::change::SettingChange;
     use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
@@ -241,7 +245,7 @@ mod tests {
         let refused = apply(&host, directory.path(), &plan, ApplyScope::HostAndDefinitions).unwrap();
         assert_eq!((refused.done.len(), refused.failed.len()), (0, 1), "another program's definition stays");
         host.put_file(FILE, &stored);
-        assert!(kept::undo(&host, directory.path()).unwrap().failed.is_empty());
+        assert!(kept::undo(&host, directory.path()).failed.is_empty());
         assert_eq!(read(), before);
     }
 
@@ -295,7 +299,7 @@ mod tests {
         let drifted: Vec<_> = kept.iter().filter(|kept| kept.state != KeptState::InForce).collect();
         assert!(drifted.len() == 1 && drifted[0].state == KeptState::ChangedByOthers, "{drifted:?}");
 
-        let undone = kept::undo(&host, directory.path()).unwrap();
+        let undone = kept::undo(&host, directory.path());
         assert!(undone.failed.len() == 1 && undone.failed[0].why.contains("another program"), "{:?}", undone.failed);
         assert_eq!(read(&host), [&before[0], "33", &before[2], &before[3]].map(|text: &str| text.to_owned()));
         assert_eq!(kept::load(&host, directory.path()).unwrap(), []);
@@ -317,7 +321,7 @@ mod tests {
             assert_eq!((applied.done.len(), applied.failed.len()), (2, 1), "{fault}");
             assert_eq!(read(&fake)[..3], changed.map(str::to_owned), "{fault}");
             assert_eq!(read(&fake)[3].is_empty(), fault != "#write halt_poll_ns", "{fault}");
-            assert_eq!(kept::undo(&fake, directory.path()).unwrap().failed, [], "{fault}");
+            assert_eq!(kept::undo(&fake, directory.path()).failed, [], "{fault}");
             assert_eq!(read(&fake), before, "{fault}");
         }
     }
@@ -338,5 +342,55 @@ mod tests {
             FaultyHost::new(&fake, |path| (path == "#write swappiness").then_some(InjectedFault::Replaced(Vec::new())));
         let applied = apply(&faulty, directory.path(), &plan, ApplyScope::Live).unwrap();
         assert!(matches!(&applied.failed[..], [(_, why)] if why.contains("kept 60")), "{:?}", applied.failed);
+        let kept = kept::load(&fake, directory.path()).unwrap();
+        assert_eq!(kept.iter().map(|kept| &*kept.name).collect::<Vec<_>>(), [format!("/{POLL}")], "no false drift");
+    }
+
+    /// As while the daemon runs, which has the lock of KSM's settings.
+    #[test]
+    fn undo_goes_on_where_another_process_works_on_a_class() {
+        const RUN: &str = "sys/kernel/mm/ksm/run";
+        for tunes_ksm in [false, true] {
+            let (host, directory) = (host(), tempfile::tempdir().unwrap());
+            let before = read(&host);
+            let mut plan = make_plan(&host);
+            if tunes_ksm {
+                let effect = Effect::Write { path: RUN.to_owned(), from: "0".to_owned(), to: "1".to_owned() };
+                plan.steps.push(Step { reasons: Vec::new(), effect });
+            }
+            let applied = apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap();
+            assert_eq!((applied.done.len(), applied.failed), (plan.steps.len(), Vec::new()));
+            let (mut daemon, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
+            let pace = Action::Write { knob: Setting::SleepMillisecs.into(), value: "7".to_owned() };
+            daemon.apply(&pace, ChangeLifetime::Temporary).unwrap();
+            let undone = kept::undo(&host, directory.path());
+            assert_eq!(undone.failed, []);
+            let busy: Vec<bool> = undone
+                .errors
+                .iter()
+                .map(|error| matches!(error, Error::Busy { class: ResourceClass::Ksm, .. }))
+                .collect();
+            assert_eq!(busy, if tunes_ksm { vec![true] } else { Vec::new() }, "{:?}", undone.errors);
+            assert_eq!(read(&host), before);
+            assert_eq!(host.setting_value("run"), if tunes_ksm { "1" } else { "0" });
+            drop(daemon);
+            let rest = kept::undo(&host, directory.path());
+            assert_eq!((rest.done.len(), rest.errors.len()), (usize::from(tunes_ksm), 0));
+            assert_eq!(host.setting_value("run"), "0");
+        }
+    }
+
+    #[test]
+    fn undo_continues_a_killed_undo() {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        let before = read(&host);
+        apply(&host, directory.path(), &make_plan(&host), ApplyScope::Live).unwrap();
+        // An undo moves the kept changes to the journal first.
+        let file = |name: &str| directory.path().join(name);
+        let class = ResourceClass::Settings;
+        std::fs::rename(file(class.kept_changes_file()), file(class.journal_file())).unwrap();
+        assert_eq!(kept::load(&host, directory.path()).unwrap(), []);
+        assert_eq!(kept::undo(&host, directory.path()).done.len(), 2);
+        assert_eq!(read(&host), before);
     }
 }

@@ -10,13 +10,11 @@ use pagefold_host::action::{Action, domain_definition_path};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{Journal, JournalEntry, StateDirectory};
+use pagefold_host::transaction::session::kept::{TUNE_PURPOSE, load_kept_changes};
 use pagefold_host::transaction::session::{Error, FailedUndo, read_boot_id};
 use pagefold_host::{Host, parse};
 use std::io;
 use std::path::Path;
-
-/// The purpose of kept changes that are those of `tune`.
-pub const PURPOSE: &str = "tune";
 
 /// The classes that `tune` changes.
 const CLASSES: [ResourceClass; 3] = [ResourceClass::Ksm, ResourceClass::Settings, ResourceClass::Configuration];
@@ -56,24 +54,31 @@ pub struct KeptChange {
 /// # Errors
 /// If a state directory or a journal in it cannot be read.
 pub fn load(host: &dyn Host, state_directory: &Path) -> Result<Vec<KeptChange>, Error> {
-    let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
     let mut kept = Vec::new();
     for class in CLASSES {
-        let path = class.directory(state_directory);
-        let directory = match StateDirectory::open(&path) {
-            Ok(directory) => directory,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(source) => return Err(Error::StateDirectoryUnusable { path, source }),
-        };
-        let journal = Journal::load(&directory, class.kept_changes_file())?;
-        let journal = journal.filter(|journal| is_ours(journal) && (class.survives_reboot() || journal.boot == boot));
-        kept.extend(journal.iter().flat_map(|journal| &journal.entries).filter_map(|entry| read_change(host, entry)));
+        let Some(directory) = open_directory(state_directory, class)? else { continue };
+        let entries = load_entries(host, &directory, class)?;
+        kept.extend(entries.iter().filter_map(|entry| read_change(host, entry)));
     }
     Ok(kept)
 }
 
-fn is_ours(journal: &Journal) -> bool {
-    journal.purpose.as_deref() == Some(PURPOSE)
+/// The directory of a class's journals, if it exists.
+fn open_directory(state_directory: &Path, class: ResourceClass) -> Result<Option<StateDirectory>, Error> {
+    let path = class.directory(state_directory);
+    match StateDirectory::open(&path) {
+        Ok(directory) => Ok(Some(directory)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(Error::StateDirectoryUnusable { path, source }),
+    }
+}
+
+/// The changes of `tune` among those of a class that are kept, oldest first.
+fn load_entries(host: &dyn Host, directory: &StateDirectory, class: ResourceClass) -> Result<Vec<JournalEntry>, Error> {
+    let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
+    let kept = load_kept_changes(directory, class, &boot)?;
+    let entries = kept.into_iter().flat_map(|kept| kept.entries);
+    Ok(entries.filter(|entry| entry.purpose.as_deref() == Some(TUNE_PURPOSE)).collect())
 }
 
 /// The definition of a domain as it is shown.
@@ -133,29 +138,61 @@ pub struct Undone {
     pub done: Vec<Action>,
     /// The changes that could not be undone, with the reason.
     pub failed: Vec<FailedUndo>,
+    /// Why the changes of a class could not be tried, for each such class.
+    pub errors: Vec<Error>,
 }
 
-/// Undoes all changes that `tune` left, the last class first.
-///
-/// # Errors
-/// If a lock or a journal cannot be used.
-pub fn undo(host: &dyn Host, state_directory: &Path) -> Result<Undone, Error> {
+impl Undone {
+    fn add(&mut self, (done, failed): (Vec<Action>, Vec<FailedUndo>)) {
+        self.done.extend(done);
+        self.failed.extend(failed);
+    }
+}
+
+/// Undoes all changes that `tune` left, the last class first. Locks only classes that have such changes, or what a killed
+/// run left. Where another Pagefold process works on a class, the others are undone.
+pub fn undo(host: &dyn Host, state_directory: &Path) -> Undone {
     let mut undone = Undone::default();
     let mut sessions = Vec::new();
     for class in CLASSES {
-        let (session, done, failed) = Session::begin(host, state_directory, class)?;
-        undone.done.extend(done);
-        undone.failed.extend(failed);
-        sessions.push(session);
-    }
-    for session in sessions.iter_mut().rev() {
-        if session.load_kept_changes()?.is_some_and(|journal| is_ours(&journal)) {
-            let (done, failed) = session.undo_kept_changes()?;
-            undone.done.extend(done);
-            undone.failed.extend(failed);
+        match begin_if_needed(host, state_directory, class) {
+            Ok(Some((session, done, failed))) => {
+                undone.add((done, failed));
+                sessions.push(session);
+            }
+            Ok(None) => {}
+            Err(error) => undone.errors.push(error),
         }
     }
-    Ok(undone)
+    for session in sessions.iter_mut().rev() {
+        match session.undo_kept_changes_for(TUNE_PURPOSE) {
+            Ok(result) => undone.add(result),
+            Err(error) => undone.errors.push(error),
+        }
+    }
+    undone
+}
+
+/// A session, and what it undid when it began.
+type BegunSession<'h> = (Session<'h>, Vec<Action>, Vec<FailedUndo>);
+
+/// Begins a session of a class if `tune` left changes of it, or if a killed run left a journal, as an undo does that was
+/// killed.
+fn begin_if_needed<'h>(
+    host: &'h dyn Host,
+    state_directory: &Path,
+    class: ResourceClass,
+) -> Result<Option<BegunSession<'h>>, Error> {
+    let Some(directory) = open_directory(state_directory, class)? else { return Ok(None) };
+    let has_kept_changes = !load_entries(host, &directory, class)?.is_empty();
+    if !has_kept_changes && Journal::load(&directory, class.journal_file())?.is_none() {
+        return Ok(None);
+    }
+    match Session::begin(host, state_directory, class) {
+        // The journal is that of a process which lives.
+        Err(Error::Busy { .. }) if !has_kept_changes => Ok(None),
+        result => result.map(Some),
+    }
 }
 
 /// A counter that shows the effect of a change.

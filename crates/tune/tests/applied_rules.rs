@@ -493,7 +493,7 @@ fn ksmd_that_was_stopped_by_unmerging_is_stopped_again_by_undo() {
     let plan = plan_of(&host, &finding_of(&host, "ksm-run"));
     assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done, [0]);
     assert_eq!(host.setting_value("run"), "1");
-    assert_eq!(kept::undo(&host, directory.path()).unwrap().failed, []);
+    assert_eq!(kept::undo(&host, directory.path()).failed, []);
     assert_eq!(host.setting_value("run"), "0");
 }
 
@@ -520,7 +520,7 @@ fn undo_that_the_kernel_refuses_for_now_is_retried() {
     host.put_setting("pages_shared", "2");
     for attempt in 0..2 {
         let failed = match attempt {
-            0 => kept::undo(&host, directory.path()).unwrap().failed,
+            0 => kept::undo(&host, directory.path()).failed,
             _ => Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().2,
         };
         let [failed] = &failed[..] else { panic!("{failed:?}") };
@@ -538,7 +538,7 @@ fn undo_that_the_kernel_refuses_for_now_is_retried() {
     host.put_setting("run", "0");
     assert_eq!(host.setting_value("merge_across_nodes"), "1");
     assert_eq!(host.setting_values(), FakeHost::from_state(&before).setting_values());
-    assert_eq!(kept::undo(&host, directory.path()).unwrap().failed, []);
+    assert_eq!(kept::undo(&host, directory.path()).failed, []);
 }
 
 #[test]
@@ -593,7 +593,7 @@ fn apply_and_undo(case: &Case, host: &FakeHost, directory: &Path) {
     let again = plan_of(host, &after);
     assert_eq!((again.steps, again.refusals), (Vec::new(), Vec::new()), "{}", case.rule);
 
-    let undone = kept::undo(host, directory).unwrap();
+    let undone = kept::undo(host, directory);
     assert_eq!((undone.done.len(), undone.failed), (kept.len(), Vec::new()), "{}", case.rule);
     assert_eq!(host.state(), before, "{}", case.rule);
     assert_eq!(kept::load(host, directory).unwrap(), [], "{}", case.rule);
@@ -757,7 +757,7 @@ fn kill_at_each_step_of_apply_is_recovered() {
             if !moment.has_kept_changes() {
                 assert!(host.state() == before, "{}, step {step}: not recovered", case.rule);
             }
-            let undone = kept::undo(&host, directory.path()).unwrap();
+            let undone = kept::undo(&host, directory.path());
             assert_eq!(undone.failed, [], "{}, step {step}", case.rule);
             assert!(host.state() == before, "{}, step {step}: not undone", case.rule);
             kills += 1;
@@ -784,13 +784,13 @@ fn kill_at_each_step_of_undo_is_recovered() {
             .flat_map(|class| [class.journal_file(), class.kept_changes_file()])
             .collect();
         let moments = moments(&host, directory.path(), &order, |host| {
-            assert_eq!(kept::undo(host, directory.path()).unwrap().failed, [], "{}", case.rule);
+            assert_eq!(kept::undo(host, directory.path()).failed, [], "{}", case.rule);
         });
         assert!(moments.len() >= 3, "{}: {}", case.rule, moments.len());
         for (step, moment) in moments.iter().enumerate() {
             let (host, directory) = moment.restore();
             recover(&host, directory.path());
-            let undone = kept::undo(&host, directory.path()).unwrap();
+            let undone = kept::undo(&host, directory.path());
             assert_eq!(undone.failed, [], "{}, step {step}", case.rule);
             assert!(host.state() == before, "{}, step {step}: not undone", case.rule);
             kills += 1;

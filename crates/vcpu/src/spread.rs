@@ -300,7 +300,7 @@ mod tests {
 
     fn undo(host: &FakeHost, directory: &Path) {
         let (mut session, ..) = Session::begin(host, directory, ResourceClass::CpuPlacement).unwrap();
-        assert_eq!(session.undo_kept_affinities(PURPOSE).unwrap().1, []);
+        assert_eq!(session.undo_kept_changes_for(PURPOSE).unwrap().1, []);
     }
 
     fn cpus(host: &FakeHost, tids: &[u32]) -> Vec<IdSet> {

@@ -11,6 +11,7 @@ use pagefold_base::ksm::Setting;
 use pagefold_host::action::Action;
 use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
+use pagefold_host::transaction::session::kept::POLICY_PURPOSE;
 use pagefold_host::transaction::session::{Error, FailedUndo};
 use pagefold_host::{Host, observe};
 use pagefold_merge::decide::policy::{POLICY_NAMES, Policy};
@@ -179,7 +180,7 @@ fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow
 fn restore_policy(print: &PolicyPrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let mut session = begin_session(&*host, global)?;
-    let (undone, failed_undos) = session.undo_kept_changes().map_err(with_remedy)?;
+    let (undone, failed_undos) = session.undo_kept_changes_for(POLICY_PURPOSE).map_err(with_remedy)?;
     print_result(&undone, &failed_undos, print.json, "No policy is set: there is nothing to restore.")
 }
 

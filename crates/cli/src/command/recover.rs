@@ -66,11 +66,22 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
         let forgotten = pagefold_daemon::run::forget_schedule(&global.state);
         errors.extend(forgotten.context("the schedule of the last daemon cannot be removed").err());
     }
+    print_partial_result((&undone, &failed_undos), errors, options.json, "Nothing was left to restore.")
+}
+
+/// Print what was undone and what was not, and why some classes of resources could not be tried. If nothing could be
+/// tried, the first reason is the error.
+pub fn print_partial_result(
+    (undone, failed_undos): (&[Action], &[FailedUndo]),
+    mut errors: Vec<anyhow::Error>,
+    json: bool,
+    empty_text: &str,
+) -> anyhow::Result<CommandOutcome> {
     if undone.is_empty() && failed_undos.is_empty() && !errors.is_empty() {
         return Err(errors.swap_remove(0));
     }
-    let outcome = print_result(&undone, &failed_undos, options.json, "Nothing was left to restore.")?;
-    errors.iter().for_each(|error| eprintln!("not recovered: {error:#}"));
+    let outcome = print_result(undone, failed_undos, json, empty_text)?;
+    errors.iter().for_each(|error| eprintln!("not undone: {error:#}"));
     Ok(if errors.is_empty() { outcome } else { CommandOutcome::Partial })
 }
 
@@ -107,7 +118,7 @@ pub fn print_leftover(undone: &[Action], failed_undos: &[FailedUndo]) {
 }
 
 /// Add a hint to an error if the daemon holds the lock of this host.
-fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
+pub fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
     let is_busy = matches!(error.downcast_ref(), Some(Error::Busy { class: ResourceClass::Ksm, .. }));
     if is_busy && control_socket::is_daemon_listening(&global.state) {
         return error

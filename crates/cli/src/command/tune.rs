@@ -1,6 +1,6 @@
 //! `pagefold tune`: carry out what the findings of `doctor` ask for, and undo it.
 
-use crate::command::recover::{open_live_host, print_result, with_remedy};
+use crate::command::recover::{open_live_host, print_partial_result, with_daemon_hint, with_remedy};
 use crate::command_line::{GlobalOptions, parse_duration};
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output};
@@ -54,7 +54,10 @@ const UNDO_EXAMPLES: &str = "\
 Example:
   sudo pagefold tune undo        restore what `tune apply` changed
 
-A setting that another program has written since keeps its value.";
+A setting that another program has written since keeps its value. Settings of KSM can only be undone while the daemon \
+is paused (`pagefold pause`); the others are undone meanwhile.
+
+Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes remain.";
 
 const VERIFY_EXAMPLES: &str = "\
 Examples:
@@ -426,7 +429,8 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
     let applied = if options.dry_run {
         Applied::default()
     } else {
-        apply(&*host, &global.state, &prepared.plan, scope).map_err(with_remedy)?
+        apply(&*host, &global.state, &prepared.plan, scope)
+            .map_err(|error| with_daemon_hint(with_remedy(error), global))?
     };
     for text in TuneApplyReport::recovered_texts(&applied) {
         eprintln!("Restored what an earlier pagefold had changed: {text}");
@@ -444,8 +448,10 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
 
 fn run_undo(options: &PrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
-    let undone = kept::undo(&*host, &global.state).map_err(with_remedy)?;
-    print_result(&undone.done, &undone.failed, options.json, "No changes of `pagefold tune` are in force.")
+    let undone = kept::undo(&*host, &global.state);
+    let errors = undone.errors.into_iter().map(|error| with_daemon_hint(with_remedy(error), global)).collect();
+    let empty_text = "No changes of `pagefold tune` are in force.";
+    print_partial_result((&undone.done, &undone.failed), errors, options.json, empty_text)
 }
 
 fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {

@@ -6,7 +6,7 @@
 //! ([`JournalChange`]), so that the bytes written for an action do not grow with the number of earlier actions. A last
 //! line without a newline was truncated while it was written; the action it precedes was not performed. The journal
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
-//! state before a policy was set. It outlives the command that set the policy. A third one stores the undo of
+//! undo of changes that stay after their command, such as a policy (`session::kept`). A third one stores the undo of
 //! enrollments that stay for the next daemon (`session::enrollments`).
 
 mod wire;
@@ -29,7 +29,7 @@ pub struct Journal {
     pub boot: String,
     /// The process that writes it.
     pub writer: u32,
-    /// The purpose of the changes if it outlives the process: the name of a policy.
+    /// The name of the policy of KSM, if the changes of one are among kept ones. Earlier versions stored `tune` here, too.
     pub purpose: Option<String>,
     /// In the order in which the changes were made.
     pub entries: Vec<JournalEntry>,
@@ -48,7 +48,7 @@ pub struct JournalEntry {
     pub enclosing_extents: Vec<AddressRange>,
     /// Whether the change stays once its purpose is achieved.
     pub until_commit: bool,
-    /// The purpose for which the change was kept, if it was, and is no setting.
+    /// The purpose for which the change was kept, if it was. Earlier versions stored none for settings.
     pub purpose: Option<String>,
 }
 

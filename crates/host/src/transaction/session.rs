@@ -21,12 +21,13 @@
 //! undone. This needs free memory for copies of the merged pages, without memory pressure; otherwise the entries stay
 //! in the journal. A daemon also records the undo of committed enrollments for the next daemon ([`enrollments`]).
 //!
-//! Changes that a command leaves behind on purpose ([`Session::keep_changes`]), such as the settings of a policy or the
-//! placement of machines, are stored in a separate file until [`Session::undo_kept_changes`].
+//! Changes that a command leaves behind on purpose, such as the settings of a policy or the placement of machines, are
+//! stored in a separate file until they are undone ([`kept`]).
 
 pub mod enrollments;
 mod error;
 mod extents;
+pub mod kept;
 mod undo;
 
 use crate::action;
@@ -396,98 +397,6 @@ impl<'a> Session<'a> {
         if failed.is_empty() { error } else { Error::UndoFailed { failed_undos: failed, source: Box::new(error) } }
     }
 
-    /// Ends the session and keeps its changes, with their undo and with the purpose, until
-    /// [`Self::undo_kept_changes`]. The undo of a setting is its value from before the first kept change. Enrollments are
-    /// not kept: they are undone, unless [`Self::commit`] came before.
-    ///
-    /// # Errors
-    /// If the changes cannot be stored. They are then undone when the session ends.
-    pub fn keep_changes(&mut self, purpose: &str) -> Result<Vec<FailedUndo>, Error> {
-        let mut kept =
-            self.load_kept_changes()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
-        kept.entries.retain(|entry| entry.undo.process().is_none_or(|process| self.is_alive(process)));
-        for entry in self.journal.entries.iter().filter(|entry| entry.undo.can_be_kept()) {
-            let Action::Write { knob, value } = &entry.undo else {
-                // Undone newest first, so the state before the first change comes back.
-                kept.entries.push(JournalEntry { purpose: Some(purpose.to_owned()), ..entry.clone() });
-                continue;
-            };
-            match kept.entries.iter_mut().find(|entry| is_entry_of_knob(entry, knob)) {
-                Some(saved) => {
-                    // The previous value is restored if this process ends before its own journal is removed.
-                    saved.written_values.retain(|written| written == value);
-                    saved.written_values.extend(entry.written_values.last().cloned());
-                }
-                None => kept.entries.push(entry.clone()),
-            }
-        }
-        kept.purpose = Some(purpose.to_owned());
-        kept.store(&self.directory, self.class.kept_changes_file())?;
-        let entries = self.journal.entries.clone();
-        self.journal.entries.retain(|entry| !entry.undo.can_be_kept());
-        // While the session's own journal contains the changes, they are undone.
-        if let Err(error) = self.rewrite_journal() {
-            self.journal.entries = entries;
-            return Err(error);
-        }
-        self.undo_all()
-    }
-
-    /// The changes that earlier sessions kept, with their purpose, if there are any.
-    pub fn load_kept_changes(&self) -> Result<Option<Journal>, Error> {
-        Ok(Journal::load(&self.directory, self.class.kept_changes_file())?
-            .filter(|journal| self.class.survives_reboot() || journal.boot == self.journal.boot))
-    }
-
-    /// Undoes the kept changes, newest first. Returns the undone actions and the failed ones.
-    pub fn undo_kept_changes(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
-        let Some(kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
-        self.journal.entries.extend(kept.entries);
-        // From here on this session undoes the entries, even after a kill.
-        self.rewrite_journal()?;
-        Journal { entries: Vec::new(), ..self.journal.clone() }
-            .store(&self.directory, self.class.kept_changes_file())?;
-        self.undo_entries()
-    }
-
-    /// Undoes the changes of threads' CPUs that were kept for one purpose, newest first, and keeps all others. Where a
-    /// thread has got other CPUs for another purpose since, it keeps these, and their undo restores the CPUs from before
-    /// both. Returns the undone actions and the failed ones.
-    ///
-    /// # Errors
-    /// If a journal cannot be used.
-    pub fn undo_kept_affinities(&mut self, purpose: &str) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
-        let Some(mut kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
-        let (mut remaining, mut to_undo): (Vec<JournalEntry>, Vec<JournalEntry>) = (Vec::new(), Vec::new());
-        // Newest first, so that the entry above each one is known.
-        while let Some(entry) = kept.entries.pop() {
-            let Action::SetAffinity { thread, cpus, .. } = &entry.undo else {
-                remaining.push(entry);
-                continue;
-            };
-            if entry.purpose.as_deref() != Some(purpose) {
-                remaining.push(entry);
-                continue;
-            }
-            let later = remaining.iter_mut().rev().find_map(|later| match &mut later.undo {
-                Action::SetAffinity { thread: same, cpus, .. } if same == thread => Some(cpus),
-                _ => None,
-            });
-            match later {
-                Some(later) => later.to.clone_from(&cpus.to),
-                None => to_undo.push(entry),
-            }
-        }
-        remaining.reverse();
-        to_undo.reverse();
-        self.journal.entries.extend(to_undo);
-        // From here on this session undoes the entries, even after a kill.
-        self.rewrite_journal()?;
-        kept.entries = remaining;
-        kept.store(&self.directory, self.class.kept_changes_file())?;
-        self.undo_entries()
-    }
-
     fn read_knob(&self, knob: &Knob) -> Result<String, Error> {
         knob.read(self.host).map_err(|source| Error::SettingUnreadable { knob: knob.clone(), source })
     }
@@ -602,6 +511,24 @@ impl<'a> Session<'a> {
             self.journal.entries[position].written_values = written_values;
         }
         self.append_changes(&changes)
+    }
+
+    /// Forgets a write after which the setting has its previous value, because the kernel did not keep the new one. The
+    /// same holds for the setting that the kernel resets with it.
+    ///
+    /// # Errors
+    /// If the journal cannot be written.
+    pub fn forget_write_without_effect(&mut self, knob: &Knob) -> Result<(), Error> {
+        let (host, reset) = (self.host, knob.resets().map(|(reset, _)| reset));
+        let has_effect = |entry: &JournalEntry| match &entry.undo {
+            Action::Write { knob: written, value } if written == knob || Some(written) == reset.as_ref() => {
+                written.read(host).map(|current| written.restorable_value(current)).as_ref() != Ok(value)
+            }
+            _ => true,
+        };
+        let length = self.journal.entries.len();
+        self.journal.entries.retain(has_effect);
+        if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
 
     fn has_knob_entry(&self, knob: &Knob) -> bool {

@@ -165,6 +165,6 @@ fn carry_out(
 fn run_undo(options: &SpreadUndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let mut session = begin_session(&*host, global)?;
-    let (undone, failed) = session.undo_kept_affinities(spread::PURPOSE).map_err(with_remedy)?;
+    let (undone, failed) = session.undo_kept_changes_for(spread::PURPOSE).map_err(with_remedy)?;
     recover::print_result(&undone, &failed, options.json, "No vCPU was spread since boot.")
 }

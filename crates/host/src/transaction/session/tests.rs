@@ -2,6 +2,7 @@
 
 mod advice;
 mod enrollments;
+mod kept;
 mod placement;
 
 use super::undo::{HUNG_AFTER, HUNG_REASON, PROCESS_EXIT_TIMEOUT};
@@ -555,7 +556,7 @@ fn restore_skips_intermediate_policies() {
     {
         let mut session = begin_clean_session(&host, directory.path());
         session.write_settings(&wanted).unwrap();
-        assert_eq!(session.keep_changes(name).unwrap(), Vec::new());
+        assert_eq!(session.keep_policy(name).unwrap(), Vec::new());
         assert_eq!(session.load_kept_changes().unwrap().unwrap().purpose.as_deref(), Some(name));
         drop(session);
         assert_eq!(host.setting_value("run"), "1", "a policy outlives its session");
@@ -580,7 +581,7 @@ fn killed_policy_change_keeps_old_policy() {
     let before = host.setting_values();
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&settings(&[(Setting::PagesToScan, "777"), (Setting::Run, "1")])).unwrap();
-    session.keep_changes("first").unwrap();
+    session.keep_policy("first").unwrap();
     drop(session);
     let first = host.setting_values();
     // Killed twice after the policy was stored and before the session's own journal was removed.
@@ -588,7 +589,7 @@ fn killed_policy_change_keeps_old_policy() {
         let mut session = begin_clean_session(&host, directory.path());
         session.write_settings(&busy_settings()).unwrap();
         let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
-        session.keep_changes("second").unwrap();
+        session.keep_policy("second").unwrap();
         drop(session);
         fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
         drop(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap());

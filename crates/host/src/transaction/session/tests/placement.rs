@@ -277,15 +277,15 @@ fn affinities_of_one_purpose_are_undone_alone() {
     let placed = cpus();
     keep("2-3", "2", "spread");
     keep("2", "3", "spread");
-    let (undone, failed) = begin().undo_kept_affinities("spread").unwrap();
+    let (undone, failed) = begin().undo_kept_changes_for("spread").unwrap();
     assert_eq!((undone.len(), failed.len(), cpus()), (2, 0, placed.clone()));
-    assert_eq!(begin().undo_kept_affinities("spread").unwrap(), (Vec::new(), Vec::new()));
+    assert_eq!(begin().undo_kept_changes_for("spread").unwrap(), (Vec::new(), Vec::new()));
     assert_eq!(begin().undo_kept_changes().unwrap().0.len(), 1);
     assert_eq!(cpus(), original);
     // Below a placement: the thread keeps the CPUs of the placement, whose undo skips the spread.
     keep("0-3", "2", "spread");
     keep("2", "2-3", "numa");
-    assert_eq!(begin().undo_kept_affinities("spread").unwrap(), (Vec::new(), Vec::new()));
+    assert_eq!(begin().undo_kept_changes_for("spread").unwrap(), (Vec::new(), Vec::new()));
     assert_eq!(cpus(), placed);
     assert_eq!(begin().undo_kept_changes().unwrap().0.len(), 1);
     assert_eq!(cpus(), original);
