@@ -225,20 +225,31 @@ fn read_machines(
 }
 
 /// Why ksmd must not be stopped: merged pages that guests write to are copied, and no page is merged any more to pay for
-/// it. So memory must suffice for copies of all of them.
+/// it. So memory must suffice for copies of all of them. `tune undo` needs no such check: it writes 0 only where ksmd was
+/// stopped before, and pages stay merged (mm/ksm.c, `run_store`).
 fn find_ksm_stop_refusal(host: &dyn Host) -> Option<String> {
-    let merged = count_merged_pages(&observe::ksm(host).ok()?)?;
-    (merged > 0 && !fits_copies(host, merged)).then(|| {
-        format!(
-            "{merged} merged pages would need memory of their own when guests write to them, and available memory does \
-             not suffice: shut machines down or migrate them first"
-        )
-    })
+    match observe::ksm(host).and_then(|ksm| count_merged_pages(&ksm)) {
+        Ok(0) => None,
+        Ok(merged) => (!fits_copies(host, merged)).then(|| {
+            format!(
+                "{merged} merged pages would need memory of their own when guests write to them, and available memory \
+                 does not suffice: shut machines down or migrate them first"
+            )
+        }),
+        Err(why) => Some(format!(
+            "how many pages are merged, and would need memory of their own when guests write to them, is not known \
+             (pages_sharing and ksm_zero_pages in /sys/kernel/mm/ksm: {why})"
+        )),
+    }
 }
 
-/// The pages that need memory of their own once nothing is merged.
-fn count_merged_pages(ksm: &Ksm) -> Option<u64> {
-    Some(ksm.pages_sharing.clone().ok()?.saturating_add_signed(ksm.ksm_zero_pages.clone().unwrap_or(0)))
+/// The pages that need memory of their own once nothing is merged. Kernels before 6.6 do not count zero pages.
+fn count_merged_pages(ksm: &Ksm) -> Reading<u64> {
+    let zero_pages = match ksm.ksm_zero_pages.clone() {
+        Err(Absent::NotOnThisKernel) => 0,
+        pages => pages?,
+    };
+    Ok(ksm.pages_sharing.clone()?.saturating_add_signed(zero_pages))
 }
 
 /// Whether memory suffices for copies of so many merged pages.
@@ -256,7 +267,7 @@ fn find_merged_pages_refusal(host: &dyn Host) -> Option<String> {
     if ksm.pages_shared.clone().ok()? == 0 {
         return None;
     }
-    let merged = count_merged_pages(&ksm)?;
+    let merged = count_merged_pages(&ksm).ok()?;
     let reason = format!("the kernel takes it only while no page is merged, and copies of {merged} merged pages");
     Some(if fits_copies(host, merged) {
         format!(
@@ -320,6 +331,7 @@ mod tests {
     use crate::decide::boot::BootLoader;
     use pagefold_doctor::doctor_facts::{TrustPolicy, gather_host_facts};
     use pagefold_host::fake_host::FakeHost;
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
     #[test]
     fn state_has_values_modules_and_boot() {
@@ -354,6 +366,28 @@ mod tests {
         assert!(!state.modules["kvm_intel"].is_loaded && state.modules["kvm_intel"].is_built_in);
         assert_eq!(state.boot.command_line, "quiet");
         assert_eq!(state.boot.loader, BootLoader::Unknown, "there is no file of GRUB");
+    }
+
+    #[test]
+    fn ksm_is_stopped_only_if_memory_for_copies_is_known_to_suffice() {
+        let host = FakeHost::booted();
+        let refusal = |host: &dyn Host| {
+            let facts = gather_host_facts(host, &[], &TrustPolicy::default());
+            read_state(host, &facts, &[], &[]).ksm_stop_refusal
+        };
+        host.put_setting("pages_sharing", "0");
+        assert_eq!(refusal(&host), None);
+        host.put_setting("pages_sharing", "1000");
+        host.set_free_kib(1 << 20);
+        assert_eq!(refusal(&host), None);
+        host.set_free_kib(2000);
+        let scarce = refusal(&host).unwrap();
+        assert!(scarce.starts_with("1000 merged pages would need memory"), "{scarce}");
+        for path in ["sys/kernel/mm/ksm/pages_sharing", "sys/kernel/mm/ksm/ksm_zero_pages"] {
+            let denied = |read: &str| (read == path).then_some(InjectedFault::Absent(Absent::Denied));
+            let unknown = refusal(&FaultyHost::new(&host, denied)).unwrap();
+            assert!(unknown.contains("is not known") && unknown.contains("permission denied"), "{unknown}");
+        }
     }
 
     #[test]
