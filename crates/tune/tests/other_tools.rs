@@ -69,7 +69,7 @@ const TOOLS: &[Tool] = &[
         comm: "tuned",
         command: &["/usr/bin/python3", "-Es", "/usr/sbin/tuned", "-l", "-P"],
         program: "tuned",
-        writes: &[SYSCTL, BALANCING, HUGE_PAGES, KHUGEPAGED, GOVERNOR, SCHEDULER, KSM],
+        writes: &[SYSCTL, BALANCING, HUGE_PAGES, KHUGEPAGED, GOVERNOR, SCHEDULER, KSM, HALT_POLL],
         repeats: &[],
         defines_machines: false,
     },

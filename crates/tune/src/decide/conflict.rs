@@ -30,7 +30,10 @@ struct TunerRow {
 
 const KSM: &str = "sys/kernel/mm/ksm/";
 
-/// Names and settings: tuned 2.24 `profiles/*/tuned.conf`; ksmtuned 4.20150326; numad 0.5+20150602 `numad.c`
+/// The file that shows boot parameters.
+pub const COMMAND_LINE: &str = "proc/cmdline";
+
+/// Names and settings: tuned 2.24 `profiles/*/tuned.conf` and `tuned/plugins/plugin_{bootloader,modules,scheduler}.py`; ksmtuned 4.20150326; numad 0.5+20150602 `numad.c`
 /// (sched_setaffinity(2) and migrate_pages(2); `khugepaged/scan_sleep_millisecs` when it starts and ends); KubeVirt
 /// `pkg/virt-handler/ksm`; oVirt MOM `doc/ksm.rules`; Harvester node-manager `pkg/ksmtuned`; Kata ksm-throttler
 /// `throttler.go`; irqbalance 1.9 (`/proc/irq/*/smp_affinity`); power-profiles-daemon 0.21 (energy preference and
@@ -40,11 +43,20 @@ const TUNERS: &[TunerRow] = &[
         names: &["tuned"],
         conflict: Conflict {
             program: "tuned",
-            writes: "sysctls, CPU governors, huge pages and module parameters of its profile, when it starts and when \
-                     its profile changes",
+            writes: "sysctls, CPU governors, huge pages, module and boot parameters of its profile, when it starts and \
+                     when its profile changes",
             remedy: "put the values into a profile of your own (`pagefold tune export --format tuned`), or stop tuned",
         },
-        paths: &["proc/sys/", "sys/kernel/mm/transparent_hugepage/", "sys/devices/system/cpu/", "sys/block/", KSM],
+        paths: &[
+            "proc/sys/",
+            "sys/kernel/mm/transparent_hugepage/",
+            "sys/kernel/debug/sched/",
+            "sys/devices/system/cpu/",
+            "sys/block/",
+            "sys/module/",
+            COMMAND_LINE,
+            KSM,
+        ],
         repeats: false,
         defines_machines: false,
         places_machines: false,
@@ -177,15 +189,23 @@ pub fn known_names() -> impl Iterator<Item = &'static str> {
     TUNERS.iter().flat_map(|row| row.names.iter().copied())
 }
 
-/// The running programs of the table that write one of these paths, or that define one of these machines.
-pub fn find_conflicts<'a>(
-    running: &[String],
-    paths: impl Iterator<Item = &'a str> + Clone,
-    machines: bool,
-) -> Vec<Conflict> {
+/// What a plan changes, as far as other programs may change the same.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ChangedThings {
+    /// Paths below the root: settings, parameters of modules below `sys/module`, and [`COMMAND_LINE`].
+    pub paths: Vec<String>,
+    /// Whether machines are defined anew.
+    pub defines_machines: bool,
+    /// Whether memory and CPUs of machines are bound to nodes.
+    pub places_machines: bool,
+}
+
+/// The running programs of the table that change one of these things.
+pub fn find_conflicts(running: &[String], changed: &ChangedThings) -> Vec<Conflict> {
     let concerns = |row: &&TunerRow| {
-        let mut written = paths.clone();
-        written.any(|path| row.paths.iter().any(|prefix| path.starts_with(prefix))) || machines && row.defines_machines
+        changed.paths.iter().any(|path| row.paths.iter().any(|prefix| path.starts_with(prefix)))
+            || changed.defines_machines && row.defines_machines
+            || changed.places_machines && row.places_machines
     };
     running_rows(running).filter(concerns).map(|row| row.conflict).collect()
 }
@@ -211,13 +231,16 @@ mod tests {
 
     #[test]
     fn only_programs_that_write_the_setting_conflict() {
-        let running = ["tuned", "ksmtuned", "libvirtd"].map(str::to_owned);
-        let programs = |path: &'static str, machines| -> Vec<&str> {
-            find_conflicts(&running, [path].into_iter(), machines).iter().map(|conflict| conflict.program).collect()
+        let running = ["tuned", "ksmtuned", "numad", "libvirtd"].map(str::to_owned);
+        let programs = |path: &str, defines_machines, places_machines| -> Vec<&str> {
+            let changed = ChangedThings { paths: vec![path.to_owned()], defines_machines, places_machines };
+            find_conflicts(&running, &changed).iter().map(|conflict| conflict.program).collect()
         };
-        assert_eq!(programs("proc/sys/vm/swappiness", false), ["tuned"]);
-        assert_eq!(programs("sys/kernel/mm/ksm/run", false), ["tuned", "ksmtuned"]);
-        assert_eq!(programs("sys/module/kvm/parameters/halt_poll_ns", true), ["libvirt"]);
+        assert_eq!(programs("proc/sys/vm/swappiness", false, false), ["tuned"]);
+        assert_eq!(programs("sys/kernel/mm/ksm/run", false, false), ["tuned", "ksmtuned"]);
+        assert_eq!(programs("sys/module/kvm/parameters/halt_poll_ns", true, false), ["tuned", "libvirt"]);
+        assert_eq!(programs("sys/kernel/debug/sched/base_slice_ns", false, false), ["tuned"]);
+        assert_eq!(programs("proc/irq/1/smp_affinity_list", true, true), ["numad", "libvirt"]);
         let writer = find_repeating_writer(&running, "sys/kernel/mm/ksm/run").map(|conflict| conflict.program);
         assert_eq!(writer, Some("ksmtuned"));
         assert_eq!(find_repeating_writer(&running, "proc/sys/vm/swappiness"), None);

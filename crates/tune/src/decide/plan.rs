@@ -1,6 +1,6 @@
 //! From proposals to steps.
 
-use super::conflict::{find_conflicts, find_repeating_writer};
+use super::conflict::{COMMAND_LINE, ChangedThings, find_conflicts, find_repeating_writer};
 use super::modprobe::{normal_name, set_parameters};
 use super::profile::{Profile, ProfileDecision, judge};
 use super::{
@@ -33,7 +33,13 @@ const UNMERGE_REFUSAL: &str =
 /// Plans the proposals for a host, in their order; the first proposal for a setting wins. A profile changes or drops
 /// some of them.
 pub fn plan(proposals: &[Proposal], profile: Option<Profile>, state: &TuneState) -> TunePlan {
-    let mut planner = Planner { state, plan: TunePlan::default(), decided: BTreeSet::new(), machines: BTreeMap::new() };
+    let mut planner = Planner {
+        state,
+        plan: TunePlan::default(),
+        decided: BTreeSet::new(),
+        machines: BTreeMap::new(),
+        places_machines: false,
+    };
     for proposal in proposals {
         let mut module_parameters: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
         for change in &proposal.changes {
@@ -72,6 +78,8 @@ struct Planner<'a> {
     decided: BTreeSet<String>,
     /// The step of each machine.
     machines: BTreeMap<ProcessId, usize>,
+    /// Whether a step binds memory and CPUs of a machine to nodes.
+    places_machines: bool,
 }
 
 impl Planner<'_> {
@@ -214,6 +222,7 @@ impl Planner<'_> {
             Err(why) => self.refuse(proposal, change, why),
             Ok(false) => {}
             Ok(true) => {
+                self.places_machines |= matches!(option, VmOption::VirtualNodes { .. });
                 let effect = Effect::Machine { process, name: machine.name.clone(), patch };
                 match step {
                     Some(step) => {
@@ -241,13 +250,23 @@ impl Planner<'_> {
             };
             (step.effect.method(), position)
         });
-        let paths = self.plan.steps.iter().filter_map(|step| match &step.effect {
-            Effect::Write { path, .. } => Some(path.as_str()),
-            _ => None,
-        });
-        let machines = self.plan.steps.iter().any(|step| matches!(step.effect, Effect::Machine { .. }));
-        self.plan.conflicts = find_conflicts(&self.state.tuners, paths, machines);
+        self.plan.conflicts = find_conflicts(&self.state.tuners, &self.changed_things());
         self.plan
+    }
+
+    fn changed_things(&self) -> ChangedThings {
+        let mut changed = ChangedThings { places_machines: self.places_machines, ..ChangedThings::default() };
+        for step in &self.plan.steps {
+            match &step.effect {
+                Effect::Write { path, .. } => changed.paths.push(path.clone()),
+                Effect::Module(ModuleChange { module, to, .. }) => {
+                    changed.paths.extend(to.keys().map(|name| format!("sys/module/{module}/parameters/{name}")));
+                }
+                Effect::Boot { .. } => changed.paths.push(COMMAND_LINE.to_owned()),
+                Effect::Machine { .. } => changed.defines_machines = true,
+            }
+        }
+        changed
     }
 }
 

@@ -2,6 +2,7 @@ use super::*;
 use crate::decide::MachineState;
 use crate::decide::boot::{BootLoader, BootState};
 use pagefold_base::Pid;
+use pagefold_doctor::decide::change::HostNode;
 
 const POLL: &str = "sys/module/kvm/parameters/halt_poll_ns";
 const VM: ProcessId = ProcessId { pid: Pid(7), start_time: 3 };
@@ -226,4 +227,23 @@ fn settings_are_shown_in_the_order_in_which_they_are_written() {
         })
         .collect();
     assert_eq!(paths, [across_nodes, KSM_RUN_PATH, POLL]);
+}
+
+#[test]
+fn programs_that_change_the_same_are_named_for_each_kind_of_step() {
+    let mut state = TuneState { tuners: ["tuned", "numad", "libvirtd"].map(str::to_owned).to_vec(), ..state() };
+    if let Some(machine) = state.machines.get_mut(&VM) {
+        machine.arguments = ["qemu", "-cpu", "qemu64", "-smp", "4", "-m", "2G"].map(str::to_owned).to_vec();
+    }
+    let conflicts = |change: SettingChange| -> Vec<&str> {
+        let plan = plan_of(vec![change], &state);
+        assert_eq!(plan.steps.len(), 1, "{plan:?}");
+        plan.conflicts.iter().map(|conflict| conflict.program).collect()
+    };
+    assert_eq!(conflicts(parameter("kvm_amd", "npt", "1")), ["tuned"]);
+    assert_eq!(conflicts(SettingChange::BootParameter { remove: None, add: Some("nosmt".to_owned()) }), ["tuned"]);
+    assert_eq!(conflicts(SettingChange::VmDefinition { vm: VM, option: VmOption::HostCpuModel }), ["libvirt"]);
+    let host_nodes = [0, 1].map(|id| HostNode { id, cpus: IdSet::default() }).to_vec();
+    let split = SettingChange::VmDefinition { vm: VM, option: VmOption::VirtualNodes { host_nodes } };
+    assert_eq!(conflicts(split), ["numad", "libvirt"]);
 }
