@@ -263,6 +263,7 @@ impl CommandLine {
         if count < 2 || cpus % count != 0 || mebibytes % u64::from(count) != 0 {
             return Err(format!("{cpus} vCPUs and {mebibytes} MiB cannot be split into {count} equal nodes"));
         }
+        self.split_sockets(cpus, count)?;
         let (node_cpus, node_mebibytes) = (cpus / count, mebibytes / u64::from(count));
         for (node, HostNode { id, .. }) in (0..).zip(host_nodes) {
             let backend = format!("id=vnode{node},size={node_mebibytes}M,policy=bind,host-nodes={id}");
@@ -271,6 +272,30 @@ impl CommandLine {
             let cpus = if node_cpus == 1 { first.to_string() } else { format!("{first}-{}", first + node_cpus - 1) };
             self.push("-numa", format!("node,nodeid={node},cpus={cpus},memdev=vnode{node}"));
         }
+        Ok(())
+    }
+
+    /// Gives each virtual node whole sockets: a guest expects the CPUs of a socket on one node. Since QEMU 6.2, `-smp 8`
+    /// alone is one socket (hw/core/machine-smp.c, `machine_parse_smp_config`).
+    fn split_sockets(&mut self, cpus: u32, nodes: u32) -> Result<(), String> {
+        let Some((position, mut smp)) = self.last("-smp") else { return Ok(()) };
+        let number = |name: &str| smp.value(name).map(|value| value.parse::<u32>().unwrap_or(0));
+        if number("maxcpus").is_some_and(|maximum| maximum != cpus) {
+            return Err("CPUs can be plugged later (-smp maxcpus=): give the machine virtual nodes by hand".to_owned());
+        }
+        let sockets = number("sockets").unwrap_or(1);
+        if sockets > 0 && sockets.is_multiple_of(nodes) {
+            return Ok(());
+        }
+        let inner = ["dies", "clusters", "modules", "threads"].map(|name| number(name).unwrap_or(1));
+        let cores = socket_cores(cpus, nodes, &inner)
+            .ok_or_else(|| format!("the sockets of -smp cannot be split between {nodes} nodes: change -smp by hand"))?;
+        let has_cores = number("cores").is_some();
+        smp.set("sockets", nodes.into());
+        if has_cores {
+            smp.set("cores", cores.into());
+        }
+        self.put((position, smp));
         Ok(())
     }
 
@@ -483,6 +508,13 @@ fn explain_queues_of_named_tap(network: &str, device: &str, count: u32) -> Strin
          tap{several}` (with the same user and group), connect it to its bridge again, then set queues={count} of -netdev \
          {network} and {for_device} of its device"
     )
+}
+
+/// The cores of a socket, or of the innermost part of it that has several, if a machine has one socket for each node. `inner`
+/// are the numbers of the other parts of a socket. `None` if it cannot be split.
+pub(super) fn socket_cores(cpus: u32, nodes: u32, inner: &[u32]) -> Option<u32> {
+    let others = inner.iter().try_fold(nodes, |product, count| product.checked_mul(*count))?;
+    (others > 0 && cpus > 0 && cpus.is_multiple_of(others)).then(|| cpus / others)
 }
 
 /// A size of `-m` in MiB, which is its default unit.

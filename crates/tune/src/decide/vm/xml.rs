@@ -3,7 +3,7 @@
 //! The document is parsed only to find the places of a change. Each change replaces a few bytes, so that comments,
 //! indentation and the elements of other programs stay.
 
-use super::arguments::IN_FILE;
+use super::arguments::{IN_FILE, socket_cores};
 use pagefold_base::IdSet;
 use pagefold_base::libvirt::{LIBVIRT_FEATURES, LIBVIRT_TIMERS, libvirt_unit_bytes};
 use pagefold_doctor::decide::change::{HostNode, VmOption};
@@ -227,7 +227,7 @@ fn split_into_nodes(xml: &str, host_nodes: &[HostNode]) -> Result<String, String
         return Err(format!("{cpus} vCPUs and {kibibytes} KiB cannot be split into {count} equal nodes of whole MiB"));
     }
     let (node_cpus, node_kibibytes) = (cpus / count, kibibytes / u64::from(count));
-    let mut text = xml.to_owned();
+    let mut text = split_sockets(xml, cpus, count)?;
     for (node, host_node) in (0..).zip(host_nodes) {
         let vcpus = node * node_cpus..(node + 1) * node_cpus;
         let ids: IdSet = vcpus.clone().collect();
@@ -240,6 +240,24 @@ fn split_into_nodes(xml: &str, host_nodes: &[HostNode]) -> Result<String, String
         }
     }
     Ok(text)
+}
+
+/// Gives each virtual node whole sockets, as a guest expects. Without `<topology>`, libvirt gives each virtual CPU a socket
+/// (src/qemu/qemu_command.c, `qemuBuildSmpCommandLine`).
+fn split_sockets(xml: &str, cpus: u32, nodes: u32) -> Result<String, String> {
+    let document = parse(xml)?;
+    let Some(topology) = find_path(&document, &["cpu", "topology"]) else { return Ok(xml.to_owned()) };
+    let number = |name: &str| topology.attribute(name).map_or(1, |value| value.parse::<u32>().unwrap_or(0));
+    let sockets = number("sockets");
+    if sockets > 0 && sockets.is_multiple_of(nodes) {
+        return Ok(xml.to_owned());
+    }
+    let cores = socket_cores(cpus, nodes, &["dies", "clusters", "threads"].map(number))
+        .ok_or_else(|| format!("the sockets of <topology> cannot be split between {nodes} nodes: change it by hand"))?;
+    let text = set_attribute(xml, topology, "sockets", &nodes.to_string());
+    let document = parse(&text)?;
+    let topology = find_path(&document, &["cpu", "topology"]).ok_or("the definition changed while it was edited")?;
+    Ok(set_attribute(&text, topology, "cores", &cores.to_string()))
 }
 
 /// Why a machine is not split: it has memory that virtual nodes would not have, or its owner has placed it.

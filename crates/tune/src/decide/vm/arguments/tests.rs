@@ -203,6 +203,32 @@ fn nodes_have_equal_parts_and_are_bound() {
 }
 
 #[test]
+fn each_node_has_whole_sockets() {
+    let smp_after = |smp: &str| {
+        let line = ["qemu", "-m", "4G", "-smp", smp].map(str::to_owned);
+        set_option(&line, &virtual_nodes(&[0, 1])).map(|after| after[4].clone())
+    };
+    for (before, after) in [
+        ("8", "8,sockets=2"),
+        ("8,sockets=1,cores=4,threads=2", "8,sockets=2,cores=2,threads=2"),
+        ("cpus=8,cores=8,maxcpus=8", "cpus=8,cores=4,maxcpus=8,sockets=2"),
+        ("8,dies=2", "8,dies=2,sockets=2"),
+        ("8,sockets=4", "8,sockets=4"),
+        ("8,sockets=2,cores=4", "8,sockets=2,cores=4"),
+        ("12,sockets=3,cores=4", "12,sockets=2,cores=6"),
+    ] {
+        assert_eq!(smp_after(before).as_deref(), Ok(after), "{before}");
+    }
+    for (before, reason) in [
+        ("4,maxcpus=8", "plugged later"),
+        ("6,sockets=1,cores=3,threads=2", "cannot be split"),
+        ("8,threads=x", "cannot be split"),
+    ] {
+        assert!(smp_after(before).is_err_and(|why| why.contains(reason)), "{before}");
+    }
+}
+
+#[test]
 fn machine_with_special_memory_is_not_split() {
     for options in [
         "-mem-path /dev/hugepages",

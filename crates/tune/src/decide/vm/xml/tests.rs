@@ -166,6 +166,21 @@ fn nodes_have_equal_parts_and_are_bound() {
 }
 
 #[test]
+fn each_node_has_whole_sockets() {
+    let topology_after = |topology: &str| {
+        let before = plain_memory().replace("  </cpu>", &format!("    <topology {topology}/>\n  </cpu>"));
+        let after = set_option(&before, &virtual_nodes(&["0-7", "8-15"]))?;
+        Ok::<_, String>(after.lines().find(|line| line.contains("<topology")).unwrap().trim().to_owned())
+    };
+    let after = topology_after("sockets='1' dies='1' cores='4' threads='2'");
+    assert_eq!(after.as_deref(), Ok("<topology sockets='2' dies='1' cores='2' threads='2'/>"));
+    let whole = topology_after("sockets='4' cores='2' threads='1'");
+    assert_eq!(whole.as_deref(), Ok("<topology sockets='4' cores='2' threads='1'/>"));
+    let unequal = topology_after("sockets='1' cores='1' threads='8'").unwrap_err();
+    assert!(unequal.contains("<topology> cannot be split"), "{unequal}");
+}
+
+#[test]
 fn machine_that_is_placed_or_has_special_memory_is_not_split() {
     assert!(set_option(DOMAIN, &virtual_nodes(&["0", "1"])).unwrap_err().contains("<memoryBacking>"));
     for (from, to, reason) in [
