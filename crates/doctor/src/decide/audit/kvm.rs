@@ -26,8 +26,11 @@ pub(super) const RULES: &[SettingRule] = &[
                 undo: "restore the file in modprobe.d and load the module again",
                 counter: "exits in /sys/kernel/debug/kvm",
                 versions: "Linux 2.6.26 and later",
-                citation: "arch/x86/kvm/vmx/vmx.c; CERN's recommendation of 2015 to turn EPT off (+6 % in a benchmark) \
-                           was withdrawn by its own author weeks later, after real jobs became several times slower",
+                citation: "arch/x86/kvm/vmx/vmx.c; CERN, \"EPT and KSM for High Throughput Computing\", 2 August 2015 (+6 % \
+                           in a benchmark with EPT off), \
+                           openstack-in-production.blogspot.com/2015/08/ept-and-ksm-for-high-throughput.html; withdrawn \
+                           by \"EPT, Huge Pages and Benchmarking\", September 2015 (jobs up to several times slower), \
+                           openstack-in-production.blogspot.com/2015/09/ept-huge-pages-and-benchmarking.html",
             },
         },
         judge: Judge::Host(judge_nested_pages),

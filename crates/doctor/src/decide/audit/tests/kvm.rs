@@ -156,7 +156,11 @@ fn value_that_the_kernel_does_not_take_back_is_not_written() {
 #[test]
 fn recommendation_of_2015_to_turn_ept_off_is_cited_as_withdrawn() {
     let found = finding(&host_with(&[(EPT, "N")], vec![]), "kvm-ept");
-    assert!(found.details.citation.contains("withdrawn by its own author"));
+    let citation = found.details.citation;
+    for post in ["2015/08/ept-and-ksm-for-high-throughput.html", "2015/09/ept-huge-pages-and-benchmarking.html"] {
+        assert!(citation.contains(&format!("openstack-in-production.blogspot.com/{post}")), "{citation}");
+    }
+    assert!(citation.contains("withdrawn by \"EPT, Huge Pages and Benchmarking\", September 2015"), "{citation}");
     let parameter = |value: &str| SettingChange::ModuleParameter {
         module: "kvm_intel".to_owned(),
         parameter: "ept".to_owned(),
