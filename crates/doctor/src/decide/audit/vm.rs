@@ -4,7 +4,7 @@
 use super::facts::{MemoryByNode, VmFacts};
 use super::memory::{node_cpus, node_memory};
 use super::{Judge, SettingRule, online_cpus};
-use crate::decide::change::{ApplyMethod, HostNode, SettingChange, SettingDetails, VmOption, node_list};
+use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails, VmOption, node_list};
 use crate::decide::{
     Finding, HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, find_objection_to_enrollment, require,
 };
@@ -15,9 +15,12 @@ use pagefold_base::{Bytes, IdSet, count_text};
 use std::collections::BTreeMap;
 
 mod devices;
+mod host_nodes;
 mod monitor;
 mod next_start;
 mod threads;
+
+use host_nodes::{NodeChoice, WideMachine, choose_host_nodes};
 
 const UNDO: &str = "restore the definition, then start the machine again";
 pub(super) const COMMAND_LINE: &str = "/proc/PID/cmdline";
@@ -269,32 +272,15 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
     if nodes.len() < 2 {
         return Ok(rule.not_applicable("the host has one node", value));
     }
-    let parts_by_memory = match (memory_bytes, largest) {
-        (Some(bytes), Some(largest)) if largest > 0 => bytes.div_ceil(largest),
-        _ => 1,
-    };
-    let parts = parts_by_memory.max(vcpus.div_ceil(widest));
+    let machine = WideMachine::new(vcpus, memory_bytes, widest, largest);
+    let parts = machine.parts;
     let memory = vm.node_memory.is_some().then(|| vm.require_node_memory(facts));
     if parts <= 1 && virtual_nodes.len() < 2 {
         return judge_narrow(rule, vm, memory, facts, value);
     }
     if virtual_nodes.len() < 2 {
         let finding = rule.warn("the machine spans nodes, and its kernel does not know", value);
-        return Ok(match choose_host_nodes(vcpus, memory_bytes, parts, &nodes, &sizes) {
-            Some(host_nodes) => {
-                let instruction = format!(
-                    "give the machine {} virtual nodes (-numa node,memdev=), with memory and virtual CPUs bound to the \
-                     host nodes {}",
-                    host_nodes.len(),
-                    node_list(&host_nodes)
-                );
-                with_option(finding, vm, VmOption::VirtualNodes { host_nodes }, &instruction)
-            }
-            None => finding.remedy([
-                "# no nodes of this host hold equal parts of the machine: make it smaller, or give it virtual nodes of",
-                "# different sizes (-numa node,memdev=), each bound to a node of the host",
-            ]),
-        });
+        return Ok(with_virtual_nodes(finding, vm, choose_host_nodes(vm, machine, facts)?));
     }
     let faults = virtual_node_faults(virtual_nodes, vm, &nodes, parts)?;
     if faults.is_empty() {
@@ -315,24 +301,27 @@ fn judge_virtual_nodes(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts)
         .verify("pagefold numa map"))
 }
 
-/// The first nodes of the host, as few as can be, that each have the CPUs and the memory for an equal part of a machine
-/// that needs so many nodes at least. `None` if there are none.
-fn choose_host_nodes(
-    vcpus: u64,
-    memory_bytes: Option<u64>,
-    parts: u64,
-    nodes: &BTreeMap<u32, IdSet>,
-    sizes: &BTreeMap<u32, u64>,
-) -> Option<Vec<HostNode>> {
-    (parts..=nodes.len() as u64).filter(|&count| vcpus.is_multiple_of(count)).find_map(|count| {
-        let holds_part = |(id, cpus): &(&u32, &IdSet)| {
-            let size = sizes.get(id).copied().unwrap_or(0);
-            cpus.iter().count() as u64 >= vcpus / count && size > 0 && size >= memory_bytes.unwrap_or(0).div_ceil(count)
-        };
-        let chosen = nodes.iter().filter(holds_part).map(|(id, cpus)| HostNode { id: *id, cpus: cpus.clone() });
-        let chosen: Vec<HostNode> = chosen.take(count as usize).collect();
-        (chosen.len() as u64 == count).then_some(chosen)
-    })
+/// The remedy for a machine that is wider than a node: virtual nodes on these nodes of the host.
+fn with_virtual_nodes(finding: Finding, vm: &VmFacts, choice: NodeChoice) -> Finding {
+    match choice {
+        NodeChoice::Nodes(host_nodes) => {
+            let instruction = format!(
+                "give the machine {} virtual nodes (-numa node,memdev=), with memory and virtual CPUs bound to the host \
+                 nodes {}",
+                host_nodes.len(),
+                node_list(&host_nodes)
+            );
+            with_option(finding, vm, VmOption::VirtualNodes { host_nodes }, &instruction)
+        }
+        NodeChoice::TooSmall => finding.remedy([
+            "# no nodes of this host hold equal parts of the machine: make it smaller, or give it virtual nodes of",
+            "# different sizes (-numa node,memdev=), each bound to a node of the host",
+        ]),
+        NodeChoice::Taken => finding.remedy([
+            "# the nodes of this host hold its memory only without the machines that are bound to them, or get virtual",
+            "# nodes before it: make it smaller, or move a machine away",
+        ]),
+    }
 }
 
 /// A machine that would fit into a node, without virtual nodes.

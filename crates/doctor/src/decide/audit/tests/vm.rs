@@ -214,6 +214,54 @@ fn wide_machines_need_virtual_nodes_that_are_bound() {
     assert_eq!(finding(&unreadable, "vm-virtual-nodes").verdict, Unknown);
 }
 
+/// Four nodes of four CPUs and 64 GiB.
+const FOUR_NODES: &[(&str, &str)] = &[
+    ("sys/devices/system/cpu/online", "0-15"),
+    ("sys/devices/system/node/node2/cpulist", "8-11"),
+    ("sys/devices/system/node/node2/meminfo", "Node 2 MemTotal:       67108864 kB"),
+    ("sys/devices/system/node/node3/cpulist", "12-15"),
+    ("sys/devices/system/node/node3/meminfo", "Node 3 MemTotal:       67108864 kB"),
+];
+
+#[test]
+fn wide_machines_get_the_nodes_that_other_machines_leave() {
+    let wide = |pid, memory: &str| vm(pid, &format!("{KVM_GUEST} -smp 6 -m {memory}"), &["0-15"; 6]);
+    // The nodes of each machine; `None` if they are taken.
+    let chosen = |changes: &[(&str, &str)], vms: Vec<VmFacts>| -> Vec<Option<String>> {
+        let findings = examine_host(&host_with(changes, vms)).into_iter().filter(|found| {
+            found.rule == "vm-virtual-nodes" && found.title == "the machine spans nodes, and its kernel does not know"
+        });
+        let nodes = |found: Finding| match found.changes.first() {
+            Some(SettingChange::VmDefinition { option: VmOption::VirtualNodes { host_nodes }, .. }) => {
+                Some(node_list(host_nodes))
+            }
+            _ => {
+                assert!(found.remedy[0].contains("machines that are bound to them"), "{found:?}");
+                None
+            }
+        };
+        findings.map(nodes).collect()
+    };
+    let nodes = |ids: &[Option<&str>]| ids.iter().map(|ids| ids.map(str::to_owned)).collect::<Vec<_>>();
+    let two = || vec![wide(500, "80G"), wide(600, "80G")];
+    assert_eq!(chosen(&[], two()), nodes(&[Some("0-1"), None]), "each needs 40 GiB of two nodes with 64 GiB");
+    assert_eq!(chosen(FOUR_NODES, two()), nodes(&[Some("0-1"), Some("2-3")]));
+    let small = vec![wide(500, "40G"), wide(600, "40G")];
+    assert_eq!(chosen(&[], small), nodes(&[Some("0-1"), Some("0-1")]), "CPUs may be shared");
+    // A machine that is bound to node 0 by its virtual CPUs, later in the list, and one that virtual nodes bind.
+    let bound = vm(700, &format!("{KVM_GUEST} -smp 2 -m 60G"), &["0-3", "0-3"]);
+    assert_eq!(chosen(&[], vec![wide(500, "80G"), bound.clone()]), nodes(&[None]));
+    assert_eq!(chosen(FOUR_NODES, vec![wide(500, "80G"), bound]), nodes(&[Some("1-2")]));
+    let backend = |id: &str, node: u32| {
+        format!("-object memory-backend-ram,id={id},size=30G,policy=bind,host-nodes={node} -numa node,memdev={id}")
+    };
+    let options = format!("{KVM_GUEST} -smp 2 -m 60G {} {}", backend("a", 1), backend("b", 2));
+    let split = vm(700, &options, &["0-15", "0-15"]);
+    assert_eq!(chosen(FOUR_NODES, vec![wide(500, "80G"), split]), nodes(&[Some("0,3")]));
+    let floating = vm(700, &format!("{KVM_GUEST} -smp 2 -m 60G"), &["0-15", "0-15"]);
+    assert_eq!(chosen(&[], vec![wide(500, "80G"), floating]), nodes(&[Some("0-1")]), "the kernel can move it");
+}
+
 #[test]
 fn virtual_nodes_that_mislead_the_guest_are_named() {
     const NODES: &str = "-numa node,cpus=0-2,memdev=a -numa node,cpus=3-5,memdev=b";
