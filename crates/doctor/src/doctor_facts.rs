@@ -151,7 +151,10 @@ fn read_ksmd_cpu_time(host: &dyn Host, examined: &[ExaminedProcess]) -> Reading<
 }
 
 /// Seconds since the host booted.
-pub(crate) fn read_uptime(host: &dyn Host) -> Reading<f64> {
+///
+/// # Errors
+/// `Malformed` if it is no positive number.
+pub fn read_uptime(host: &dyn Host) -> Reading<f64> {
     let uptime = host.read("proc/uptime")?;
     let text = String::from_utf8_lossy(&uptime);
     let seconds = text.split_whitespace().next().and_then(|seconds| seconds.parse().ok());

@@ -6,12 +6,11 @@ use crate::decide::boot::{
 use crate::decide::conflict::known_names;
 use crate::decide::modprobe::{MODULE_FILE, normal_name};
 use crate::decide::profile::{Profile, setting_patterns};
-use crate::decide::vm::arguments::vcpu_count;
 use crate::decide::{KSM_RUN_PATH, MachineState, ModuleState, TuneState};
 use pagefold_base::guard::{FrameNeed, MemoryVerdict, check_memory};
 use pagefold_base::ksm::Ksm;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading, tuner};
+use pagefold_base::{Absent, Pages, ProcessId, Reading, tuner};
 use pagefold_doctor::decide::change::{SettingChange, VmOption};
 use pagefold_doctor::decide::{Finding, HostFacts, find_ksm_start_refusal};
 use pagefold_host::action::domain_definition_path;
@@ -182,7 +181,7 @@ fn find_kvm_users(host: &dyn Host, processes: &[Process]) -> Vec<String> {
 }
 
 /// The name of a machine, otherwise of its program.
-fn machine_name(process: &Process) -> String {
+pub(crate) fn machine_name(process: &Process) -> String {
     let name = process.identity.vm.as_ref().and_then(|vm| vm.name.clone());
     name.unwrap_or_else(|| process.comm.clone())
 }
@@ -277,52 +276,6 @@ fn find_merged_pages_refusal(host: &dyn Host) -> Option<String> {
     } else {
         format!("{reason} need more than the available memory: shut machines down or migrate them first")
     })
-}
-
-/// Whether the vCPUs of a machine have run guest code.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VcpuCheck {
-    /// The process of the machine.
-    pub process: ProcessId,
-    /// The name of the machine.
-    pub name: String,
-    /// The number of vCPUs on its command line.
-    pub declared: Option<u32>,
-    /// The number of vCPU threads.
-    pub threads: u32,
-    /// The number of vCPU threads that have run guest code for at least one clock tick.
-    pub ran: u32,
-}
-
-/// The field `guest_time` of `/proc/PID/task/TID/stat` (proc(5)), counted from the state, which is field 3.
-const GUEST_TIME_FIELD: usize = 43 - 3;
-
-/// Checks the vCPUs of all QEMU machines that run by KVM. A guest that does not bring a vCPU up never runs it, as in the
-/// reports of guests that saw one CPU after EPT was turned off.
-pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
-    let processes = observe::processes(host).unwrap_or_default();
-    let machines =
-        processes.into_iter().filter_map(|(_, process)| process.ok()).filter(|process| process.identity.vm.is_some());
-    let check = |process: Process| {
-        let tasks = host.list(&format!("proc/{}/task", process.id.pid)).unwrap_or_default();
-        let (mut threads, mut ran) = (0, 0);
-        for tid in tasks.iter().filter_map(|tid| tid.parse().ok().map(Pid)) {
-            let folder = format!("proc/{}/task/{tid}", process.id.pid);
-            let comm = read_text(host, &format!("{folder}/comm")).unwrap_or_default();
-            if !(comm.starts_with("CPU ") && comm.trim_end().ends_with("/KVM")) {
-                continue;
-            }
-            threads += 1;
-            let stat = read_text(host, &format!("{folder}/stat")).unwrap_or_default();
-            let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
-            let ticks =
-                fields.split_ascii_whitespace().nth(GUEST_TIME_FIELD).and_then(|ticks| ticks.parse::<u64>().ok());
-            ran += u32::from(ticks.is_some_and(|ticks| ticks > 0));
-        }
-        let declared = process.arguments.as_deref().ok().and_then(vcpu_count);
-        (threads > 0).then(|| VcpuCheck { process: process.id, name: machine_name(&process), declared, threads, ran })
-    };
-    machines.filter_map(check).collect()
 }
 
 #[cfg(test)]

@@ -11,4 +11,5 @@ pub mod decide;
 pub mod facts;
 pub mod kept;
 pub mod text;
+pub mod vcpus;
 pub mod wire;

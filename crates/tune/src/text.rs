@@ -228,22 +228,36 @@ pub fn render_verified(report: &TuneVerifyReport, style: TextStyle) -> String {
     }
     if !report.machines.is_empty() {
         text.push_str(&style.format_heading("vCPUs"));
-        let mut table = style.new_table(&["machine", ">pid", ">declared", ">threads", ">ran"]);
+        let mut table = style.new_table(&["machine", ">pid", ">declared", ">threads", ">ran", "verdict"]);
         for machine in &report.machines {
-            let declared = machine.declared.map(|count| count.to_string()).unwrap_or_default();
-            let name = escape_unprintable(&machine.name).into_owned();
             table.add_row([
-                name,
+                escape_unprintable(&machine.name).into_owned(),
                 machine.pid.to_string(),
-                declared,
-                machine.threads.to_string(),
+                machine.declared.map(|count| count.to_string()).unwrap_or_default(),
+                machine.threads.map(|count| count.to_string()).unwrap_or_default(),
                 machine.ran.to_string(),
+                verdict_word(machine.verdict).to_owned(),
             ]);
         }
         text.push_str(&style.render_table(&table));
+        for machine in &report.machines {
+            let Some(why) = &machine.why else { continue };
+            let line = format!("{}: {}: {why}", verdict_word(machine.verdict), machine.name);
+            text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+        }
     }
     text.push_str(&render_guests(&report.guests, style));
     text
+}
+
+fn verdict_word(verdict: VerdictName) -> &'static str {
+    match verdict {
+        VerdictName::Fail => "FAIL",
+        VerdictName::Warn => "warn",
+        VerdictName::Unknown => "unknown",
+        VerdictName::Ok => "ok",
+        VerdictName::NotApplicable => "n/a",
+    }
 }
 
 /// What guests tell: each rule that applies, with a remedy where it has one.
@@ -255,13 +269,7 @@ fn render_guests(findings: &[FindingReport], style: TextStyle) -> String {
     let applicable = findings.iter().filter(|finding| finding.verdict != VerdictName::NotApplicable);
     for finding in applicable.clone() {
         let machine = finding.machine.as_deref().unwrap_or_default();
-        let verdict = match finding.verdict {
-            VerdictName::Fail => "FAIL",
-            VerdictName::Warn => "warn",
-            VerdictName::Unknown => "unknown",
-            VerdictName::Ok => "ok",
-            VerdictName::NotApplicable => "n/a",
-        };
+        let verdict = verdict_word(finding.verdict);
         let line = format!("{verdict}: {machine}: {} ({}) [{}]", finding.title, finding.value, finding.rule);
         text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
         for remedy in &finding.remedy {
@@ -285,6 +293,8 @@ fn one_line(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::vcpus::{VcpuReadings, judge_vcpus};
+    use crate::vcpus::VcpuCheck;
     use pagefold_base::{Pid, ProcessId};
     use pagefold_doctor::decide::audit::rule_summaries;
     use pagefold_doctor::decide::{Finding, Scope, Verdict};
@@ -306,6 +316,22 @@ mod tests {
             on_request: false,
         };
         FindingReport { machine: Some("db\u{1b}".to_owned()), ..finding.into() }
+    }
+
+    #[test]
+    fn verified_machines_have_verdicts_with_reasons() {
+        let machine = |name: &str, guest_ticks: &[u64]| {
+            let readings =
+                VcpuReadings { declared: Some(2), guest_ticks: Ok(guest_ticks.to_vec()), age_seconds: Ok(99) };
+            let (process, verdict) = (ProcessId { pid: Pid(7), start_time: 1 }, judge_vcpus(&readings));
+            VcpuCheck { process, name: name.to_owned(), readings, verdict }
+        };
+        let machines = [machine("web", &[3, 4]), machine("db", &[3, 0])];
+        let report = TuneVerifyReport::new("this host".to_owned(), &[], (None, &[]), &machines, Vec::new());
+        let text = render_verified(&report, TextStyle { width: 200, color: false });
+        assert!(text.contains("web        7         2        2    2  ok\n"), "{text}");
+        assert!(text.contains("db         7         2        2    1  FAIL\n"), "{text}");
+        assert!(text.contains("\nFAIL: db: 1 of 2 virtual CPUs have run guest code 99 s after its start"), "{text}");
     }
 
     #[test]

@@ -3,9 +3,10 @@
 use crate::apply::Applied;
 use crate::decide::import::IgnoredLine;
 use crate::decide::profile::Profile;
+use crate::decide::vcpus::VcpuVerdict;
 use crate::decide::{Effect, OperatorFinding, Step, StepReason, TunePlan, vm};
-use crate::facts::VcpuCheck;
 use crate::kept::{Counter, KeptChange, KeptState};
+use crate::vcpus::VcpuCheck;
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
 use pagefold_host::knob::Knob;
@@ -352,6 +353,17 @@ pub struct TuneApplyReport {
     pub failed_undos: Vec<String>,
 }
 
+/// How much of a plan was carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ApplyOutcome {
+    /// All that can be.
+    Complete,
+    /// A step failed, or a change that the operator named was refused.
+    Partial,
+    /// Nothing, because all changes that the operator named were refused.
+    Refused,
+}
+
 /// A step that failed. It changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct FailedStepReport {
@@ -376,6 +388,18 @@ impl TuneApplyReport {
             manual,
             failed_undos: applied.failed_undos.iter().map(ToString::to_string).collect(),
             plan,
+        }
+    }
+
+    /// How much of it was carried out. Refusals count only if the operator named the changes by a rule or a file: other
+    /// plans name what they leave.
+    pub fn outcome(&self, is_named: bool) -> ApplyOutcome {
+        let has_failure = !self.failed.is_empty() || !self.failed_undos.is_empty();
+        let has_refusal = is_named && !self.plan.refused.is_empty();
+        match (has_failure, has_refusal) {
+            (false, false) => ApplyOutcome::Complete,
+            (false, true) if self.done.is_empty() && self.manual.is_empty() => ApplyOutcome::Refused,
+            _ => ApplyOutcome::Partial,
         }
     }
 
@@ -454,10 +478,35 @@ pub struct VcpuCheckReport {
     /// The vCPUs on its command line, if they can be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub declared: Option<u32>,
-    /// Threads of vCPUs.
-    pub threads: u32,
+    /// Threads of vCPUs, if it is known which they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
     /// vCPUs that have run guest code for at least one clock tick.
-    pub ran: u32,
+    pub ran: usize,
+    /// `ok` if all have run, `fail` if some have not though the guest had the time, otherwise `unknown`.
+    pub verdict: VerdictName,
+    /// What is wrong, or why it is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
+impl VcpuCheckReport {
+    fn new(machine: &VcpuCheck) -> Self {
+        let (verdict, why) = match &machine.verdict {
+            VcpuVerdict::AllRan => (VerdictName::Ok, None),
+            VcpuVerdict::NotAllRan(why) => (VerdictName::Fail, Some(why.clone())),
+            VcpuVerdict::Unknown(why) => (VerdictName::Unknown, Some(why.clone())),
+        };
+        Self {
+            name: machine.name.clone(),
+            pid: machine.process.pid.0,
+            declared: machine.readings.declared,
+            threads: machine.readings.guest_ticks.as_ref().ok().map(Vec::len),
+            ran: machine.readings.ran(),
+            verdict,
+            why,
+        }
+    }
 }
 
 impl TuneVerifyReport {
@@ -491,32 +540,97 @@ impl TuneVerifyReport {
             value: counter.value,
             growth: growth(counter),
         });
-        let machines = machines.iter().map(|machine| VcpuCheckReport {
-            name: machine.name.clone(),
-            pid: machine.process.pid.0,
-            declared: machine.declared,
-            threads: machine.threads,
-            ran: machine.ran,
-        });
         Self {
             schema: "pagefold.tune-verify/1",
             host,
             changes: changes.collect(),
             counters: counters.collect(),
-            machines: machines.collect(),
+            machines: machines.iter().map(VcpuCheckReport::new).collect(),
             guests,
         }
     }
 
-    /// Whether a rule about a guest has this verdict.
-    pub fn has_guest_verdict(&self, verdict: VerdictName) -> bool {
+    /// Whether a rule about a guest, or the check of a machine's vCPUs, has this verdict.
+    fn has_verdict(&self, verdict: VerdictName) -> bool {
         self.guests.iter().any(|finding| finding.verdict == verdict)
+            || self.machines.iter().any(|machine| machine.verdict == verdict)
     }
 
-    /// Whether another program has changed a setting.
-    pub fn has_drift(&self) -> bool {
-        self.changes
-            .iter()
-            .any(|change| matches!(change.state, KeptStateName::ChangedBack | KeptStateName::ChangedByOthers))
+    /// The verdict on all: `fail` if another program has changed a setting, or a machine or guest fails; `unknown` if
+    /// nothing fails and something cannot be read; otherwise `ok`.
+    pub fn verdict(&self) -> VerdictName {
+        let has_state = |states: &[KeptStateName]| self.changes.iter().any(|change| states.contains(&change.state));
+        let has_drift = has_state(&[KeptStateName::ChangedBack, KeptStateName::ChangedByOthers]);
+        if has_drift || self.has_verdict(VerdictName::Fail) {
+            VerdictName::Fail
+        } else if has_state(&[KeptStateName::Unknown]) || self.has_verdict(VerdictName::Unknown) {
+            VerdictName::Unknown
+        } else {
+            VerdictName::Ok
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::Refusal;
+    use crate::decide::vcpus::VcpuReadings;
+    use pagefold_base::{Absent, Pid, ProcessId};
+
+    fn verify(state: KeptState, verdict: VcpuVerdict) -> TuneVerifyReport {
+        let kept = KeptChange {
+            name: "/proc/sys/vm/swappiness".to_owned(),
+            setting: Some("proc/sys/vm/swappiness".to_owned()),
+            before: "60".to_owned(),
+            written: "10".to_owned(),
+            current: Err("permission denied".to_owned()),
+            state,
+        };
+        let readings = VcpuReadings { declared: Some(2), guest_ticks: Err(Absent::Denied), age_seconds: Ok(9) };
+        let process = ProcessId { pid: Pid(7), start_time: 1 };
+        let machine = VcpuCheck { process, name: "web".to_owned(), readings, verdict };
+        TuneVerifyReport::new("this host".to_owned(), &[kept], (None, &[]), &[machine], Vec::new())
+    }
+
+    #[test]
+    fn verified_report_is_as_bad_as_its_worst_part() {
+        let unknown = || VcpuVerdict::Unknown(String::new());
+        let failed = || VcpuVerdict::NotAllRan(String::new());
+        for (state, vcpus, expected) in [
+            (KeptState::InForce, VcpuVerdict::AllRan, VerdictName::Ok),
+            (KeptState::Unknown, VcpuVerdict::AllRan, VerdictName::Unknown),
+            (KeptState::InForce, unknown(), VerdictName::Unknown),
+            (KeptState::InForce, failed(), VerdictName::Fail),
+            (KeptState::Unknown, failed(), VerdictName::Fail),
+            (KeptState::ChangedBack, unknown(), VerdictName::Fail),
+            (KeptState::ChangedByOthers, VcpuVerdict::AllRan, VerdictName::Fail),
+        ] {
+            assert_eq!(verify(state, vcpus).verdict(), expected, "{state:?}");
+        }
+    }
+
+    #[test]
+    fn refusals_count_where_the_operator_named_the_changes() {
+        let refusal =
+            Refusal { rule: "r".to_owned(), change: "c".to_owned(), why: String::new(), deferred: Vec::new() };
+        let outcome = |refusals: Vec<Refusal>, done: &[usize], failed: &[usize], is_named: bool| {
+            let effect = Effect::Write { path: "p".to_owned(), from: String::new(), to: String::new() };
+            let step = Step { reasons: Vec::new(), effect };
+            let steps = vec![step; done.len() + failed.len()];
+            let plan = TunePlan { steps, refusals, conflicts: Vec::new() };
+            let report = TunePlanReport::new(String::new(), None, &plan, &[], &[]);
+            let failed = failed.iter().map(|&step| (step, String::new())).collect();
+            let applied = Applied { done: done.to_vec(), failed, ..Applied::default() };
+            TuneApplyReport::new(report, &applied).outcome(is_named)
+        };
+        let one = || vec![refusal.clone()];
+        assert_eq!(outcome(one(), &[], &[], true), ApplyOutcome::Refused);
+        assert_eq!(outcome(one(), &[], &[], false), ApplyOutcome::Complete);
+        assert_eq!(outcome(one(), &[0], &[], true), ApplyOutcome::Partial);
+        assert_eq!(outcome(Vec::new(), &[0], &[1], false), ApplyOutcome::Partial);
+        assert_eq!(outcome(one(), &[], &[0], true), ApplyOutcome::Partial);
+        assert_eq!(outcome(Vec::new(), &[0], &[], true), ApplyOutcome::Complete);
+        assert_eq!(outcome(Vec::new(), &[], &[], true), ApplyOutcome::Complete, "it is in force already");
     }
 }

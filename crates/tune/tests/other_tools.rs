@@ -22,6 +22,8 @@ const SCHEDULER: &str = "sys/block/sda/queue/scheduler";
 const KSM: &str = "sys/kernel/mm/ksm/sleep_millisecs";
 const IRQ: &str = "proc/irq/33/smp_affinity_list";
 const HALT_POLL: &str = "sys/module/kvm/parameters/halt_poll_ns";
+/// A setting that no program of the table writes.
+const CLOCK: &str = "sys/devices/system/clocksource/clocksource0/current_clocksource";
 
 /// Settings with the value of the host and the value that is proposed.
 const SETTINGS: &[(&str, &str, &str)] = &[
@@ -34,6 +36,7 @@ const SETTINGS: &[(&str, &str, &str)] = &[
     (KSM, "20\n", "100"),
     (IRQ, "0-7\n", "0-1"),
     (HALT_POLL, "400000\n", "200000"),
+    (CLOCK, "hpet\n", "tsc"),
 ];
 
 /// A program of the table as it runs, and what it writes.
@@ -233,17 +236,17 @@ fn values_that_a_program_writes_after_apply_are_drift() {
         for path in tool.writes.iter().chain(tool.repeats) {
             let (host, directory) = (host(), tempfile::tempdir().unwrap());
             let (_, _, value) = SETTINGS.iter().find(|(known, ..)| known == path).unwrap();
-            let plan = plan_of(&host, vec![write(path, value), write(HALT_POLL, "200000")]);
+            let plan = plan_of(&host, vec![write(path, value), write(CLOCK, "tsc")]);
             assert_eq!(apply(&host, directory.path(), &plan, ApplyScope::Live).unwrap().done.len(), 2);
             put_process(&host, 50, tool.comm, tool.command, 0);
             host.put_file(path, "7777\n");
             let kept = kept::load(&host, directory.path()).unwrap();
             let state = |path: &str| kept.iter().find(|kept| kept.setting.as_deref() == Some(path)).unwrap().state;
-            assert_eq!((state(path), state(HALT_POLL)), (KeptState::ChangedByOthers, KeptState::InForce), "{path}");
+            assert_eq!((state(path), state(CLOCK)), (KeptState::ChangedByOthers, KeptState::InForce), "{path}");
             let undone = kept::undo(&host, directory.path());
             assert!(undone.failed.len() == 1 && undone.failed[0].why.contains("another program"), "{undone:?}");
             assert_eq!(host.state().0[*path], "7777\n", "{} keeps its value", tool.name);
-            assert_eq!(host.state().0[HALT_POLL], "400000\n");
+            assert_eq!(host.state().0[CLOCK], "hpet\n");
         }
     }
 }

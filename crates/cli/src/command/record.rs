@@ -283,7 +283,7 @@ fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census:
     // For `tune`.
     let machines: Vec<ProcessId> = facts.settings.vms.iter().map(|vm| vm.process).collect();
     let _ = tune_facts::read_possible_state(recorder, &facts, &examine_host(&facts), &machines);
-    let _ = tune_facts::check_vcpus(recorder);
+    let _ = pagefold_tune::vcpus::check_vcpus(recorder);
     // For `numa`.
     let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));
     let _ = (read_boot_id(recorder), read_counters(recorder), recorder.read(NUMA_BALANCING_FILE));

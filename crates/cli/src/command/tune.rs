@@ -21,8 +21,8 @@ use pagefold_tune::decide::export::{self, ExportFormat};
 use pagefold_tune::decide::import::{self, IgnoredLine, ImportFormat, Imported};
 use pagefold_tune::decide::profile::{self, Profile};
 use pagefold_tune::decide::{OperatorFinding, Proposal, TunePlan, operator_findings, plan};
-use pagefold_tune::wire::{TuneApplyReport, TunePlanReport, TuneVerifyReport};
-use pagefold_tune::{facts, kept, text};
+use pagefold_tune::wire::{ApplyOutcome, TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_tune::{facts, kept, text, vcpus};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -48,7 +48,9 @@ Examples:
 A module is loaded again only if no virtual machine uses it. Boot parameters are printed as commands, and \
 definitions of virtual machines as diffs, unless libvirt defines them (--define): both take effect later.
 
-Exit status: 0 done, 2 refused with nothing changed, 3 a step failed; the others are made.";
+A refusal counts for the exit status where --rule or --import names the changes.
+
+Exit status: 0 done, 2 refused with nothing changed, 3 a step failed or was refused; the others are made.";
 
 const UNDO_EXAMPLES: &str = "\
 Example:
@@ -69,8 +71,10 @@ Examples:
 With --guest-agent only commands that read are sent to QEMU's guest agents, and an agent has one second. Agents of \
 libvirt's machines are not asked: libvirt is connected to them.
 
-Exit status: 0 all changes are in force, 1 another program changed one or a guest fails a rule, 2 failure, 3 an agent \
-did not answer all questions.";
+A machine of KVM fails if its guest has not run all of its virtual CPUs 30 s after its start.
+
+Exit status: 0 all changes are in force, 1 another program changed one, or a machine or guest fails, 2 failure, 3 nothing \
+fails, but a change or the threads of virtual CPUs cannot be read, or an agent did not answer all questions.";
 
 const EXPORT_EXAMPLES: &str = "\
 Examples:
@@ -442,8 +446,12 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
         (false, true) => text::render_plan(&report.plan, style),
         (false, false) => text::render_applied(&report, style),
     })?;
-    let is_complete = report.failed.is_empty() && report.failed_undos.is_empty();
-    Ok(if is_complete { CommandOutcome::Done } else { CommandOutcome::Partial })
+    let is_named = options.import.is_some() || !options.source.rule.is_empty();
+    match report.outcome(is_named && !options.dry_run) {
+        ApplyOutcome::Complete => Ok(CommandOutcome::Done),
+        ApplyOutcome::Partial => Ok(CommandOutcome::Partial),
+        ApplyOutcome::Refused => bail!("nothing was changed: the plan says why each change is refused"),
+    }
 }
 
 fn run_undo(options: &PrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
@@ -464,18 +472,16 @@ fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Resu
         earlier = Some(std::mem::replace(&mut counters, kept::read_counters(&*host, &kept)));
     }
     let is_selected = |process: ProcessId| options.pid.is_empty() || options.pid.contains(&process.pid.0);
-    let mut machines = facts::check_vcpus(&*host);
+    let mut machines = vcpus::check_vcpus(&*host);
     machines.retain(|machine| is_selected(machine.process));
     let guests = if options.guest_agent { examine_guests(&*host, global, is_selected)? } else { Vec::new() };
     let report = TuneVerifyReport::new(host.describe(), &kept, (earlier.as_deref(), &counters), &machines, guests);
     let style = output::stdout_style(global);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { text::render_verified(&report, style) })?;
-    Ok(if report.has_drift() || report.has_guest_verdict(VerdictName::Fail) {
-        CommandOutcome::NegativeVerdict
-    } else if report.has_guest_verdict(VerdictName::Unknown) {
-        CommandOutcome::Partial
-    } else {
-        CommandOutcome::Done
+    Ok(match report.verdict() {
+        VerdictName::Fail => CommandOutcome::NegativeVerdict,
+        VerdictName::Unknown => CommandOutcome::Partial,
+        _ => CommandOutcome::Done,
     })
 }
 

@@ -12,6 +12,7 @@ pub mod import;
 pub mod modprobe;
 pub mod plan;
 pub mod profile;
+pub mod vcpus;
 pub mod vm;
 
 use pagefold_base::ProcessId;

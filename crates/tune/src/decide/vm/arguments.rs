@@ -33,15 +33,6 @@ pub fn set_option(arguments: &[String], option: &VmOption) -> Result<Vec<String>
     Ok(line.0)
 }
 
-/// The number of vCPUs that a machine starts with (`-smp`), if it can be read.
-pub fn vcpu_count(arguments: &[String]) -> Option<u32> {
-    let line = CommandLine(arguments.to_vec());
-    match line.last("-smp") {
-        None => Some(1),
-        Some((_, smp)) => smp.value("cpus").unwrap_or_else(|| smp.kind("cpus")).parse().ok(),
-    }
-}
-
 fn on_off(enable: bool) -> &'static str {
     if enable { "on" } else { "off" }
 }
