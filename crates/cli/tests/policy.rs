@@ -118,6 +118,37 @@ fn policies_are_set_and_restored() {
     assert_eq!(read_settings(), before);
 }
 
+/// Both write one setting, and each undoes its own change.
+#[test]
+fn policy_and_tune_are_undone_apart() {
+    let Some((_ksm, state)) = acquire_ksm_and_state("policy_and_tune_are_undone_apart") else { return };
+    let (state, before) = (state.path(), read_settings());
+    let (policy, profile) = (state.join("mine.toml"), state.join("tuned.conf"));
+    let (policy, profile) = (policy.to_str().unwrap(), profile.to_str().unwrap());
+    fs::write(policy, "[ksm]\npages_to_scan = 321\nuse_zero_pages = true\n").unwrap();
+    let settings = [("pages_to_scan", "444"), ("sleep_millisecs", "21")];
+    let lines: String = settings.iter().map(|(name, value)| format!("{KSM_DIRECTORY}/{name}={value}\n")).collect();
+    fs::write(profile, format!("[sysfs]\n{lines}")).unwrap();
+    let apply = || {
+        expect_status(0, state, &["tune", "apply", "--import", profile]);
+        assert_eq!(settings.map(|(name, _)| read_setting(name)), settings.map(|(_, value)| value));
+    };
+    expect_status(0, state, &["policy", "set", policy]);
+    let with_policy = read_settings();
+    apply();
+    let report: Value = serde_json::from_str(&expect_status(0, state, &["policy", "show", "--json"])).unwrap();
+    assert_eq!(report["policy"], policy);
+    expect_status(0, state, &["tune", "undo"]);
+    assert_eq!(read_settings(), with_policy);
+    apply();
+    expect_status(0, state, &["policy", "restore"]);
+    assert_eq!(["pages_to_scan", "sleep_millisecs", "use_zero_pages"].map(read_setting), ["444", "21", "0"]);
+    // Machines of other tests do not count.
+    expect_status(0, state, &["tune", "verify", "--pid", "1"]);
+    expect_status(0, state, &["tune", "undo"]);
+    assert_eq!(read_settings(), before);
+}
+
 #[test]
 fn foreign_settings_are_not_restored() {
     let Some((ksm, state)) = acquire_ksm_and_state("value_of_another_program_stays") else { return };
