@@ -81,8 +81,30 @@ fn assert_steps(output: &str) {
     assert!(line("AGAIN ").contains("nothing is to be changed"), "{output}");
     assert_ne!(line("EXITS "), "EXITS 0", "no exits of a running machine were counted: {output}");
     assert!(line("REFUSED").contains("kvm-cpus (process "), "the holder is not named: {output}");
+    let statuses: Vec<&str> = output.lines().filter_map(|line| line.strip_prefix("RC ")).collect();
+    // Applied, undone, refused while a machine runs, applied, undone but for the module in use.
+    assert_eq!(statuses[..5], ["apply 0", "undo 0", "apply 2", "apply 0", "undo 3"], "{output}");
     assert!(line("BUSY").contains("is in use") && line("BUSY").contains("\"will_retry\": true"), "{output}");
     assert_eq!(output.lines().filter(|line| *line == "HOLDER ALIVE").count(), 2, "a machine was lost: {output}");
+}
+
+/// Asserts that rules which the host breaks changed their settings, and that the undo brought the wrong values back.
+fn assert_rules(output: &str) {
+    let rules: Vec<&str> = output.lines().filter_map(|line| line.strip_prefix("RULE ")).collect();
+    let expected = [
+        "kvm-halt-poll before=400000 tuned=200000 verified=0 undone=400000 apply=0,undo=0,",
+        "thp-guest-ram before=never tuned=madvise verified=0 undone=never apply=0,undo=0,",
+        "kvm-ept before=N tuned=Y verified=0 undone=N apply=0,undo=0,",
+    ];
+    assert_eq!(rules, expected, "{output}");
+    let kills: Vec<&str> = output.lines().filter_map(|line| line.strip_prefix("RULE-KILL kvm-halt-poll ")).collect();
+    let points = ["between writing a journal and renaming it", "after renaming a journal", "before removing a journal"];
+    for point in points {
+        assert!(kills.iter().any(|kill| kill.starts_with(&format!("{point}|"))), "{point} was not reached: {output}");
+    }
+    for kill in kills {
+        assert!(kill.ends_with("|killed=137 recovered=0 undone=0 value=400000"), "{output}");
+    }
 }
 
 /// Asserts that `tune undo` was killed at each of its points, and that the parameter and the file were restored afterwards.
@@ -111,6 +133,7 @@ fn module_reload_survives_kill() {
     let kills: BTreeMap<&str, &str> =
         output.lines().filter_map(|line| line.strip_prefix("KILL ")?.split_once('|')).collect();
     assert_undo_survives_kill(&output);
+    assert_rules(&output);
     kill_at_selected_points("module", &parse_points(&points), |point| {
         let result = kills[point];
         // 137: killed by SIGKILL, as a shell reports it.
