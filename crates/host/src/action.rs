@@ -78,7 +78,7 @@ pub enum Action {
         /// definition of the running domain agrees with them.
         pin: Option<LibvirtPin>,
     },
-    /// Moves pages of a process to a NUMA node (move_pages(2)). Pages that several processes map, such as merged
+    /// Moves pages of a process to a NUMA node (move_pages(2)). Pages that are mapped several times, such as merged
     /// pages, stay and are reported as missed.
     MovePages {
         /// The process.
@@ -325,9 +325,10 @@ pub enum MissedReason {
     /// Parts of it are no longer mapped. The other parts were changed.
     #[error("not mapped any more in parts; the other parts were changed")]
     PartlyNotMapped,
-    /// Its pages cannot be moved, because several processes map them.
-    #[error("several processes map it")]
-    MappedBySeveral,
+    /// Its pages cannot be moved, because they are mapped several times: by several processes, or by one at several
+    /// addresses.
+    #[error("it is mapped several times")]
+    MappedSeveralTimes,
     /// It has this memory policy, which its owner has set.
     #[error("its owner has set {0}")]
     OtherPolicy(String),

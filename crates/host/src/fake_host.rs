@@ -381,7 +381,7 @@ impl FakeHost {
             let mapped = self.memory.lock().unwrap().get(&pid).and_then(|pages| pages.get(&page)).copied();
             if mapped.is_some_and(|(name, _)| name == MERGED_PAGE_NAME) {
                 let range = AddressRange { start: page, end: page + PAGE_BYTES };
-                outcome.missed_ranges.push((range, MissedReason::MappedBySeveral));
+                outcome.missed_ranges.push((range, MissedReason::MappedSeveralTimes));
                 continue;
             }
             if self.pinned_pages.lock().unwrap().contains(&(pid, page)) {

@@ -6,8 +6,9 @@
 //! is: they get new CPUs at once if it is in place already, else right before the first batch moves, and get the previous
 //! ones back if most of it stays elsewhere.
 //!
-//! Pages of files stay, because other programs use them, too. Pages that several processes map, such as those merged by
-//! KSM, also stay (`MPOL_MF_MOVE`, mm/migrate.c): moving them would move memory of the other processes.
+//! Pages of files stay, because other programs use them, too. Pages that are mapped several times, such as those merged by
+//! KSM, also stay (`MPOL_MF_MOVE`, mm/migrate.c): moving them would move what is at the other addresses, mostly of other
+//! processes. The kernel does not tell whether all mappings are of one process.
 
 use crate::decide::plan::{Pattern, PlacementProblem, PlannedMove};
 use crate::decide::schedule::{self, WaitingBatch};
@@ -175,9 +176,9 @@ pub struct MachineOutcome {
 }
 
 impl MachineOutcome {
-    /// Pages that stay, without those that several processes map.
+    /// Pages that stay, without those that are mapped several times.
     fn staying_pages(&self) -> Pages {
-        let is_own = |why: &MissedReason| *why != MissedReason::MappedBySeveral;
+        let is_own = |why: &MissedReason| *why != MissedReason::MappedSeveralTimes;
         self.kept_pages.iter().filter(|(why, _)| is_own(why)).map(|(_, pages)| *pages).sum()
     }
 
@@ -186,7 +187,7 @@ impl MachineOutcome {
         !self.placed_threads.is_empty() || self.moved_pages > Pages::ZERO || self.preferring_bytes > Bytes::ZERO
     }
 
-    /// Whether all was done, except that memory of other processes stays.
+    /// Whether all was done, except that memory that is mapped several times stays.
     pub fn is_complete(&self) -> bool {
         let is_placed = self.kept_threads.is_empty() && self.staying_pages() == Pages::ZERO;
         self.failure.is_none() && is_placed && self.refused_policies.is_empty()
@@ -219,7 +220,7 @@ impl ApplyOutcome {
         }
     }
 
-    /// Whether all that was planned was done, except for memory that several processes map.
+    /// Whether all that was planned was done, except for memory that is mapped several times.
     pub fn is_complete(&self) -> bool {
         let is_whole = self.machines.iter().all(MachineOutcome::is_complete);
         !self.interrupted && !self.stopped_by_pressure && self.failed_undos.is_empty() && is_whole

@@ -44,7 +44,7 @@ pub fn prefer_node(start: usize, bytes: usize, node: u32) -> io::Result<()> {
     }
 }
 
-/// `MPOL_MF_MOVE` (include/uapi/linux/mempolicy.h): move only pages that no other process maps.
+/// `MPOL_MF_MOVE` (include/uapi/linux/mempolicy.h): move only pages that are mapped once.
 const MPOL_MF_MOVE: libc::c_int = 1 << 1;
 
 /// A status that move_pages(2) never stores: the page was not reached.

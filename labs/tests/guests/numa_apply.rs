@@ -330,7 +330,7 @@ fn check_merged_pages(scenes: &Scenes) {
     let (before, neighbor) = (state(scenes, "left-before"), state(scenes, "right-before"));
     assert!(before.merged_kib >= 1900 * 4, "{before:?}");
     let report = scenes.json("shared");
-    let kept = report["machines"][0]["kept_pages"]["several processes map it"].as_u64().unwrap();
+    let kept = report["machines"][0]["kept_pages"]["it is mapped several times"].as_u64().unwrap();
     let left = state(scenes, "left");
     assert!((kept * 4).abs_diff(before.merged_kib) <= 64 && left.node_pages[1] >= 1000, "{report} {left:?}");
     assert_eq!(left.merged_kib, before.merged_kib, "moving unmerges nothing");

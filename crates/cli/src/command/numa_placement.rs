@@ -37,11 +37,11 @@ Examples:
 
 First each thread gets the CPUs of its node, then memory moves in batches of 32 MiB, as long as its new node has room \
 and no task of the host waits for memory. If most of the memory of a machine stays elsewhere, its threads keep their \
-previous CPUs. Memory that several processes map, such as pages merged by KSM, stays. Ctrl-C undoes everything; after \
+previous CPUs. Memory that is mapped several times, such as pages merged by KSM, stays. Ctrl-C undoes everything; after \
 kill -9, `pagefold recover` does. After success the placement stays until `pagefold numa undo`.
 
 Exit status: 0 done, 2 usage error or failure; the message says which changes remain, 3 some threads or memory stay, \
-other than memory that several processes map, something could not be read, or the command was interrupted.";
+other than memory that is mapped several times, something could not be read, or the command was interrupted.";
 
 const VERIFY_EXAMPLES: &str = "\
 Examples:

@@ -256,7 +256,7 @@ fn refusal(status: Option<i32>, has_free_memory: Option<bool>) -> MissedReason {
     const BUSY: i32 = -Errno::BUSY.raw_os_error();
     const NO_MEMORY: i32 = -Errno::NOMEM.raw_os_error();
     let why = match status {
-        Some(SHARED) => return MissedReason::MappedBySeveral,
+        Some(SHARED) => return MissedReason::MappedSeveralTimes,
         Some(BUSY) => "the kernel uses it now",
         Some(NO_MEMORY) => NO_FREE_MEMORY,
         _ => match has_free_memory {
@@ -311,7 +311,7 @@ mod tests {
             assert_eq!(reason(None), "it is pinned, or the node has no free memory", "{status:?}");
         }
         let errno = |errno: Errno| refusal(Some(-errno.raw_os_error()), Some(true));
-        assert_eq!(errno(Errno::ACCESS), MissedReason::MappedBySeveral);
+        assert_eq!(errno(Errno::ACCESS), MissedReason::MappedSeveralTimes);
         assert_eq!(errno(Errno::NOMEM).to_string(), "the node has no free memory");
     }
 

@@ -284,12 +284,12 @@ impl Session<'_> {
                 if missed.is_empty() {
                     result.undone = Some(remaining_entry.undo);
                 }
-                // Pages that several processes map now, such as those merged by KSM since, stay where they are, and
+                // Pages that are mapped several times now, such as those merged by KSM since, stay where they are, and
                 // policies of other programs stay as they are.
                 result.failed.extend(missed.into_iter().map(|(why, pairs)| {
                     let fate = match why {
                         MissedReason::OtherPolicy(_) => FailedUndoFate::Overwritten,
-                        MissedReason::MappedBySeveral => FailedUndoFate::Stays,
+                        MissedReason::MappedSeveralTimes => FailedUndoFate::Stays,
                         _ => FailedUndoFate::Retried,
                     };
                     (partial_entry(&pairs), why.to_string(), fate)
