@@ -107,28 +107,59 @@ fn affinity_error(errno: Errno) -> ActionError {
 /// Move pages of a process to a node.
 pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32) -> Result<ActionOutcome, ActionError> {
     let mut outcome = ActionOutcome { unchanged: true, ..ActionOutcome::default() };
-    for &range in ranges {
-        let units = page_nodes::page_units(process, range)?;
-        for units in units.chunks(UNITS_PER_CALL) {
-            let units_to_move = units_elsewhere(process, units, node)?;
-            outcome.unchanged &= units_to_move.is_empty();
-            fault::point("before moving pages");
-            let unconfirmed = move_units(process, &units_to_move, node)?;
-            fault::point("after moving pages");
-            let page = process.host.page_size();
-            let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
-            outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
-            let unmoved = unmoved_units(process, &unconfirmed, node)?;
-            let has_free_memory = if unmoved.is_empty() { None } else { has_free_memory(process.host, node) };
-            for unit in unmoved {
-                let range = AddressRange { start: unit.address, end: unit.end };
-                let why = refusal(unconfirmed.get(&unit.address).map(|(_, status)| *status), has_free_memory);
-                outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
-                push_missed_range(&mut outcome.missed_ranges, range, why);
+    let units_of_ranges = ranges.iter().map(|&range| Ok(page_nodes::page_units(process, range)?));
+    for_each_batch(units_of_ranges, UNITS_PER_CALL, |units| move_batch(process, units, node, &mut outcome))?;
+    Ok(outcome)
+}
+
+/// Passes on the items of all lists in their order, in batches of `size`. Short lists share a batch; the last batch may be
+/// smaller.
+fn for_each_batch<T: Copy, E>(
+    lists: impl IntoIterator<Item = Result<Vec<T>, E>>,
+    size: usize,
+    mut pass_on: impl FnMut(&[T]) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut batch = Vec::new();
+    for list in lists {
+        let list = list?;
+        let mut rest = &list[..];
+        while !rest.is_empty() {
+            let (taken, later) = rest.split_at(rest.len().min(size - batch.len()));
+            batch.extend_from_slice(taken);
+            rest = later;
+            if batch.len() == size {
+                pass_on(&batch)?;
+                batch.clear();
             }
         }
     }
-    Ok(outcome)
+    if batch.is_empty() { Ok(()) } else { pass_on(&batch) }
+}
+
+/// Move those of these units that are on other nodes, and add the result to `outcome`.
+fn move_batch(
+    process: &LiveProcess<'_>,
+    units: &[PageUnit],
+    node: u32,
+    outcome: &mut ActionOutcome,
+) -> Result<(), ActionError> {
+    let units_to_move = units_elsewhere(process, units, node)?;
+    outcome.unchanged &= units_to_move.is_empty();
+    fault::point("before moving pages");
+    let unconfirmed = move_units(process, &units_to_move, node)?;
+    fault::point("after moving pages");
+    let page = process.host.page_size();
+    let pages_of = |unit: &PageUnit| page.pages_in(Bytes(unit.end - unit.address));
+    outcome.moved_pages += units_to_move.iter().map(pages_of).sum();
+    let unmoved = unmoved_units(process, &unconfirmed, node)?;
+    let has_free_memory = if unmoved.is_empty() { None } else { has_free_memory(process.host, node) };
+    for unit in unmoved {
+        let range = AddressRange { start: unit.address, end: unit.end };
+        let why = refusal(unconfirmed.get(&unit.address).map(|(_, status)| *status), has_free_memory);
+        outcome.moved_pages = outcome.moved_pages.saturating_sub(pages_of(&unit));
+        push_missed_range(&mut outcome.missed_ranges, range, why);
+    }
+    Ok(())
 }
 
 /// The parts of these units that are on another node, all of which are looked for: the kernel may have split a huge page.
@@ -138,14 +169,17 @@ fn unmoved_units(
     node: u32,
 ) -> Result<Vec<PageUnit>, ActionError> {
     let units: Vec<PageUnit> = unconfirmed.values().map(|(unit, _)| *unit).collect();
-    let (Some(first), Some(last)) = (units.first(), units.last()) else { return Ok(Vec::new()) };
-    let span = AddressRange { start: first.address, end: last.end };
-    let mut present = page_nodes::page_units(process, span)?;
-    present.retain(|present| {
-        let position = units.partition_point(|unit| unit.end <= present.address);
-        units.get(position).is_some_and(|unit| unit.address < present.end)
-    });
+    let mut present = Vec::new();
+    for range in adjacent_ranges(&units) {
+        present.extend(page_nodes::page_units(process, range)?);
+    }
     units_elsewhere(process, &present, node)
+}
+
+/// The ranges that ascending units cover. Far-apart units have a range each, so that what is between them is not read.
+fn adjacent_ranges(units: &[PageUnit]) -> impl Iterator<Item = AddressRange> {
+    let runs = units.chunk_by(|unit, next| unit.end == next.address);
+    runs.map(|run| AddressRange { start: run[0].address, end: run[run.len() - 1].end })
 }
 
 /// The units that are in memory, but on another node.
@@ -300,6 +334,55 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(matches!(results, [Ok(_), Err(ActionError::ChangedByOthers(_)), Ok(_)]), "{results:?}");
+    }
+
+    /// The batches of four of lists of these lengths, whose items are numbered.
+    fn batches_of_four(lengths: &[u32]) -> Vec<Vec<u32>> {
+        let (mut next, mut batches) = (0, Vec::new());
+        let lists = lengths.iter().map(|&length| {
+            next += length;
+            Ok::<_, ActionError>((next - length..next).collect())
+        });
+        let pass_on = |batch: &[u32]| {
+            batches.push(batch.to_vec());
+            Ok(())
+        };
+        for_each_batch(lists, 4, pass_on).unwrap();
+        batches
+    }
+
+    #[test]
+    fn short_ranges_share_a_call() {
+        assert_eq!(batches_of_four(&[1; 9]), [vec![0, 1, 2, 3], vec![4, 5, 6, 7], vec![8]]);
+        assert_eq!(batches_of_four(&[3, 0, 6, 1]), [vec![0, 1, 2, 3], vec![4, 5, 6, 7], vec![8, 9]]);
+        assert_eq!(batches_of_four(&[4, 4]), [vec![0, 1, 2, 3], vec![4, 5, 6, 7]]);
+        assert!(batches_of_four(&[]).is_empty() && batches_of_four(&[0, 0]).is_empty());
+    }
+
+    #[test]
+    fn failed_batch_or_list_ends_the_batches() {
+        let mut batches = 0;
+        let failed = for_each_batch([Ok(vec![1; 9])], 4, |_| {
+            batches += 1;
+            if batches == 2 { Err("failed") } else { Ok(()) }
+        });
+        assert_eq!((failed, batches), (Err("failed"), 2));
+        let lists = [Ok(vec![1; 5]), Err("unreadable"), Ok(vec![1; 5])];
+        let mut passed = 0;
+        let failed = for_each_batch(lists, 4, |batch| {
+            passed += batch.len();
+            Ok(())
+        });
+        assert_eq!((failed, passed), (Err("unreadable"), 4));
+    }
+
+    #[test]
+    fn units_that_are_apart_are_looked_up_apart() {
+        let units = [(0, 1), (1, 2), (2, 514), (600, 601), (700, 701)];
+        let units = units.map(|(address, end)| PageUnit { address, end });
+        let ranges: Vec<_> = adjacent_ranges(&units).map(|range| (range.start, range.end)).collect();
+        assert_eq!(ranges, [(0, 514), (600, 601), (700, 701)]);
+        assert_eq!(adjacent_ranges(&[]).count(), 0);
     }
 
     #[test]
