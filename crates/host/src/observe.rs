@@ -215,6 +215,8 @@ pub struct NumaNodes {
     blocks: BTreeMap<u64, u32>,
     /// Number of nodes with memory.
     node_count: usize,
+    /// The first node with memory: that of all frames outside the known blocks.
+    first_node: u32,
 }
 
 impl NumaNodes {
@@ -227,7 +229,7 @@ impl NumaNodes {
         };
         let nodes: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok()).collect();
         if nodes.len() <= 1 {
-            return Ok(Self { node_count: 1, ..Self::default() });
+            return Ok(Self { node_count: 1, first_node: nodes.first().copied().unwrap_or(0), ..Self::default() });
         }
         let block_bytes = host.read("sys/devices/system/memory/block_size_bytes")?;
         let text = String::from_utf8_lossy(&block_bytes);
@@ -243,7 +245,8 @@ impl NumaNodes {
         }
         let with_memory: BTreeSet<u32> = blocks.values().copied().collect();
         let block_frames = (block_bytes / host.page_size().bytes()).max(1);
-        Ok(Self { block_frames, blocks, node_count: with_memory.len().max(1) })
+        let first_node = with_memory.first().copied().unwrap_or(0);
+        Ok(Self { block_frames, blocks, node_count: with_memory.len().max(1), first_node })
     }
 
     /// The number of nodes with memory.
@@ -252,19 +255,20 @@ impl NumaNodes {
     }
 
     /// The first frame of the memory block that a frame is in. No node begins or ends within a block. 0 on a host with
-    /// one node.
+    /// one node with memory.
     pub fn block_start(&self, frame: Pfn) -> Pfn {
         if self.node_count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
     }
 
-    /// The node of a frame; node 0 on a host with one node or for a frame outside the known blocks.
+    /// The node of a frame; the first node with memory for a frame outside the known blocks.
     pub fn node_of_frame(&self, frame: Pfn) -> u32 {
         if self.node_count <= 1 {
-            return 0;
+            return self.first_node;
         }
-        self.blocks.get(&(frame.0 / self.block_frames)).copied().unwrap_or(0)
+        self.blocks.get(&(frame.0 / self.block_frames)).copied().unwrap_or(self.first_node)
     }
 }
+
 /// The CPUs that the cgroup of a thread permits (cpuset(7); Documentation/admin-guide/cgroup-v2.rst): those of its cpuset,
 /// or in version 2 of the nearest group above it that has one. `None` if that cannot be read.
 pub fn cpuset_cpus(host: &dyn Host, pid: Pid, tid: Pid) -> Option<IdSet> {
@@ -302,6 +306,26 @@ mod tests {
         };
         assert_eq!(without(Absent::Denied), Err(Absent::Denied));
         assert_eq!(without(Absent::Vanished), Ok(0), "it has ended");
+    }
+
+    #[test]
+    fn frames_are_on_the_nodes_of_their_memory_blocks() {
+        let node_of_frames = |nodes: &[(u32, &[u32])]| {
+            let host = FakeHost::booted();
+            host.put_file("sys/devices/system/memory/block_size_bytes", "8000000\n");
+            for (node, blocks) in nodes {
+                let folder = format!("sys/devices/system/node/node{node}");
+                host.put_file(&format!("{folder}/cpulist"), "\n");
+                blocks.iter().for_each(|block| host.put_file(&format!("{folder}/memory{block}/online"), "1\n"));
+            }
+            let nodes = NumaNodes::read(&host).unwrap();
+            // A frame of block 0, of block 1, and of a block that no node lists.
+            [0, 0x8000, 0x50_0000].map(|frame| nodes.node_of_frame(Pfn(frame)))
+        };
+        assert_eq!(node_of_frames(&[]), [0; 3], "a kernel without NUMA");
+        assert_eq!(node_of_frames(&[(1, &[0]), (2, &[1])]), [1, 2, 1]);
+        assert_eq!(node_of_frames(&[(0, &[]), (1, &[0, 1])]), [1; 3], "only node 1 has memory");
+        assert_eq!(node_of_frames(&[(3, &[0, 1])]), [3; 3], "the only node");
     }
 
     #[test]
