@@ -138,12 +138,29 @@ fn read_whole_file(file: File) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Why a file of the host could not be read.
+/// Why a file of the host could not be read, or a system call gave no answer.
 fn absence_reason(error: &io::Error) -> Absent {
+    let is = |errno: rustix::io::Errno| error.raw_os_error() == Some(errno.raw_os_error());
     match error.kind() {
         io::ErrorKind::NotFound => Absent::NotOnThisKernel,
         io::ErrorKind::PermissionDenied => Absent::Denied,
-        _ if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Absent::Vanished,
+        _ if is(rustix::io::Errno::NOSYS) => Absent::NotOnThisKernel,
+        _ if is(rustix::io::Errno::SRCH) => Absent::Vanished,
         _ => Absent::Malformed(error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::io::Errno;
+
+    #[test]
+    fn errors_of_the_kernel_have_their_reason() {
+        let reason = |errno: Errno| absence_reason(&errno.into());
+        assert_eq!([Errno::NOENT, Errno::NOSYS].map(reason), [Absent::NotOnThisKernel, Absent::NotOnThisKernel]);
+        assert_eq!([Errno::ACCESS, Errno::PERM].map(reason), [Absent::Denied, Absent::Denied]);
+        assert_eq!(reason(Errno::SRCH), Absent::Vanished);
+        assert!(matches!(reason(Errno::IO), Absent::Malformed(_)));
     }
 }
