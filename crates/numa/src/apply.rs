@@ -11,7 +11,7 @@
 //! processes. The kernel does not tell whether all mappings are of one process.
 
 use crate::decide::plan::{Pattern, PlacementProblem, PlannedMove};
-use crate::decide::schedule::{self, WaitingBatch};
+use crate::decide::schedule::{self, BandwidthPacer, WaitingBatch};
 use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
 use crate::placement_record::PlacedMachine;
@@ -143,7 +143,7 @@ impl MachineTarget {
 /// Limits of a placement.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ApplyLimits {
-    /// Bytes that may be moved in a second, on average.
+    /// Bytes that may be moved in a second, on average, with a credit of one batch at most.
     pub bandwidth: Option<Bytes>,
     /// The share of each node's memory that stays free.
     pub headroom_share: f64,
@@ -506,6 +506,7 @@ impl Placer<'_, '_> {
         const PRESSURE: &str = "tasks of the host wait for memory";
         let host = self.sessions.memory.host();
         let started = host.now();
+        let mut pacer = self.limits.bandwidth.map(BandwidthPacer::new);
         while !self.is_stopped() {
             let is_open = |queue: &&MoveQueue<'_>| self.outcome.machines[queue.machine].failure.is_none();
             let waiting: Vec<WaitingBatch> = queues.iter().filter(is_open).filter_map(MoveQueue::next_batch).collect();
@@ -526,14 +527,15 @@ impl Placer<'_, '_> {
             let is_its_queue = |queue: &&mut MoveQueue<'_>| queue.next_batch() == Some(batch);
             let Some(queue) = queues.iter_mut().find(is_its_queue) else { break };
             let Some(step) = queue.steps.front() else { break };
+            let moved_before = self.moved;
             match self.move_batch(batch.machine, step)? {
                 Ok(()) => drop(queue.steps.pop_front()),
                 // Nothing of it stays.
                 Err(ActionError::Vanished) => queues.retain(|queue| queue.machine != batch.machine),
                 Err(_) => {}
             }
-            if let Some(bandwidth) = self.limits.bandwidth {
-                let pause = schedule::pause_for_bandwidth(self.moved, elapsed_since(host, started), bandwidth);
+            if let Some(pacer) = &mut pacer {
+                let pause = pacer.pause_after(self.moved.saturating_sub(moved_before), elapsed_since(host, started));
                 self.pause(pause);
             }
         }

@@ -30,6 +30,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+/// The bandwidth of placements that no operator asked for: that at which plans price the time of moving.
+pub const DEFAULT_BANDWIDTH: Bytes = Bytes(1 << 30);
+
 /// Time limit of the planner.
 const PLAN_DEADLINE: Duration = Duration::from_secs(5);
 
@@ -45,7 +48,7 @@ pub struct KeeperSettings {
     /// What a plan may use.
     pub limits: PlanLimits,
     /// Bytes that may be moved in a second, on average.
-    pub bandwidth: Option<Bytes>,
+    pub bandwidth: Bytes,
 }
 
 /// What the keeper does.
@@ -373,8 +376,10 @@ impl<'h> PlacementKeeper<'h> {
             .map(|(target, prepared)| PlacedMachine::new(&planned.map, target, prepared))
             .collect();
         let counters = placement_record::read_counters(self.host);
-        let limits =
-            ApplyLimits { bandwidth: self.settings.bandwidth, headroom_share: self.settings.limits.headroom_share };
+        let limits = ApplyLimits {
+            bandwidth: Some(self.settings.bandwidth),
+            headroom_share: self.settings.limits.headroom_share,
+        };
         let planned_bytes = prepared.iter().map(PreparedMachine::planned_bytes).sum();
         let mut report_progress = |machine: usize, moved: Bytes| {
             let machine = placed[machine].name.clone();

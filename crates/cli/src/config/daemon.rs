@@ -5,7 +5,7 @@ use crate::command_line::{check_vcpus_per_cpu, parse_bandwidth, parse_bytes, par
 use pagefold_daemon::decide::{CpuBound, DaemonMode, DaemonRules, DailyHours, UnknownCpuCount};
 use pagefold_daemon::run::DaemonSettings;
 use pagefold_numa::decide::pricing::OperatorPrices;
-use pagefold_numa::keeper::KeeperSettings;
+use pagefold_numa::keeper::{DEFAULT_BANDWIDTH, KeeperSettings};
 use pagefold_numa::problem::PlanLimits;
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -95,8 +95,8 @@ pub(super) struct DaemonConfigSection {
     /// The time after which the placement of all virtual machines is planned again.
     #[schemars(with = "Option<schema::Time>", extend("default" = "1h"))]
     replan_interval: OptionalWord,
-    /// Bytes of memory that placement moves in a second at most, on average. Without it there is no limit.
-    #[schemars(with = "Option<schema::Amount>")]
+    /// Bytes of memory that placement moves in a second at most, on average.
+    #[schemars(with = "Option<schema::Amount>", extend("default" = "1GiB"))]
     placement_bandwidth: OptionalWord,
     /// The share of each node's memory that placement leaves free.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "5%"))]
@@ -217,7 +217,9 @@ impl DaemonConfigSection {
             interval: time(&mut self.placement_interval, Duration::from_secs(30))?,
             replan_interval: time(&mut self.replan_interval, Duration::from_secs(3600))?,
             limits,
-            bandwidth: config_text.convert_optional(self.placement_bandwidth.take(), |text| parse_bandwidth(&text))?,
+            bandwidth: config_text
+                .convert_optional(self.placement_bandwidth.take(), |text| parse_bandwidth(&text))?
+                .unwrap_or(DEFAULT_BANDWIDTH),
         };
         let is_on = self.placement.take().is_some_and(|mode| mode != PlacementModeArgument::Off);
         Ok(is_on.then_some(settings))
@@ -407,7 +409,7 @@ mod tests {
             interval: Duration::from_secs(30),
             replan_interval: Duration::from_secs(3600),
             limits: PlanLimits::default(),
-            bandwidth: None,
+            bandwidth: Bytes(1 << 30),
         };
         assert_eq!(placement("placement = \"advise\"").unwrap(), Some(defaults));
         let shown =
@@ -416,8 +418,7 @@ mod tests {
         // The file shows a price of memory as an example. Without it the price is that of the host.
         let prices = OperatorPrices { cpus_per_gib: Some(0.25), ..OperatorPrices::default() };
         let limits = PlanLimits { prices, ..PlanLimits::default() };
-        let expected = KeeperSettings { bandwidth: Some(Bytes(500 << 20)), limits, ..defaults };
-        assert_eq!(shown, Some(expected), "the default file");
+        assert_eq!(shown, Some(KeeperSettings { limits, ..defaults }), "the default file");
         let text = "placement = \"advise\"\nplacement_cpus_per_gib = 0\nplacement_remote_read_cost = \"30%\"\n\
                     placement_huge_page_cost = \"5%\"\nplacement_min_gain = 1.5\nplacement_period = \"2h\"\n";
         let prices = OperatorPrices {
@@ -431,9 +432,11 @@ mod tests {
         for wrong in ["placement_cpus_per_gib = -1", "placement_min_gain = nan"] {
             assert_eq!(placement(wrong).unwrap_err(), "2: expected a number that is not negative", "{wrong}");
         }
-        let text = "placement = \"act\"\nplacement_headroom = \"10%\"\nplacement_vcpus_per_cpu = 2\n";
+        let text = "placement = \"act\"\nplacement_headroom = \"10%\"\nplacement_vcpus_per_cpu = 2\n\
+                    placement_bandwidth = \"500MiB\"\n";
         let limits = PlanLimits { vcpus_per_cpu: 2.0, headroom_share: 0.1, ..PlanLimits::default() };
-        assert_eq!(placement(text).unwrap(), Some(KeeperSettings { acts: true, limits, ..defaults }));
+        let expected = KeeperSettings { acts: true, bandwidth: Bytes(500 << 20), limits, ..defaults };
+        assert_eq!(placement(text).unwrap(), Some(expected));
         for wrong in ["0", "0.05", "101", "nan", "-1"] {
             let error = placement(&format!("placement_vcpus_per_cpu = {wrong}")).unwrap_err();
             assert_eq!(error, "2: expected a number of vCPUs for each CPU from 0.1 to 100, such as 1.5", "{wrong}");

@@ -416,6 +416,35 @@ fn bandwidth_is_kept_in_virtual_time() {
 }
 
 #[test]
+fn time_of_memory_pressure_is_no_credit_for_the_bandwidth() {
+    let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+    fake.enable_virtual_time();
+    let set_pressure = |percent: u32| {
+        let line = format!("avg10={percent}.00 avg60=0.00 avg300=0.00 total=1");
+        fake.put_file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
+    };
+    let (batches, pressure_reads, pressure_end) = (AtomicU64::new(0), AtomicU64::new(0), Mutex::new(None));
+    let busy = FaultyHost::new(&fake, |path| {
+        if path.ends_with("#move_pages") && batches.fetch_add(1, Ordering::Relaxed) == 0 {
+            set_pressure(40);
+        }
+        let is_reading = path == "proc/pressure/memory" && batches.load(Ordering::Relaxed) == 1;
+        if is_reading && pressure_reads.fetch_add(1, Ordering::Relaxed) == 6 {
+            set_pressure(0);
+            *pressure_end.lock().unwrap() = Some(fake.now());
+        }
+        None
+    });
+    // Four batches of four pages: after the pressure, one follows at once, and the last two four seconds later each.
+    let limits = ApplyLimits { bandwidth: Some(Bytes(PAGE)), ..LIMITS };
+    let outcome = place(&busy, directory.path(), limits).unwrap();
+    assert!(outcome.is_complete(), "{outcome:?}");
+    let pressure_end = pressure_end.lock().unwrap().unwrap();
+    assert!(outcome.pause_time >= Duration::from_secs(4 + 15 + 8), "the pressure lasted for some time: {outcome:?}");
+    assert!(fake.now() - pressure_end >= Duration::from_secs(8), "{outcome:?}");
+}
+
+#[test]
 fn memory_pressure_stops_the_placement() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     host.enable_virtual_time();

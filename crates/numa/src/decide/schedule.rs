@@ -26,10 +26,28 @@ pub fn is_majority(part: Bytes, whole: Bytes) -> bool {
     part.0 > whole.0 / 2
 }
 
-/// How long to pause, so that moving so many bytes within `elapsed` stays within a bandwidth in bytes per second.
-pub fn pause_for_bandwidth(moved: Bytes, elapsed: Duration, bandwidth: Bytes) -> Duration {
-    let due = Duration::try_from_secs_f64(moved.0 as f64 / bandwidth.0.max(1) as f64).unwrap_or(Duration::MAX);
-    due.saturating_sub(elapsed)
+/// Paces batches, so that they stay within a bandwidth. Time in which nothing moves, such as a pause while memory is
+/// short, is a credit for one batch at most: the memory of a longer pause does not follow at full speed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BandwidthPacer {
+    bandwidth: Bytes,
+    /// The time since the start at which the next batch may begin.
+    next_batch: Duration,
+}
+
+impl BandwidthPacer {
+    /// A pacer for a bandwidth in bytes per second.
+    pub fn new(bandwidth: Bytes) -> Self {
+        Self { bandwidth, next_batch: Duration::ZERO }
+    }
+
+    /// How long to pause after a batch of so many bytes that has ended at `now` since the start.
+    pub fn pause_after(&mut self, batch: Bytes, now: Duration) -> Duration {
+        let seconds = batch.0 as f64 / self.bandwidth.0.max(1) as f64;
+        let due = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        self.next_batch = self.next_batch.saturating_add(due).max(now);
+        self.next_batch - now
+    }
 }
 
 #[cfg(test)]
@@ -46,12 +64,24 @@ mod tests {
         assert_eq!(next_batch(&[batch(0, 7)], &BTreeMap::new()), None, "a node without memory");
     }
 
+    /// The pauses in milliseconds after batches of so many bytes that end at these milliseconds, at 100 bytes per second.
+    fn pauses(batches: &[(u64, u64)]) -> Vec<u128> {
+        let mut pacer = BandwidthPacer::new(Bytes(100));
+        let pause =
+            |&(bytes, now): &(u64, u64)| pacer.pause_after(Bytes(bytes), Duration::from_millis(now)).as_millis();
+        batches.iter().map(pause).collect()
+    }
+
     #[test]
-    fn bandwidth_is_an_average() {
-        let pause = |moved, millis, bandwidth| {
-            pause_for_bandwidth(Bytes(moved), Duration::from_millis(millis), Bytes(bandwidth)).as_millis()
-        };
-        assert_eq!([pause(100, 0, 100), pause(100, 400, 100), pause(100, 1200, 100)], [1000, 600, 0]);
-        assert_eq!(pause_for_bandwidth(Bytes(u64::MAX), Duration::ZERO, Bytes(0)), Duration::MAX);
+    fn batches_wait_until_the_bandwidth_permits_the_next_one() {
+        assert_eq!(pauses(&[(100, 0), (100, 1000), (50, 2000)]), [1000, 1000, 500]);
+        // The time of a batch itself counts, and that of a slow one is no credit.
+        assert_eq!(pauses(&[(100, 400), (100, 3000), (100, 3000)]), [600, 0, 1000]);
+        assert_eq!(BandwidthPacer::new(Bytes(0)).pause_after(Bytes(u64::MAX), Duration::ZERO), Duration::MAX);
+    }
+
+    #[test]
+    fn long_pause_is_a_credit_for_one_batch() {
+        assert_eq!(pauses(&[(100, 0), (100, 60_000), (100, 60_000), (100, 61_000)]), [1000, 0, 1000, 1000]);
     }
 }

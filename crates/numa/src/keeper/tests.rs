@@ -95,7 +95,7 @@ fn settings() -> KeeperSettings {
         interval: INTERVAL,
         replan_interval: REPLAN_INTERVAL,
         limits: PlanLimits::default(),
-        bandwidth: None,
+        bandwidth: Bytes(u64::MAX),
     }
 }
 
