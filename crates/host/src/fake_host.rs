@@ -639,7 +639,9 @@ impl Host for FakeHost {
                 }
                 Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
             }
-            Action::MovePages { process, ranges, node } => Ok(self.move_pages(process.pid, ranges, *node)),
+            Action::MovePages { process, ranges, node } if self.memory.lock().unwrap().contains_key(&process.pid) => {
+                Ok(self.move_pages(process.pid, ranges, *node))
+            }
             Action::SetMemoryPolicy { process, ranges, policy } => self.set_memory_policy(process.pid, ranges, policy),
             Action::MonitorAccesses(step) => self.monitor_accesses(step),
             _ => Err(ActionError::Vanished),

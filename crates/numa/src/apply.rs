@@ -14,7 +14,7 @@ use crate::decide::plan::{Pattern, PlacementProblem, PlannedMove};
 use crate::decide::schedule::{self, BandwidthPacer, WaitingBatch};
 use crate::decide::steps::{self, MachineSteps, MoveStep, PartToPlace, PolicyStep, ThreadToPlace};
 use crate::map::{self, NumaMap, ProcessPlacement};
-use crate::placement_record::PlacedMachine;
+use crate::placement_record::{self, PlacedMachine};
 use crate::threads::{self, ThreadPlacement, ThreadRole};
 use crate::topology::Topology;
 use pagefold_base::memory::{DEFAULT_PRESSURE_PERCENT, MemoryPolicy};
@@ -255,6 +255,18 @@ impl PreparedMachine {
     }
 }
 
+/// The memory of a machine cannot be read, so its steps are not known.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot read the memory of {machine} (process {pid})")]
+pub struct UnreadableMachine {
+    /// The name of the machine or program.
+    pub machine: String,
+    /// Its process number.
+    pub pid: Pid,
+    /// The reason.
+    pub source: Absent,
+}
+
 /// Read the present regions and threads of the machines, and compute their steps. A machine that has ended has no steps.
 /// Once `stop` is set, the nodes of pages are not read any more, and all memory counts as elsewhere.
 ///
@@ -265,9 +277,15 @@ pub fn prepare(
     map: &NumaMap,
     targets: &[MachineTarget],
     stop: &AtomicBool,
-) -> Reading<Vec<PreparedMachine>> {
-    let machine =
-        |target: &MachineTarget| prepare_machine(host, &map.topology, &map.processes[target.position], target, stop);
+) -> Result<Vec<PreparedMachine>, UnreadableMachine> {
+    let machine = |target: &MachineTarget| {
+        let placement = &map.processes[target.position];
+        prepare_machine(host, &map.topology, placement, target, stop).map_err(|source| UnreadableMachine {
+            machine: placement_record::machine_name(placement),
+            pid: placement.process.id.pid,
+            source,
+        })
+    };
     targets.iter().map(machine).collect()
 }
 

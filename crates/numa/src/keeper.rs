@@ -271,7 +271,7 @@ impl<'h> PlacementKeeper<'h> {
         let placed = self.plan_and_place((&machines, &contents), &resting, &control.interrupts, observe);
         let result = placed.unwrap_or_else(|error| {
             self.state.retry_plan();
-            format!("not finished: {error}")
+            format!("not finished: {}", session::chain(&*error))
         });
         self.report.last_plan = Some(PlanResult { time: self.host.unix_time(), result });
         self.state.wait_reason().describe().to_owned()

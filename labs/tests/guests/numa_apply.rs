@@ -209,6 +209,7 @@ fn machines_are_placed_verified_and_restored() {
     nodes_and_traps::check_full_bound_node(&scenes);
     nodes_and_traps::check_forbidden_node(&scenes);
     nodes_and_traps::check_offline_cpus(&scenes);
+    nodes_and_traps::check_ended_process(&scenes);
     nodes_and_traps::check_incomplete_nodes(&scenes);
     nodes_and_traps::check_balancing(&scenes);
     nodes_and_traps::check_killed_undo(&scenes);

@@ -11,7 +11,7 @@ use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, hold};
-use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine};
+use pagefold_numa::apply::{self, ApplyLimits, MachineTarget, PlacementSessions, PreparedMachine, UnreadableMachine};
 use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::{NumaMap, ProcessPlacement};
@@ -133,13 +133,8 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         }
         None => planned_targets(&problem, &plan_within(&*host, &problem, options.plan.deadline)),
     };
-    let prepared = apply::prepare(&*host, &map, &targets, &stop).map_err(|why| match why {
-        Absent::NotOnThisKernel if global.host != "live" => anyhow::anyhow!(
-            "the recording does not have the pages of each machine, which the steps depend on: record all of these \
-             machines, or select others with --vm"
-        ),
-        why => cannot_read(why, global),
-    })?;
+    let prepared =
+        apply::prepare(&*host, &map, &targets, &stop).map_err(|error| explain_unreadable_machine(&error, global))?;
     let placed: Vec<PlacedMachine> =
         targets.iter().zip(&prepared).map(|(target, prepared)| PlacedMachine::new(&map, target, prepared)).collect();
     let machines: Vec<(PlacedMachine, PreparedMachine, u64)> = placed
@@ -185,13 +180,21 @@ fn begin_sessions<'h>(host: &'h dyn Host, global: &GlobalOptions) -> anyhow::Res
     Ok(sessions)
 }
 
-fn cannot_read(why: Absent, global: &GlobalOptions) -> anyhow::Error {
+fn explain_unreadable_machine(error: &UnreadableMachine, global: &GlobalOptions) -> anyhow::Error {
+    let why = &error.source;
     match why {
-        Absent::Denied => {
-            anyhow::anyhow!("cannot read the memory of a machine: {why}. {}", host_selection::permission_remedy(global))
-        }
-        why => anyhow::anyhow!("cannot read the memory of a machine: {why}"),
+        Absent::NotOnThisKernel if global.host != "live" => anyhow::anyhow!(
+            "the recording does not have the pages of {}, which the steps depend on: record all of these machines, or \
+             select others with --vm",
+            error.machine
+        ),
+        Absent::Denied => anyhow::anyhow!("{error}: {why}. {}", host_selection::permission_remedy(global)),
+        why => anyhow::anyhow!("{error}: {why}"),
     }
+}
+
+fn explain_unreadable_boot(why: &Absent) -> anyhow::Error {
+    anyhow::anyhow!("cannot read the ID of the host's boot: {why}")
 }
 
 /// The machines that a plan moves or binds, with the pages to move.
@@ -269,7 +272,7 @@ fn carry_out(
 ) -> anyhow::Result<NumaApplyReport> {
     let host = sessions.memory.host();
     let limits = ApplyLimits { bandwidth: options.bandwidth, headroom_share: options.plan.headroom };
-    let boot = session::read_boot_id(host).map_err(|why| cannot_read(why, global))?;
+    let boot = session::read_boot_id(host).map_err(|why| explain_unreadable_boot(&why))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
     record.forget_ended(host);
@@ -312,7 +315,7 @@ pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::
         Absent::NotOnThisKernel if global.host != "live" => {
             anyhow::anyhow!("the recording lacks the boot of its host: record it again with this version of pagefold")
         }
-        why => cannot_read(why, global),
+        why => explain_unreadable_boot(&why),
     })?;
     let record = match StateDirectory::open(&global.state) {
         Ok(directory) => PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?,
@@ -371,7 +374,7 @@ pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Resu
     let host = open_live_host(global)?;
     let mut sessions = begin_sessions(&*host, global)?;
     let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
-    let boot = session::read_boot_id(&*host).map_err(|why| cannot_read(why, global))?;
+    let boot = session::read_boot_id(&*host).map_err(|why| explain_unreadable_boot(&why))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
     record.forget_undone(&failed);

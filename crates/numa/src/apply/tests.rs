@@ -3,6 +3,7 @@
 use super::*;
 use crate::decide::steps::{RestrictedThread, ThreadStep};
 use pagefold_base::memory::MemoryPolicy;
+use pagefold_census::ProcessSelection;
 use pagefold_host::fake_host::FakeHost;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use std::sync::Mutex;
@@ -247,6 +248,48 @@ fn machine_that_ends_does_not_stop_the_other_one() {
     let outcome = place(&FaultyHost::new(&fake, vanished), directory.path(), LIMITS).unwrap();
     assert_eq!(outcome.machines[0].failure.as_deref(), Some("the process has ended"));
     assert_eq!((outcome.machines[1].placed_threads.len(), outcome.machines[1].moved_pages), (2, Pages(8)));
+}
+
+#[test]
+fn machine_that_ends_at_any_action_does_not_stop_the_other_one() {
+    // It has two threads, two batches and a memory policy.
+    for last in 0..5 {
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        let actions = AtomicU64::new(0);
+        let ending = FaultyHost::new(&fake, |path| {
+            if path.starts_with("proc/7#") && is_placement(path) && actions.fetch_add(1, Ordering::Relaxed) == last {
+                fake.end_process(Pid(7));
+            }
+            None
+        });
+        let outcome = place(&ending, directory.path(), LIMITS).unwrap();
+        assert_eq!(actions.load(Ordering::Relaxed), last + 1, "it ended at action {last}");
+        let ended = (last < 4).then_some("the process has ended");
+        assert_eq!(outcome.machines[0].failure.as_deref(), ended, "{last}");
+        let other = &outcome.machines[1];
+        assert!(other.is_complete() && other.placed_threads.len() == 2 && other.moved_pages == Pages(8), "{outcome:?}");
+        assert_eq!(read_policies(&fake, 17), policy_line("prefer:1"), "{last}");
+        let (mut sessions, _) = PlacementSessions::begin(&fake, directory.path()).unwrap();
+        assert_eq!(sessions.undo_kept().unwrap().1, Vec::new(), "{last}");
+        assert_eq!(read_policies(&fake, 17), policy_line("default"), "{last}");
+    }
+}
+
+#[test]
+fn machine_whose_memory_cannot_be_read_is_named() {
+    let fake = host();
+    let selection = ProcessSelection { pids: vec![Pid(7), Pid(17)], ..ProcessSelection::default() };
+    let map = map::read_map(&fake, &selection).unwrap();
+    let target = |position| MachineTarget { position, parts: vec![vec![(1, 1.0)]] };
+    let targets: Vec<MachineTarget> = (0..map.processes.len()).map(target).collect();
+    let prepare_with = |why: &Absent| {
+        let fault = |path: &str| (path == "proc/17#page_nodes").then(|| InjectedFault::Absent(why.clone()));
+        prepare(&FaultyHost::new(&fake, fault), &map, &targets, &AtomicBool::new(false))
+    };
+    let error = prepare_with(&Absent::Denied).unwrap_err();
+    let chain = session::chain(&error);
+    assert_eq!(chain, "cannot read the memory of program (process 17): permission denied");
+    assert_eq!(prepare_with(&Absent::Vanished).unwrap().len(), 2, "one that has ended has no steps");
 }
 
 #[test]

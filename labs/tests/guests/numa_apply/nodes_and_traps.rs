@@ -232,6 +232,15 @@ pub fn check_offline_cpus(scenes: &Scenes) {
     }
 }
 
+pub fn check_ended_process(scenes: &Scenes) {
+    let report = scenes.json("ending");
+    assert_eq!(outcome(scenes, "ending"), (3, "partial".into()), "{report}");
+    assert_eq!(report["machines"][0]["failure"], "the process has ended", "{report}");
+    let surviving = state(scenes, "surviving");
+    assert!(surviving.cpus == "2-3" && surviving.own_pages(0) <= MAX_TOUCHED_PAGES, "{surviving:?} {report}");
+    assert_undone(scenes, "surviving");
+}
+
 pub fn check_incomplete_nodes(scenes: &Scenes) {
     let errors = [("memoryless", "node 4 has no memory"), ("cpuless", "node 5 has no online CPUs")];
     for (name, error) in errors {
