@@ -212,12 +212,22 @@ pub struct ApplyOutcome {
 }
 
 impl ApplyOutcome {
-    /// Notes in the records of the machines which threads were placed and how many pages stay.
-    pub fn note_in_records(&self, placed: &mut [PlacedMachine]) {
-        for (placed, done) in placed.iter_mut().zip(&self.machines) {
-            placed.kept_pages = done.kept_pages.values().map(|pages| pages.0).sum();
-            placed.threads.retain(|(tid, ..)| done.placed_threads.contains(&Pid(*tid)));
-        }
+    /// The records of those machines that were placed, at least in part, with their placed threads and the pages that stay.
+    /// `planned` are the records of all machines as they were to be placed. Where something was to be done and nothing
+    /// changed, an earlier placement stays in force.
+    pub fn records(&self, planned: &[PlacedMachine]) -> Vec<PlacedMachine> {
+        let machines = planned.iter().zip(&self.machines);
+        let placed = machines.filter(|(_, done)| done.has_changes() || done.is_complete());
+        let record = |(planned, done): (&PlacedMachine, &MachineOutcome)| {
+            let is_placed = |tid: u32| done.placed_threads.contains(&Pid(tid));
+            PlacedMachine {
+                kept_pages: done.kept_pages.values().map(|pages| pages.0).sum(),
+                staying_pages: done.staying_pages().0,
+                threads: planned.threads.iter().filter(|(tid, ..)| is_placed(*tid)).cloned().collect(),
+                ..planned.clone()
+            }
+        };
+        placed.map(record).collect()
     }
 
     /// Whether all that was planned was done, except for memory that is mapped several times.

@@ -422,7 +422,7 @@ impl<'h> PlacementKeeper<'h> {
         let gain = placed_gains.fold(PricedGain::default(), |sum, gain| sum.plus(*gain));
         self.report.placed_gain = self.report.placed_gain.plus(gain);
         let text = describe_placement(&outcome, bytes, gain);
-        Ok(match self.record(placed, &outcome, counters) {
+        Ok(match self.record(&placed, &outcome, counters) {
             Ok(()) => text,
             Err(error) => format!("{text}; `pagefold numa verify` does not know it: {error}"),
         })
@@ -430,7 +430,7 @@ impl<'h> PlacementKeeper<'h> {
 
     fn record(
         &self,
-        mut placed: Vec<PlacedMachine>,
+        planned: &[PlacedMachine],
         outcome: &ApplyOutcome,
         counters: std::collections::BTreeMap<String, u64>,
     ) -> Result<(), Box<dyn std::error::Error>> {
@@ -439,8 +439,7 @@ impl<'h> PlacementKeeper<'h> {
         let mut record = PlacementRecord::load(&directory, &boot)?;
         record.forget_ended(self.host);
         record.counters = counters;
-        outcome.note_in_records(&mut placed);
-        record.add(placed);
+        record.add(outcome.records(planned));
         Ok(record.store(&directory)?)
     }
 }

@@ -51,6 +51,10 @@ pub struct PlacedMachine {
     pub threads: Vec<(u32, u64, String)>,
     /// Pages that could not be moved.
     pub kept_pages: u64,
+    /// The part of them that is mapped once. Pages that are mapped several times, such as those merged by KSM, stay by
+    /// intention.
+    #[serde(default)]
+    pub staying_pages: u64,
     /// The expected share of remote accesses before.
     pub remote_share_before: Option<f64>,
     /// The share that was predicted.
@@ -70,6 +74,7 @@ impl PlacedMachine {
             parts: target.parts.clone(),
             threads: steps.map(|step| (step.tid.0, step.start_time, step.to.to_string())).collect(),
             kept_pages: 0,
+            staying_pages: 0,
             remote_share_before: placement.cost.map(|cost| cost.remote_share),
             predicted_remote_share: predicted_cost(&map.topology, placement, &target.parts)
                 .map(|cost| cost.remote_share),
@@ -209,13 +214,26 @@ pub struct PresentPlacement {
     pub movable_pages: Pages,
     /// The part of them on other nodes than planned.
     pub misplaced_pages: Pages,
-    /// The part of these that could not be moved in the first place.
+    /// Pages that could not be moved in the first place.
     pub kept_pages: Pages,
+    /// The part of them that is mapped once.
+    pub staying_pages: Pages,
     /// Threads whose CPUs are not those that were set.
     pub changed_threads: Vec<Pid>,
 }
 
-/// If more pages than one in so many are misplaced, besides those that could not be moved, memory has moved since.
+/// How a machine that was placed is now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlacementState {
+    /// As planned.
+    AsPlanned,
+    /// Much of its memory could not be moved, and is still elsewhere.
+    Incomplete,
+    /// Memory has moved since, or another program has changed the CPUs of threads.
+    Changed,
+}
+
+/// If more pages than one in so many are misplaced, the machine is not as planned.
 const MISPLACED_PAGES_RATIO: u64 = 50;
 
 impl PresentPlacement {
@@ -247,14 +265,22 @@ impl PresentPlacement {
             movable_pages: Pages(all),
             misplaced_pages: Pages(misplaced),
             kept_pages: Pages(placed.kept_pages),
+            staying_pages: Pages(placed.staying_pages),
             changed_threads: placed.threads.iter().filter(has_changed).map(|thread| Pid(thread.0)).collect(),
         }
     }
 
     /// Whether it is as planned.
-    pub fn is_as_planned(&self) -> bool {
+    pub fn state(&self) -> PlacementState {
+        let is_much = |pages: Pages| pages.0.saturating_mul(MISPLACED_PAGES_RATIO) > self.movable_pages.0;
         let moved_since = self.misplaced_pages.saturating_sub(self.kept_pages);
-        self.changed_threads.is_empty() && moved_since.0 * MISPLACED_PAGES_RATIO <= self.movable_pages.0
+        if !self.changed_threads.is_empty() || is_much(moved_since) {
+            PlacementState::Changed
+        } else if is_much(self.misplaced_pages.min(self.staying_pages)) {
+            PlacementState::Incomplete
+        } else {
+            PlacementState::AsPlanned
+        }
     }
 }
 
@@ -280,9 +306,33 @@ mod tests {
             parts: vec![vec![(1, 1.0)]],
             threads: threads.iter().map(|&(tid, start, cpus)| (tid, start, cpus.to_owned())).collect(),
             kept_pages: 0,
+            staying_pages: 0,
             remote_share_before: Some(1.0),
             predicted_remote_share: Some(0.0),
         }
+    }
+
+    #[test]
+    fn memory_that_stays_is_told_from_memory_that_has_moved_since() {
+        let state = |misplaced, kept, staying, changed_threads: &[u32]| {
+            let now = PresentPlacement {
+                remote_share: None,
+                movable_pages: Pages(1000),
+                misplaced_pages: Pages(misplaced),
+                kept_pages: Pages(kept),
+                staying_pages: Pages(staying),
+                changed_threads: changed_threads.iter().copied().map(Pid).collect(),
+            };
+            now.state()
+        };
+        assert_eq!([state(0, 0, 0, &[]), state(20, 0, 0, &[])], [PlacementState::AsPlanned; 2]);
+        assert_eq!(
+            [state(21, 0, 0, &[]), state(521, 500, 500, &[]), state(0, 0, 0, &[8])],
+            [PlacementState::Changed; 3]
+        );
+        assert_eq!([state(1000, 1000, 1000, &[]), state(21, 21, 21, &[])], [PlacementState::Incomplete; 2]);
+        assert_eq!(state(500, 500, 20, &[]), PlacementState::AsPlanned, "the rest is mapped several times");
+        assert_eq!(state(20, 500, 500, &[]), PlacementState::AsPlanned, "it has moved there since");
     }
 
     #[test]

@@ -395,6 +395,12 @@ fn check_full_node(scenes: &Scenes) {
     assert_eq!(report["machines"][0]["failure"], "node 1 has no room for it", "{report}");
     let after = state(scenes, "large");
     assert!(after.node_pages[0] > 0 && after.node_pages[0] < before.node_pages[0], "{after:?}");
+    let verified = scenes.json("full-verify");
+    assert_eq!(
+        (scenes.exit("full-verify"), &verified["machines"][0]["state"]),
+        (1, &"incomplete".into()),
+        "{verified}"
+    );
     assert_eq!(scenes.exit("full-undo"), 0);
     assert!(state(scenes, "large-undone").is_as(&before), "{:?}", state(scenes, "large-undone"));
 }

@@ -49,9 +49,11 @@ Examples:
   pagefold --host recording:DIR --state DIR2 numa verify   a recording of the same boot, and the record of placements
   sudo pagefold numa verify --json | jq '.machines[] | select(.state == \"changed\")'
 
-It changes nothing. A change that another program has made is reported and stays.
+It changes nothing. A change that another program has made is reported and stays. It asks the QMP monitor of each QEMU \
+that no other client uses. A machine is incomplete if more than 2 % of its memory could not be moved and is still \
+elsewhere, other than memory that is mapped several times.
 
-Exit status: 0 all machines that run are as planned, 1 one has changed, 2 failure, 3 one could not be read.";
+Exit status: 0 all machines that run are as planned, 1 one has changed or is incomplete, 2 failure, 3 one could not be read.";
 
 const UNDO_EXAMPLES: &str = "\
 Examples:
@@ -264,7 +266,7 @@ fn pages_to_move(vm: &plan::PlannedVm, pattern: &Pattern) -> u64 {
 /// Carry out the steps, keep the changes or undo them, and measure the result.
 fn carry_out(
     mut sessions: PlacementSessions<'_>,
-    (prepared, mut placed): (&[PreparedMachine], Vec<PlacedMachine>),
+    (prepared, placed): (&[PreparedMachine], Vec<PlacedMachine>),
     options: &ApplyArguments,
     global: &GlobalOptions,
     stop: &AtomicBool,
@@ -294,8 +296,7 @@ fn carry_out(
     }
     let not_kept = sessions.keep().map_err(with_remedy)?;
     report.failed_undos.extend(not_kept.iter().map(FailedUndo::to_string));
-    outcome.note_in_records(&mut placed);
-    record.add(placed.clone());
+    record.add(outcome.records(&placed));
     record.store(&directory).context(
         "the machines are placed, but the record that `numa verify` needs cannot be stored; `pagefold numa undo` undoes \
          the placement",
@@ -328,7 +329,7 @@ pub fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::
     } else {
         output::print_stdout(&text::apply::render_verify(&report, output::stdout_style(global)))?;
     }
-    Ok(match (report.has_changes(), report.is_incomplete()) {
+    Ok(match (report.differs_from_plan(), report.is_incomplete()) {
         (true, _) => CommandOutcome::NegativeVerdict,
         (false, true) => CommandOutcome::Partial,
         (false, false) => CommandOutcome::Done,

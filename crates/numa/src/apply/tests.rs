@@ -342,6 +342,34 @@ fn node_without_room_is_named() {
 }
 
 #[test]
+fn machine_of_which_nothing_was_placed_has_no_record() {
+    let planned = |pid: u32| PlacedMachine {
+        pid,
+        start_time: 1,
+        name: "web".to_owned(),
+        parts: vec![vec![(1, 1.0)]],
+        threads: vec![(pid, 1, "2-3".to_owned()), (pid + 1, 1, "2-3".to_owned())],
+        kept_pages: 0,
+        staying_pages: 0,
+        remote_share_before: None,
+        predicted_remote_share: None,
+    };
+    let planned = [planned(7), planned(17)];
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    // The headroom is 50,000 KiB: there is room for a batch of the first machine.
+    put_free(&host, 1, 50_020);
+    let partial = place(&host, directory.path(), LIMITS).unwrap().records(&planned);
+    assert_eq!(partial.len(), 1);
+    assert_eq!((partial[0].pid, partial[0].kept_pages, partial[0].staying_pages), (7, 4, 4));
+    assert_eq!(partial[0].threads, planned[0].threads, "half of its memory is there");
+
+    let in_place = ApplyOutcome { machines: vec![MachineOutcome::default(); 2], ..ApplyOutcome::default() };
+    let records = in_place.records(&planned);
+    assert_eq!(records.len(), 2, "they were as planned already");
+    assert!(records.iter().all(|record| record.threads.is_empty()));
+}
+
+#[test]
 fn threads_get_their_cpus_back_if_most_memory_stays() {
     // The first of so many batches of 4 pages of the first machine is moved, and the next one is refused.
     for (batches, cpus_after) in [(2, "2-3"), (3, "0-3")] {

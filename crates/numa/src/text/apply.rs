@@ -120,14 +120,18 @@ pub fn render_verify(report: &NumaVerifyReport, style: TextStyle) -> String {
     if report.machines.is_empty() {
         return "No machine was placed since boot: `pagefold numa apply` places them.\n".to_owned();
     }
-    let changed = report.machines.iter().filter(|machine| machine.state == "changed").count();
+    let count = |state: &str| report.machines.iter().filter(|machine| machine.state == state).count() as u64;
     let running = report.machines.iter().filter(|machine| machine.state != "ended").count();
-    let changed = match changed {
-        0 => "none has changed".to_owned(),
-        changed => format!("{} changed", format_number(changed as u64)),
+    let differing = match (count("changed"), count("incomplete")) {
+        (0, 0) => "none has changed".to_owned(),
+        (changed, 0) => format!("{} changed", format_number(changed)),
+        (0, incomplete) => format!("{} incomplete", format_number(incomplete)),
+        (changed, incomplete) => {
+            format!("{} changed and {} incomplete", format_number(changed), format_number(incomplete))
+        }
     };
     let running = format_number(running as u64);
-    let title = format!("Placed machines that run on {}: {running}, of which {changed}.", report.host);
+    let title = format!("Placed machines that run on {}: {running}, of which {differing}.", report.host);
     let mut text = style.format_paragraph(&title, 0);
     text.push('\n');
     let headings = [">pid", "name", "nodes", ">elsewhere", ">remote before", ">predicted", ">now", "state"];
@@ -158,6 +162,7 @@ pub fn render_verify(report: &NumaVerifyReport, style: TextStyle) -> String {
 fn describe_state(machine: &MachineVerifyReport) -> String {
     match machine.state {
         "as_planned" => "as planned".to_owned(),
+        "incomplete" => "incomplete: memory stayed elsewhere".to_owned(),
         "changed" if machine.changed_threads.is_empty() => "memory has moved".to_owned(),
         "changed" => format!("CPUs of {} changed", count_text(machine.changed_threads.len(), "thread")),
         state => state.to_owned(),

@@ -5,7 +5,7 @@ use crate::decide::balancing::{self, BalancingAdvice};
 use crate::decide::plan::CrowdedNode;
 use crate::decide::working_set::HotnessSource;
 use crate::map::NumaMap;
-use crate::placement_record::{PlacedMachine, VerifiedMachine};
+use crate::placement_record::{PlacedMachine, PlacementState, PresentPlacement, VerifiedMachine};
 use crate::wire::plan::HotnessSourceReport;
 use pagefold_base::{Bytes, PageSize};
 use pagefold_output::wire::UnscannedProcessReport;
@@ -263,7 +263,7 @@ pub struct MachineVerifyReport {
     pub name: String,
     /// The nodes of each virtual node, or of the whole machine.
     pub parts: Vec<PartNodesReport>,
-    /// `as_planned`, `changed`, `ended` or `unreadable`.
+    /// `as_planned`, `changed`, `incomplete` (much of its memory could not be moved), `ended` or `unreadable`.
     pub state: &'static str,
     /// Movable pages.
     pub movable_pages: u64,
@@ -313,8 +313,8 @@ impl NumaVerifyReport {
     }
 
     /// Whether a machine is not as planned.
-    pub fn has_changes(&self) -> bool {
-        self.machines.iter().any(|machine| machine.state == "changed")
+    pub fn differs_from_plan(&self) -> bool {
+        self.machines.iter().any(|machine| matches!(machine.state, "changed" | "incomplete"))
     }
 
     /// Whether a machine could not be read.
@@ -330,9 +330,10 @@ fn verify_report(machine: &VerifiedMachine, has_ended: bool) -> MachineVerifyRep
         start_time: placed.start_time,
         name: placed.name.clone(),
         parts: placed.parts.iter().map(Into::into).collect(),
-        state: match now {
-            Some(now) if now.is_as_planned() => "as_planned",
-            Some(_) => "changed",
+        state: match now.as_ref().map(PresentPlacement::state) {
+            Some(PlacementState::AsPlanned) => "as_planned",
+            Some(PlacementState::Incomplete) => "incomplete",
+            Some(PlacementState::Changed) => "changed",
             None if has_ended => "ended",
             None => "unreadable",
         },
