@@ -21,6 +21,7 @@ use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::{Bytes, ProcessId, Reading, count_text};
 use pagefold_census::ProcessSelection;
 use pagefold_host::action::Action;
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
 use pagefold_host::{Host, elapsed_since, memory_headroom, observe, parse};
@@ -334,8 +335,9 @@ impl<'h> PlacementKeeper<'h> {
         contents: &KnownContents,
         resting: &BTreeSet<ProcessId>,
     ) -> Result<PlannedMoves, Box<dyn std::error::Error>> {
-        let mut map = map::read_map(self.host, selection)?;
-        map::add_other_machines(self.host, &mut map, None)?;
+        let monitors = Some(MonitorAccess::Socket);
+        let (mut map, _) = map::read_map_and_frames(self.host, selection, monitors)?;
+        map::add_other_machines(self.host, &mut map, monitors)?;
         let kept = apply::read_kept_cpus(self.host, &self.directory)?;
         apply::restore_permitted_cpus(&mut map, &kept);
         placement_record::mark_placed(self.host, &self.directory, &mut map)?;

@@ -175,16 +175,24 @@ fn cpu_share_per_page(placement: &ProcessPlacement, uptime_ticks: &Reading<u64>)
     cpus.min(threads().count() as f64) / (placement.pages.resident().0 as f64).max(1.0)
 }
 
+/// Whether each virtual node can be placed on its own: its memory and a thread of its vCPUs are known. Otherwise memory would
+/// be divided among nodes while the threads that read it may run on all of them. vCPUs that may be plugged later have no
+/// threads yet.
+fn has_parts(placement: &ProcessPlacement, threads: &[ThreadPlacement]) -> bool {
+    let is_known = |node: &VirtualNodePlacement| {
+        node.pages.is_some() && threads::vcpu_threads(threads, &node.node).next().is_some()
+    };
+    placement.virtual_nodes.len() > 1 && placement.virtual_nodes.iter().all(is_known)
+}
+
 fn planned_vm(placement: &ProcessPlacement, topology: &Topology, page_size: PageSize, hotness: f64) -> PlannedVm {
     let threads = placement.threads.as_deref().unwrap_or_default();
-    let has_parts = placement.virtual_nodes.len() > 1
-        && placement.virtual_nodes.iter().all(|node| node.pages.is_some() && !node.node.vcpus.is_empty());
-    let parts = if has_parts {
+    let parts = if has_parts(placement, threads) {
         let part = |node: &VirtualNodePlacement| {
             let vcpus: Vec<&ThreadPlacement> = threads::vcpu_threads(threads, &node.node).collect();
             let part = planned_part(topology, &vcpus, &node.pages.clone().unwrap_or_default(), hotness);
             let part = PlannedPart { bound_nodes: node.node.bound_nodes().cloned(), ..part };
-            // Threads without names of vCPUs are not found.
+            // vCPUs that may be plugged later have no threads yet.
             PlannedPart { vcpus: part.vcpus.max(node.node.vcpus.iter().count() as f64), ..part }
         };
         let mut parts: Vec<PlannedPart> = placement.virtual_nodes.iter().map(part).collect();
@@ -293,12 +301,28 @@ mod tests {
     use pagefold_base::process::Process;
     use pagefold_base::{Absent, Pid, ProcessId};
 
-    /// The plan's view of a machine on a host with four nodes, by the command line of QEMU. Each virtual node has pages.
+    /// The plan's view of a machine on a host with four nodes, by the command line of QEMU. Each virtual node has pages, and
+    /// the threads of the virtual CPUs 0 and 1 are known.
     fn vm(command: &str) -> PlannedVm {
-        vm_with_threads(command, Err(Absent::Denied))
+        vm_with_threads(command, Ok(named_threads(&["qemu-system-x86", "CPU 0/KVM", "CPU 1/KVM"])))
     }
 
-    /// As [`vm`], with threads. Each node has two CPUs.
+    /// Threads with these names that may run anywhere.
+    fn named_threads(names: &[&str]) -> Vec<ThreadPlacement> {
+        let cpus: IdSet = "0-7".parse().unwrap();
+        let thread = |(tid, name): (u32, &&str)| ThreadPlacement {
+            tid: Pid(tid),
+            start_time: 1,
+            role: ThreadRole::from_thread_name(name),
+            last_cpu: 0,
+            allowed_cpus: cpus.clone(),
+            permitted_cpus: cpus.clone(),
+            cpu_ticks: 1,
+        };
+        (1..).zip(names).map(thread).collect()
+    }
+
+    /// As [`vm`], with other threads. Each node has two CPUs.
     fn vm_with_threads(command: &str, threads: Reading<Vec<ThreadPlacement>>) -> PlannedVm {
         let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
         let node = |id| NumaNode {
@@ -351,19 +375,12 @@ mod tests {
 
     #[test]
     fn affinity_of_virtual_cpus_permits_nodes_and_that_of_other_threads_does_not_matter() {
-        let thread = |(tid, name, cpus): (u32, &str, &str)| ThreadPlacement {
-            tid: Pid(tid),
-            start_time: 1,
-            role: ThreadRole::from_thread_name(name),
-            last_cpu: 0,
-            allowed_cpus: cpus.parse().unwrap(),
-            permitted_cpus: cpus.parse().unwrap(),
-            cpu_ticks: 1,
-        };
         let with_cpus = |command: &str, cpus: [&str; 3]| {
-            let names = ["qemu-system-x86", "CPU 0/KVM", "CPU 1/KVM"];
-            let threads = (1..).zip(names).zip(cpus).map(|((tid, name), cpus)| thread((tid, name, cpus)));
-            vm_with_threads(command, Ok(threads.collect()))
+            let mut threads = named_threads(&["qemu-system-x86", "CPU 0/KVM", "CPU 1/KVM"]);
+            for (thread, cpus) in threads.iter_mut().zip(cpus) {
+                (thread.allowed_cpus, thread.permitted_cpus) = (cpus.parse().unwrap(), cpus.parse().unwrap());
+            }
+            vm_with_threads(command, Ok(threads))
         };
         let permitted = |vm: &PlannedVm| -> Vec<Vec<u32>> {
             vm.parts.iter().map(|part| (0..4).filter(|&node| vm.permits(part, node)).collect()).collect()
@@ -382,6 +399,18 @@ mod tests {
         let numa = "-numa node,cpus=0,memdev=a -numa node,cpus=1,memdev=b";
         let split = with_cpus(&format!("qemu-system-x86_64 {}{}{numa}", ram("a"), ram("b")), ["0-7", "0", "2"]);
         assert_eq!((permitted(&split), split.fixed), (vec![vec![0], vec![1]], false));
+    }
+
+    #[test]
+    fn machine_is_planned_by_virtual_nodes_only_if_threads_of_their_vcpus_are_known() {
+        let ram = |id: &str| format!("-object memory-backend-ram,id={id},size=1M ");
+        let numa = "-smp 2,maxcpus=4 -numa node,cpus=0,cpus=2,memdev=a -numa node,cpus=1,cpus=3,memdev=b";
+        let command = format!("qemu-system-x86_64 {}{}{numa}", ram("a"), ram("b"));
+        let parts = |names: &[&str]| vm_with_threads(&command, Ok(named_threads(names))).parts.len();
+        assert_eq!(parts(&["qemu-system-x86", "CPU 0/KVM", "CPU 1/KVM"]), 2, "vCPUs 2 and 3 are not plugged");
+        assert_eq!(parts(&["qemu-system-x86"; 3]), 1, "QEMU has not named its threads");
+        assert_eq!(parts(&["qemu-system-x86", "CPU 0/TCG"]), 1, "one thread runs all vCPUs");
+        assert_eq!(vm_with_threads(&command, Err(Absent::Denied)).parts.len(), 1, "threads cannot be read");
     }
 
     fn bound_nodes(vm: &PlannedVm) -> Vec<Option<String>> {

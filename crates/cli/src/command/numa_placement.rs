@@ -346,7 +346,7 @@ fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> a
     if record.machines.is_empty() {
         return Ok(report(&[], BTreeMap::new(), &[]));
     }
-    let map = read_map(host, &ProcessOptions::default(), None, global)?;
+    let map = read_map(host, &ProcessOptions::default(), Some(MonitorAccess::Socket), global)?;
     let machines: Vec<(VerifiedMachine, bool)> = placement_record::verify_machines(&map, record.machines)
         .into_iter()
         .map(|machine| {

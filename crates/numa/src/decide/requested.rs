@@ -37,7 +37,7 @@ pub enum RequestError {
 
 fn describe(nodes: &[u32]) -> String {
     match nodes {
-        [] => "no virtual nodes whose memory is known".to_owned(),
+        [] => "no virtual nodes whose memory and vCPUs are known".to_owned(),
         nodes => format!("virtual nodes {}", nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")),
     }
 }
@@ -243,7 +243,9 @@ mod tests {
         check(
             "0=1",
             &[],
-            Err("the machine has no virtual nodes whose memory is known, and the request names virtual nodes 0"),
+            Err(
+                "the machine has no virtual nodes whose memory and vCPUs are known, and the request names virtual nodes 0",
+            ),
         );
         check("0=1,0=2", &[0], Err("virtual node 0 is named twice"));
         for text in ["", "x", "0=", "=1", "0=1,", "0:1", "-1"] {

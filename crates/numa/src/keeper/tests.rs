@@ -185,6 +185,20 @@ fn machine_that_arrives_is_placed_once_it_has_settled() {
 }
 
 #[test]
+fn monitors_are_asked_for_each_plan() {
+    let fake = host_with_remote_machine(MANY_PAGES);
+    start_machine(&fake, 8, 100, "2-3");
+    let asked = AtomicU64::new(0);
+    let host = FaultyHost::new(&fake, |path| {
+        asked.fetch_add(u64::from(path.ends_with("#qemu_monitor")), Ordering::Relaxed);
+        None
+    });
+    let reports = run_checks(&host, 4);
+    assert_eq!(plan_results(&reports).len(), 1, "{reports:?}");
+    assert_eq!(asked.load(Ordering::Relaxed), 2, "each machine once");
+}
+
+#[test]
 fn progress_of_a_placement_is_reported() {
     let reports = run_checks(&host_with_remote_machine(MANY_PAGES), 2);
     let activities: Vec<String> = reports.iter().map(|report| report.activity.describe()).collect();
