@@ -141,12 +141,14 @@ impl MachineTarget {
 }
 
 /// Limits of a placement.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ApplyLimits {
     /// Bytes that may be moved in a second, on average, with a credit of one batch at most.
     pub bandwidth: Option<Bytes>,
     /// The share of each node's memory that stays free.
     pub headroom_share: f64,
+    /// Memory of each node that stays free besides, for machines that are bound there.
+    pub reserved: BTreeMap<u32, Bytes>,
 }
 
 /// Receives how far a placement is after each batch: the machine of the batch, and the bytes of all machines that have
@@ -709,9 +711,11 @@ impl Placer<'_, '_> {
         }
     }
 
-    /// The memory that may be moved to each node: what is free or holds pages of files, less the headroom.
+    /// The memory that may be moved to each node: what is free or holds pages of files, less the headroom and what is
+    /// reserved.
     fn read_room(&self) -> Reading<BTreeMap<u32, Bytes>> {
-        let topology = Topology::read(self.sessions.memory.host())?;
+        let mut topology = Topology::read(self.sessions.memory.host())?;
+        topology.reserve(&self.limits.reserved);
         let room = |memory: crate::topology::NodeMemory| memory.room(self.limits.headroom_share);
         Ok(topology.nodes.into_iter().filter_map(|(id, node)| Some((id, room(node.memory.ok()?)))).collect())
     }

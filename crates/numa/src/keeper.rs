@@ -381,6 +381,7 @@ impl<'h> PlacementKeeper<'h> {
         let limits = ApplyLimits {
             bandwidth: Some(self.settings.bandwidth),
             headroom_share: self.settings.limits.headroom_share,
+            reserved: planned.map.topology.reserved(),
         };
         let planned_bytes = prepared.iter().map(PreparedMachine::planned_bytes).sum();
         let mut report_progress = |machine: usize, moved: Bytes| {

@@ -7,6 +7,7 @@
 //! backends have no memory in the map.
 
 use crate::apply::PartNodes;
+use crate::decide::bound_memory;
 use crate::decide::frame_sharing::{self, FrameOwners};
 use crate::decide::plan::PlannedVm;
 use crate::decide::requested::{self, ForbiddenNode};
@@ -19,7 +20,7 @@ use pagefold_base::identity::virtual_nodes::{self, VirtualNode};
 use pagefold_base::libvirt::LibvirtDomain;
 use pagefold_base::process::{Process, USER_HZ};
 use pagefold_base::region::Region;
-use pagefold_base::{Absent, IdSet, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, Bytes, IdSet, Pages, Pfn, Pid, ProcessId, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::observe::NumaNodes;
@@ -60,6 +61,8 @@ pub struct ProcessPlacement {
     pub allowed_nodes: Reading<IdSet>,
     /// The nodes to which memory backends are strictly bound that belong to no virtual node; `None` if there are none.
     pub bound_nodes: Option<IdSet>,
+    /// Memory of strictly bound backends that it has not touched yet, by node.
+    pub untouched_bound: BTreeMap<u32, Bytes>,
     /// The domain of libvirt that the process runs, if it runs one.
     pub libvirt: Option<LibvirtDomain>,
     /// Whether Pagefold has placed it in this boot ([`crate::placement_record::mark_placed`]).
@@ -75,6 +78,11 @@ pub struct ProcessPlacement {
 }
 
 impl ProcessPlacement {
+    /// Whether it is a virtual machine with a memory backend that is strictly bound to nodes, by its command line.
+    fn has_bound_backend(&self) -> bool {
+        self.bound_nodes.is_some() || self.virtual_nodes.iter().any(|node| node.node.bound_nodes().is_some())
+    }
+
     /// The nodes that the machine may not use now, of those on which its parts are to be. `vm` is the machine in the
     /// problem.
     pub fn forbidden_nodes(&self, vm: &PlannedVm, parts: &[PartNodes]) -> Vec<ForbiddenNode> {
@@ -139,7 +147,7 @@ pub fn read_map_and_frames(
     monitors: Option<MonitorAccess>,
 ) -> Result<(NumaMap, Vec<FrameReader>), MapError> {
     let unreadable = |source| MapError::Nodes { host: host.describe(), source };
-    let topology = Topology::read(host).map_err(unreadable)?;
+    let mut topology = Topology::read(host).map_err(unreadable)?;
     let frame_nodes = NumaNodes::read(host).map_err(unreadable)?;
     let reader = PageNodeReader::new(host, &frame_nodes);
     // Without root there are no page tables either.
@@ -155,6 +163,7 @@ pub fn read_map_and_frames(
         (placement, FrameReader { node, frames })
     };
     let (processes, readers): (Vec<ProcessPlacement>, Vec<FrameReader>) = found.into_iter().map(with_reader).unzip();
+    processes.iter().for_each(|placement| topology.reserve(&placement.untouched_bound));
     let merged = decide::merged_frames(&readers, |frame| frame_nodes.node_of_frame(frame));
     let map = NumaMap {
         topology,
@@ -179,14 +188,18 @@ pub fn add_other_machines(host: &dyn Host, map: &mut NumaMap, monitors: Option<M
         if process.identity.vm.is_none() || mapped.contains(&process.id) {
             return Ok(None);
         }
-        let placement = read_placement_without_memory(host, &domains, handle, process);
-        // Of these, only the virtual CPUs matter.
+        let mut placement = read_placement_without_memory(host, &domains, handle, process);
+        // Of these, only the virtual CPUs matter, and memory that they will take.
         placement.threads.clone()?;
+        if placement.has_bound_backend() {
+            placement.untouched_bound = read_untouched_bound(handle, &observe::regions(handle)?);
+        }
         Ok(Some(placement))
     })?;
     let known: BTreeSet<Pid> = map.unscanned.iter().map(|process| process.pid).collect();
     map.unscanned.extend(unscanned.into_iter().filter(|process| !known.contains(&process.pid)));
     map.other_machines = found.into_iter().flatten().collect();
+    map.other_machines.iter().for_each(|placement| map.topology.reserve(&placement.untouched_bound));
     machine::add_machine_facts(host, &mut map.other_machines.iter_mut().collect::<Vec<_>>(), monitors);
     Ok(())
 }
@@ -227,7 +240,16 @@ fn read_process(
     for node in &mut placement.virtual_nodes {
         node.pages = pages_by_virtual_node.remove(&node.node.id);
     }
+    if placement.has_bound_backend() {
+        placement.untouched_bound = read_untouched_bound(handle, &regions);
+    }
     Ok((placement, frames))
+}
+
+/// Where policies cannot be read, no memory counts as bound.
+fn read_untouched_bound(handle: &dyn ProcessHandle, regions: &[Region]) -> BTreeMap<u32, Bytes> {
+    let policies = parse::memory_policies(&handle.read("numa_maps").unwrap_or_default());
+    bound_memory::untouched_bound_memory(regions, &policies)
 }
 
 fn read_placement_without_memory(
@@ -251,6 +273,7 @@ fn read_placement_without_memory(
         threads: threads::read_threads(host, handle, is_vm),
         allowed_nodes: handle.read("status").and_then(|bytes| parse::status(&bytes).allowed_nodes),
         bound_nodes,
+        untouched_bound: BTreeMap::new(),
         libvirt: domains.iter().find(runs_domain).cloned(),
         is_placed: false,
         machine: None,

@@ -339,6 +339,7 @@ mod tests {
             process: Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied),
             pages: pages(),
             bound_nodes: virtual_nodes::other_bound_nodes(&arguments, &nodes),
+            untouched_bound: BTreeMap::new(),
             virtual_nodes: nodes
                 .into_iter()
                 .map(|node| VirtualNodePlacement { node, pages: Some(pages()), cost: None })
@@ -361,7 +362,12 @@ mod tests {
         let memory = |pages| page_size.bytes_of(Pages(pages));
         let mut node = NumaNode {
             cpus: "0-3".parse().unwrap(),
-            memory: Ok(NodeMemory { total: memory(1000), free: memory(300), file_cache: memory(100) }),
+            memory: Ok(NodeMemory {
+                total: memory(1000),
+                free: memory(350),
+                file_cache: memory(100),
+                reserved: memory(50),
+            }),
             free_hugetlb: Ok(memory(512)),
             distances: BTreeMap::new(),
         };

@@ -36,13 +36,16 @@ pub struct NodeMemory {
     pub free: Bytes,
     /// Pages of files, most of which the kernel gives up when memory is needed: `Active(file):` and `Inactive(file):`.
     pub file_cache: Bytes,
+    /// Memory that machines are bound to there and have not touched yet ([`Topology::reserve`]).
+    pub reserved: Bytes,
 }
 
 impl NodeMemory {
-    /// What may be used: free memory and pages of files, without a share of the node's memory that stays free.
+    /// What may be used: free memory and pages of files, without what is reserved and a share of the node's memory that
+    /// stays free.
     pub fn room(&self, headroom_share: f64) -> Bytes {
-        let headroom = (self.total.0 as f64 * headroom_share) as u64;
-        Bytes((self.free + self.file_cache).0.saturating_sub(headroom))
+        let headroom = Bytes((self.total.0 as f64 * headroom_share) as u64);
+        (self.free + self.file_cache).saturating_sub(headroom + self.reserved)
     }
 }
 
@@ -69,7 +72,7 @@ impl Topology {
         if ids.is_empty() {
             let cpus = read_ids(host, "sys/devices/system/cpu/online").unwrap_or_default();
             let memory = pagefold_host::observe::memory(host).and_then(|memory| {
-                Ok(NodeMemory { total: memory.total?, free: memory.free?, file_cache: Bytes::ZERO })
+                Ok(NodeMemory { total: memory.total?, free: memory.free?, ..NodeMemory::default() })
             });
             let free_hugetlb = read_free_hugetlb(host, "sys/kernel/mm/hugepages");
             let node = NumaNode { cpus, memory, free_hugetlb, distances: [(0, LOCAL_DISTANCE)].into() };
@@ -77,6 +80,21 @@ impl Topology {
         }
         let nodes = ids.iter().map(|&id| Ok((id, read_node(host, id, &ids)?))).collect::<Reading<_>>()?;
         Ok(Self { nodes })
+    }
+
+    /// Keeps memory of nodes for machines that are bound there.
+    pub fn reserve(&mut self, bytes_by_node: &BTreeMap<u32, Bytes>) {
+        for (node, &bytes) in bytes_by_node {
+            if let Some(Ok(memory)) = self.nodes.get_mut(node).map(|node| &mut node.memory) {
+                memory.reserved += bytes;
+            }
+        }
+    }
+
+    /// What is reserved on each node.
+    pub fn reserved(&self) -> BTreeMap<u32, Bytes> {
+        let reserved = |(&id, node): (&u32, &NumaNode)| Some((id, node.memory.as_ref().ok()?.reserved));
+        self.nodes.iter().filter_map(reserved).collect()
     }
 
     /// The node of a CPU.
@@ -145,7 +163,7 @@ fn parse_node_memory(bytes: &[u8]) -> Reading<NodeMemory> {
     };
     let cache = |name: &str| field(name).unwrap_or_default();
     let file_cache = cache("Active(file):") + cache("Inactive(file):");
-    Ok(NodeMemory { total: field("MemTotal:")?, free: field("MemFree:")?, file_cache })
+    Ok(NodeMemory { total: field("MemTotal:")?, free: field("MemFree:")?, file_cache, reserved: Bytes::ZERO })
 }
 
 #[cfg(test)]
@@ -171,12 +189,26 @@ mod tests {
         assert_eq!(topology.nodes.keys().copied().collect::<Vec<_>>(), [0, 2, 10]);
         assert_eq!(
             topology.nodes[&2].memory,
-            Ok(NodeMemory { total: Bytes(2_048_000), free: Bytes(1_024_000), file_cache: Bytes::ZERO })
+            Ok(NodeMemory { total: Bytes(2_048_000), free: Bytes(1_024_000), ..NodeMemory::default() })
         );
         assert_eq!((topology.distance(0, 10), topology.distance(10, 0), topology.distance(2, 2)), (31, 31, 10));
         assert_eq!(topology.distance(0, 9), REMOTE_DISTANCE, "an unknown node");
         assert_eq!([4, 3, 9].map(|cpu| topology.node_of_cpu(cpu)), [Some(0), Some(2), None]);
         assert_eq!(topology.nodes_of_cpus(&"1-2".parse().unwrap()).to_string(), "0,2");
+    }
+
+    #[test]
+    fn room_leaves_headroom_and_what_is_reserved() {
+        let host = FakeHost::booted();
+        (0..2).for_each(|id| put_node(&host, id, "", 1000, "10 20"));
+        let mut topology = Topology::read(&host).unwrap();
+        topology.reserve(&[(1, Bytes::from_kib(100)), (7, Bytes::from_kib(1))].into());
+        topology.reserve(&[(1, Bytes::from_kib(50))].into());
+        assert_eq!(topology.reserved(), [(0, Bytes::ZERO), (1, Bytes::from_kib(150))].into());
+        let room = |id: u32, headroom| topology.nodes[&id].memory.as_ref().unwrap().room(headroom);
+        // 500 KiB are free.
+        assert_eq!([room(0, 0.1), room(1, 0.1)], [400, 250].map(Bytes::from_kib));
+        assert_eq!(room(1, 0.4), Bytes::ZERO);
     }
 
     #[test]

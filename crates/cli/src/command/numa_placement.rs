@@ -152,7 +152,12 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
     let mut report = NumaApplyReport::planned(host.describe(), host.page_size(), &map, &machines, crowded, &hotness);
     if let Some(sessions) = sessions.filter(|_| !machines.is_empty()) {
         let prepared: Vec<PreparedMachine> = machines.into_iter().map(|(_, prepared, _)| prepared).collect();
-        report = carry_out(sessions, (&prepared, placed), options, global, &stop, report)?;
+        let limits = ApplyLimits {
+            bandwidth: options.bandwidth,
+            headroom_share: options.plan.headroom,
+            reserved: map.topology.reserved(),
+        };
+        report = carry_out(sessions, (&prepared, placed), (options, limits), global, &stop, report)?;
     }
     report.seconds = started.elapsed().as_secs_f64();
     if options.json {
@@ -267,13 +272,12 @@ fn pages_to_move(vm: &plan::PlannedVm, pattern: &Pattern) -> u64 {
 fn carry_out(
     mut sessions: PlacementSessions<'_>,
     (prepared, placed): (&[PreparedMachine], Vec<PlacedMachine>),
-    options: &ApplyArguments,
+    (options, limits): (&ApplyArguments, ApplyLimits),
     global: &GlobalOptions,
     stop: &AtomicBool,
     report: NumaApplyReport,
 ) -> anyhow::Result<NumaApplyReport> {
     let host = sessions.memory.host();
-    let limits = ApplyLimits { bandwidth: options.bandwidth, headroom_share: options.plan.headroom };
     let boot = session::read_boot_id(host).map_err(|why| explain_unreadable_boot(&why))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;

@@ -67,7 +67,7 @@ fn machines() -> Vec<PreparedMachine> {
     vec![machine(7), machine(17)]
 }
 
-const LIMITS: ApplyLimits = ApplyLimits { bandwidth: None, headroom_share: 0.05 };
+const LIMITS: ApplyLimits = ApplyLimits { bandwidth: None, headroom_share: 0.05, reserved: BTreeMap::new() };
 
 /// The CPUs of all threads, the nodes of all pages, and the memory policies.
 fn state(host: &FakeHost) -> (Vec<String>, Vec<Vec<Option<u32>>>, Vec<String>) {
@@ -339,6 +339,17 @@ fn node_without_room_is_named() {
     assert!(outcome.machines.iter().all(|machine| machine.moved_pages == Pages::ZERO));
     assert!(outcome.machines.iter().all(|machine| machine.kept_pages.values().eq([&Pages(8)])), "{outcome:?}");
     assert_eq!(state(&host).0, ["0-3"; 4], "threads stay with their memory");
+}
+
+#[test]
+fn memory_that_is_reserved_for_bound_machines_is_no_room() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    // 900,000 KiB are free. The headroom is 50,000 KiB, and a batch has 16 KiB.
+    let limits = ApplyLimits { reserved: [(1, Bytes::from_kib(849_980))].into(), ..LIMITS };
+    let outcome = place(&host, directory.path(), limits).unwrap();
+    let moved: Vec<Pages> = outcome.machines.iter().map(|machine| machine.moved_pages).collect();
+    assert_eq!(moved, [Pages(4), Pages::ZERO], "{outcome:?}");
+    assert_eq!(outcome.machines[1].failure.as_deref(), Some("node 1 has no room for it"));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Pure figures of a placement: remote accesses, and the readers of merged frames.
 
 pub mod balancing;
+pub mod bound_memory;
 pub mod content_overlap;
 pub mod frame_sharing;
 pub mod keeper;
