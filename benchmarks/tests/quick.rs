@@ -118,7 +118,7 @@ fn quick_predictions_stand_beside_the_real_ksmd() {
     // The last sample of a policy, measured or modeled: saved pages.
     let saved = |policy: &str, source: &str| -> f64 {
         let of_both = |line: &&str| line.starts_with(&format!("program,1,{policy},{source},"));
-        let last = samples.lines().filter(of_both).last().unwrap_or_else(|| panic!("no {policy} {source}: {samples}"));
+        let last = samples.lines().rfind(of_both).unwrap_or_else(|| panic!("no {policy} {source}: {samples}"));
         last.split(',').nth(5).unwrap().parse().unwrap()
     };
     // Flat out, all duplicates of two idle databases are merged within the time.

@@ -364,10 +364,8 @@ pub fn judge_trials(trials: &[PredictionTrial]) -> Findings {
         measured: measured(saved),
         met: saved.max <= MAX_SAVED_ERROR,
     });
-    let times: [(&str, fn(PredictionErrors) -> f64); 2] =
-        [("time to 90 % of the savings", |errors| errors.time), ("CPU time of ksmd", |errors| errors.cpu)];
-    for (name, error) in times {
-        let errors = spread(error);
+    let times = spread(|errors| errors.time);
+    for (name, errors) in [("time to 90 % of the savings", times), ("CPU time of ksmd", spread(|errors| errors.cpu))] {
         findings.checks.push(ThresholdCheck {
             claim: format!(
                 "{name} within {:.0} % at the median and {:.0} % at worst",
