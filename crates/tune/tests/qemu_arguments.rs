@@ -132,7 +132,7 @@ fn qemu_starts_with_each_changed_command_line() {
     let mut cases = vec![queues];
     match Path::new("/dev/vhost-net").exists() {
         true => cases.push(VmOption::VhostNet { network: "net".to_owned() }),
-        false => println!("skipped: /dev/vhost-net is needed"),
+        false => println!("skipped: this kernel has no /dev/vhost-net"),
     }
     for option in cases {
         let arguments = changed(directory.path(), NETWORK, &option);
