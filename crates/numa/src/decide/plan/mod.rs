@@ -42,13 +42,6 @@ const MEMORY_OVERLOAD_COST: f64 = 1000.0;
 /// The cost of a virtual CPU above the capacity of a node, relative to the mean pages of a virtual CPU.
 const CPU_OVERLOAD_COST: f64 = 100.0;
 
-/// A node is crowded if it runs more than its even share of all virtual CPUs by this factor, which is room for machines
-/// that do not divide evenly.
-const EVEN_SHARE_SLACK: f64 = 1.1;
-
-/// Even shares, relative to the capacities of nodes, that do not matter, because the capacities spread the machines already.
-const EVEN_SHARES_OF_FULL_HOST: std::ops::RangeInclusive<f64> = 0.8..=1.0;
-
 /// Base pages of a hugetlb page of 2 MiB.
 const PAGES_PER_HUGETLB_PAGE: f64 = 512.0;
 
@@ -608,6 +601,8 @@ struct LoadCosts {
     crowded_vcpu: f64,
     /// The even share of a node, relative to its capacity of virtual CPUs.
     even_share: f64,
+    /// How far a node may be above its even share, because parts do not divide evenly.
+    uneven_vcpus: f64,
 }
 
 impl LoadCosts {
@@ -619,20 +614,23 @@ impl LoadCosts {
         let unit = problem.prices.unit();
         let vcpu = unit * CPU_OVERLOAD_COST * (pages / vcpus.max(1.0)).max(1.0);
         let page = unit * MEMORY_OVERLOAD_COST;
-        let even_share = EVEN_SHARE_SLACK * host_load(problem).vcpus / host_capacity(problem).vcpus.max(1e-9);
-        let is_full = EVEN_SHARES_OF_FULL_HOST.contains(&even_share);
-        Self {
+        let even_share = host_load(problem).vcpus / host_capacity(problem).vcpus.max(1e-9);
+        let costs = Self {
             vcpu,
             page,
             hugetlb_page: page.max(vcpu * vcpus / PAGES_PER_HUGETLB_PAGE),
-            crowded_vcpu: if is_full { 0.0 } else { problem.prices.crowded_vcpu },
+            crowded_vcpu: problem.prices.crowded_vcpu,
             even_share,
-        }
+            uneven_vcpus: uneven_vcpus(problem, even_share),
+        };
+        // The capacities spread the machines of a host that is nearly full.
+        let is_bounded = even_share <= 1.0 && problem.nodes.iter().all(|node| costs.even_vcpus(node) >= node.vcpus);
+        Self { crowded_vcpu: if is_bounded { 0.0 } else { costs.crowded_vcpu }, ..costs }
     }
 
     /// The virtual CPUs of a node above which it is crowded.
     fn even_vcpus(self, node: &NodeCapacity) -> f64 {
-        self.even_share * node.vcpus
+        self.even_share * node.vcpus + self.uneven_vcpus
     }
 
     /// The cost of the load of a node.
@@ -644,6 +642,16 @@ impl LoadCosts {
     fn of_overload(self, overload: Load) -> f64 {
         self.vcpu * overload.vcpus + self.page * overload.pages + self.hugetlb_page * overload.hugetlb_pages
     }
+}
+
+/// By how much the load of a node is above the mean at most, if parts are put on nodes one after the other, each on the one
+/// with the least load: `(1 - 1 / nodes)` times the largest part (R. L. Graham, SIAM Journal on Applied Mathematics 17,
+/// 1969). Parts above the even share of each node need more wherever they are, and do not count.
+fn uneven_vcpus(problem: &PlacementProblem, even_share: f64) -> f64 {
+    let largest_share = problem.nodes.iter().map(|node| even_share * node.vcpus).fold(0.0, f64::max);
+    let parts = problem.vms.iter().flat_map(|vm| &vm.parts).map(|part| part.vcpus);
+    let largest = parts.filter(|&vcpus| vcpus <= largest_share + VCPU_TOLERANCE).fold(0.0, f64::max);
+    (1.0 - 1.0 / (problem.nodes.len() as f64).max(1.0)) * largest
 }
 
 /// The load above the capacity of nodes, if these columns are chosen.

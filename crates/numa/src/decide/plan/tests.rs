@@ -744,8 +744,8 @@ fn machines_leave_a_crowded_node_for_idle_ones() {
     let problem = equal_machines(4, 5.0, &[0]);
     let plan = plan_quickly(&problem);
     assert_eq!(planned_vcpus(&problem, &plan), [5.0; 4], "{plan:?}");
-    // Even shares are 5.5.
-    assert_eq!(plan.crowded_vcpus, (14.5, 0.0));
+    // Even shares are 5, and nodes may have three quarters of a machine more.
+    assert_eq!(plan.crowded_vcpus, (11.25, 0.0));
     let reasons: Vec<PlanReason> = plan.moves.iter().map(|planned| planned.reason).collect();
     assert_eq!(reasons.iter().filter(|&&reason| reason == PlanReason::LessCrowded).count(), 3, "{reasons:?}");
     assert!(plan.gain.crowding > 0.0 && plan.gain.net() > 0.0, "{:?}", plan.gain);
