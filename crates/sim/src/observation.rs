@@ -7,7 +7,7 @@ use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
 use crate::decide::rules::KernelVersion;
-use crate::decide::scenario::{DEFAULT_HZ, HostSpec};
+use crate::decide::scenario::{DEFAULT_HZ, HostSpec, invalid_distance};
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Fingerprint, PageClass, Reading};
 use pagefold_census::PageIndex;
@@ -81,7 +81,7 @@ pub fn observe_machines(
     let nodes = numa_nodes(host);
     let (numbers, numbered_contents) = number_contents(index);
     let cpus = observe::online_cpu_count(host).ok();
-    let spec = host_spec(host, nodes.len(), cpus.unwrap_or(1))?;
+    let spec = host_spec(host, &nodes, cpus.unwrap_or(1))?;
     let mut observation = Observation {
         host: ObservedHost {
             spec,
@@ -188,6 +188,26 @@ fn numa_nodes(host: &dyn Host) -> Vec<u32> {
     host.read("sys/devices/system/node/has_memory").and_then(|list| parse::number_list(&list)).unwrap_or_default()
 }
 
+/// The nodes of a scenario at most.
+const MAX_NODES: usize = 64;
+
+/// The distances between these nodes; `None` for a host with one of them, and where they are not known or not those of a
+/// scenario. A file has one for each node that is online, in ascending order (drivers/base/node.c, `distance_show`).
+fn node_distances(host: &dyn Host, nodes: &[u32]) -> Option<Vec<Vec<u8>>> {
+    let nodes = &nodes[..nodes.len().min(MAX_NODES)];
+    let online: Vec<u32> = parse::number_list(&host.read("sys/devices/system/node/online").ok()?).ok()?;
+    let columns: Vec<usize> =
+        nodes.iter().map(|node| online.iter().position(|known| known == node)).collect::<Option<_>>()?;
+    let row = |node: &u32| -> Option<Vec<u8>> {
+        let text = host.read(&format!("sys/devices/system/node/node{node}/distance")).ok()?;
+        let text = String::from_utf8_lossy(&text).into_owned();
+        let all: Vec<u8> = text.split_whitespace().map(|word| word.parse().ok()).collect::<Option<_>>()?;
+        columns.iter().map(|&column| all.get(column).copied()).collect()
+    };
+    let distances: Vec<Vec<u8>> = nodes.iter().map(row).collect::<Option<_>>()?;
+    Some(distances).filter(|distances| distances.len() > 1 && invalid_distance(distances).is_none())
+}
+
 /// The position of the one node to which the memory of a process is bound.
 fn bound_node(host: &dyn Host, process: &Process, nodes: &[u32]) -> Option<u8> {
     let handle = hold(host, process.id).ok()?;
@@ -197,7 +217,7 @@ fn bound_node(host: &dyn Host, process: &Process, nodes: &[u32]) -> Option<u8> {
 }
 
 /// The host; `used_pages` is all that is not available.
-fn host_spec(host: &dyn Host, nodes: usize, cpus: usize) -> Result<HostSpec, ObservationError> {
+fn host_spec(host: &dyn Host, nodes: &[u32], cpus: usize) -> Result<HostSpec, ObservationError> {
     let describe = || host.describe();
     let bytes = host.page_size().bytes();
     if bytes != PAGE_BYTES.cast_unsigned() {
@@ -213,7 +233,8 @@ fn host_spec(host: &dyn Host, nodes: usize, cpus: usize) -> Result<HostSpec, Obs
         memory_pages: total.0 / bytes,
         used_pages: total.0.saturating_sub(available.0) / bytes,
         cpus: u32::try_from(cpus).unwrap_or(u32::MAX),
-        nodes: u8::try_from(nodes.clamp(1, 64)).unwrap_or(1),
+        nodes: u8::try_from(nodes.len().clamp(1, MAX_NODES)).unwrap_or(1),
+        distances: node_distances(host, nodes).unwrap_or_default(),
         kernel: kernel.ok_or_else(|| ObservationError::Kernel { host: host.describe(), release })?,
         hz: timer_hz(host),
         ksmd_cpu_ms: ksmd_cpu(host).map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
@@ -280,6 +301,7 @@ fn ksm_settings(host: &dyn Host) -> KsmSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_host::fake_host::FakeHost;
 
     #[test]
     fn ticks_a_second_follow_from_their_count() {
@@ -291,6 +313,24 @@ mod tests {
         assert_eq!(list("60000000000", "4294727296"), Some(1000));
         assert_eq!(list("300500000000", "4294967421"), None, "too near");
         assert_eq!([list("4293861089021", "x"), hz_of_timer_list("")], [None, None]);
+    }
+
+    #[test]
+    fn distances_are_those_of_the_nodes_with_memory() {
+        let host = FakeHost::booted();
+        let put = |file: &str, text: &str| host.put_file(&format!("sys/devices/system/node/{file}"), text);
+        put("online", "0-2,10\n");
+        put("node0/distance", "10 21 31 40\n");
+        put("node2/distance", "31 17 10 21\n");
+        put("node10/distance", "40 99 22 10\n");
+        let expected = vec![vec![10, 31, 40], vec![31, 10, 21], vec![40, 22, 10]];
+        assert_eq!(node_distances(&host, &[0, 2, 10]), Some(expected));
+        assert_eq!(node_distances(&host, &[0]), None, "one node");
+        assert_eq!(node_distances(&host, &[0, 1]), None, "node 1 has no file");
+        put("node2/distance", "9 17 10 21\n");
+        assert_eq!(node_distances(&host, &[0, 2]), None, "no scenario has a distance of 9");
+        put("node2/distance", "31 17\n");
+        assert_eq!(node_distances(&host, &[0, 2]), None, "a row is too short");
     }
 
     #[test]

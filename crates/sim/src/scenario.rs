@@ -4,8 +4,8 @@ use crate::decide::cost::{CostModel, Operation};
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{
-    Arrival, ContentKind, DEFAULT_HZ, HostSpec, MachineClass, PageCacheGrowth, Scenario, SharedSet, Template,
-    WriteClass, default_costs,
+    Arrival, ContentKind, DEFAULT_HZ, HostSpec, LOCAL_DISTANCE, MAX_DISTANCE, MachineClass, PageCacheGrowth, Scenario,
+    SharedSet, Template, WriteClass, default_costs, invalid_distance,
 };
 use serde::Deserialize;
 use std::fmt::Display;
@@ -92,6 +92,7 @@ struct HostText {
     used: Option<Spanned<String>>,
     cpus: Spanned<u32>,
     nodes: Option<Spanned<u32>>,
+    distances: Option<Spanned<Vec<Vec<u32>>>>,
     kernel: Spanned<String>,
     hz: Option<Spanned<u32>>,
     ksmd_cpu: Option<Spanned<String>>,
@@ -333,16 +334,44 @@ impl Checker<'_> {
         let kernel = KernelVersion::parse(text).ok_or_else(|| {
             self.refuse(&host.kernel, format!("kernel is \"{text}\""), "give a version such as \"6.12.54\"")
         })?;
+        let nodes = u8::try_from(self.optional("nodes", host.nodes.as_ref(), 1, 1..=64)?).unwrap_or(u8::MAX);
         Ok(HostSpec {
             memory_pages,
             used_pages,
             cpus: self.range("cpus", &host.cpus, 1..=8192)?,
-            nodes: u8::try_from(self.optional("nodes", host.nodes.as_ref(), 1, 1..=64)?).unwrap_or(u8::MAX),
+            nodes,
+            distances: host.distances.as_ref().map_or(Ok(Vec::new()), |written| self.distances(written, nodes))?,
             kernel,
             hz: self.optional("hz", host.hz.as_ref(), DEFAULT_HZ, 24..=10_000)?,
             ksmd_cpu_ms: host.ksmd_cpu.as_ref().map_or(Ok(0), |time| self.milliseconds("ksmd_cpu", time, 0))?,
             ksm: self.ksm(&host.ksm)?,
         })
+    }
+
+    /// The distances of all nodes to all nodes.
+    fn distances(&self, written: &Spanned<Vec<Vec<u32>>>, nodes: u8) -> Result<Vec<Vec<u8>>, ScenarioError> {
+        const MATRIX_REMEDY: &str =
+            "give a row for each node with its distance to each node, such as [[10, 21], [21, 10]]";
+        let rows = written.get_ref();
+        if rows.len() != usize::from(nodes) {
+            return Err(self.refuse(
+                written,
+                format!("distances has a length of {} for {nodes} nodes", rows.len()),
+                MATRIX_REMEDY,
+            ));
+        }
+        if let Some((node, row)) = rows.iter().enumerate().find(|(_, row)| row.len() != rows.len()) {
+            let problem = format!("row {node} of distances has a length of {} for {nodes} nodes", row.len());
+            return Err(self.refuse(written, problem, MATRIX_REMEDY));
+        }
+        let narrow = |&distance: &u32| u8::try_from(distance).unwrap_or(u8::MAX);
+        let distances: Vec<Vec<u8>> = rows.iter().map(|row| row.iter().map(narrow).collect()).collect();
+        let Some((from, to)) = invalid_distance(&distances) else { return Ok(distances) };
+        let remedy = match from == to {
+            true => format!("give {LOCAL_DISTANCE} for a node itself"),
+            false => format!("give {LOCAL_DISTANCE} to {MAX_DISTANCE}"),
+        };
+        Err(self.refuse(written, format!("the distance of node {from} to node {to} is {}", rows[from][to]), remedy))
     }
 
     fn ksm(&self, ksm: &KsmText) -> Result<KsmSettings, ScenarioError> {
@@ -639,6 +668,29 @@ count = 2
             "count = 2\nwave = 1",
             "line 17: wave needs every: give wave and every for waves, only per_hour for single arrivals, or none of them",
         );
+    }
+
+    #[test]
+    fn distances_are_a_square_of_the_nodes() {
+        let host = |keys: &str| {
+            let text = TWO_MACHINES_TEXT.replace("cpus = 2", &format!("cpus = 2\n{keys}"));
+            parse_scenario(&text).map(|scenario| scenario.host).map_err(|error| error.to_string())
+        };
+        let given = host("nodes = 3\ndistances = [[10, 12, 32], [12, 10, 254], [32, 11, 10]]").unwrap();
+        assert_eq!([given.distance(0, 2), given.distance(2, 1), given.distance(1, 1)], [32, 11, 10]);
+        let default = host("nodes = 3").unwrap();
+        assert_eq!([default.distance(0, 2), default.distance(2, 1), default.distance(1, 1)], [21, 21, 10]);
+        let whole = "give a row for each node with its distance to each node, such as [[10, 21], [21, 10]]";
+        let check = |distances: &str, expected: &str| {
+            let error = host(&format!("nodes = 2\ndistances = {distances}")).unwrap_err();
+            assert_eq!(error, format!("line 8: {expected}"));
+        };
+        check("[[10, 21]]", &format!("distances has a length of 1 for 2 nodes: {whole}"));
+        check("[[10, 21], [21]]", &format!("row 1 of distances has a length of 1 for 2 nodes: {whole}"));
+        check("[[10, 21], [21, 11]]", "the distance of node 1 to node 1 is 11: give 10 for a node itself");
+        check("[[10, 9], [21, 10]]", "the distance of node 0 to node 1 is 9: give 10 to 254");
+        check("[[10, 21], [255, 10]]", "the distance of node 1 to node 0 is 255: give 10 to 254");
+        check("[[10, 21], [2000, 10]]", "the distance of node 1 to node 0 is 2000: give 10 to 254");
     }
 
     #[test]

@@ -75,6 +75,9 @@ impl Text {
         self.key("used", memory(host.used_pages));
         self.key("cpus", host.cpus);
         self.key("nodes", host.nodes);
+        if !host.distances.is_empty() {
+            self.key("distances", format_args!("{:?}", host.distances));
+        }
         let kernel = host.kernel;
         self.key("kernel", format_args!("\"{}.{}.{}\"", kernel.major, kernel.minor, kernel.stable));
         self.key("hz", host.hz);

@@ -28,6 +28,7 @@ fn spec() -> HostSpec {
         used_pages: 10_000,
         cpus: 4,
         nodes: 1,
+        distances: Vec::new(),
         kernel: KernelVersion { major: 6, minor: 18, stable: 0 },
         hz: DEFAULT_HZ,
         ksmd_cpu_ms: 0,
@@ -123,6 +124,12 @@ fn text_of_the_host_is_parsed() {
     let memory = observe::memory(&host).unwrap();
     assert_eq!(memory.free, Ok(Bytes(((1 << 20) - used) * 4096)));
     assert_eq!(memory.anon, Ok(Bytes((used - 10_000) * 4096)));
+    let wide = HostSpec { nodes: 3, distances: vec![vec![10, 12, 32], vec![12, 10, 30], vec![33, 30, 10]], ..spec() };
+    let wide = SimulatedHost::new("three nodes", wide, default_costs());
+    let distances = |host: &dyn Host, node| host.read(&format!("sys/devices/system/node/node{node}/distance")).unwrap();
+    assert_eq!([0, 2].map(|node| distances(&wide, node)), [b"10 12 32\n", b"33 30 10\n"].map(|text| text.to_vec()));
+    let two = SimulatedHost::new("two nodes", HostSpec { nodes: 2, ..spec() }, default_costs());
+    assert_eq!(distances(&two, 1), b"21 10\n");
     let old = HostSpec { kernel: KernelVersion { major: 6, minor: 1, stable: 0 }, ..spec() };
     let old = observe::ksm(&SimulatedHost::new("old", old, default_costs())).unwrap();
     assert!(old.smart_scan.is_err() && old.advisor_mode.is_err() && old.ksm_zero_pages.is_err(), "{old:?}");

@@ -227,6 +227,7 @@ mod tests {
             used_pages: 0,
             cpus: 1,
             nodes: 1,
+            distances: Vec::new(),
             kernel: KernelVersion { major: 6, minor: 18, stable: 0 },
             hz: 1000,
             ksmd_cpu_ms: 0,

@@ -42,6 +42,8 @@ pub struct HostSpec {
     pub cpus: u32,
     /// Its NUMA nodes.
     pub nodes: u8,
+    /// The distance of each node, by row, to each node; [`default_distance`] where there is none.
+    pub distances: Vec<Vec<u8>>,
     /// Its kernel.
     pub kernel: KernelVersion,
     /// Ticks of its kernel a second (`CONFIG_HZ`).
@@ -50,6 +52,41 @@ pub struct HostSpec {
     pub ksmd_cpu_ms: u64,
     /// KSM's settings at the start.
     pub ksm: KsmSettings,
+}
+
+impl HostSpec {
+    /// The distance of the CPUs of a node to the memory of a node.
+    #[must_use]
+    pub fn distance(&self, from: u8, to: u8) -> u8 {
+        let row = self.distances.get(usize::from(from));
+        row.and_then(|row| row.get(usize::from(to))).copied().unwrap_or_else(|| default_distance(from, to))
+    }
+}
+
+/// The distance of a node to itself (`LOCAL_DISTANCE` in include/linux/topology.h).
+pub const LOCAL_DISTANCE: u8 = 10;
+
+/// The largest distance. 255 means that a node cannot be reached (ACPI 6.5, section 5.2.17).
+pub const MAX_DISTANCE: u8 = 254;
+
+/// The distance of nodes where a scenario gives none: that of most hosts with two sockets.
+#[must_use]
+pub fn default_distance(from: u8, to: u8) -> u8 {
+    if from == to { LOCAL_DISTANCE } else { 21 }
+}
+
+/// The first pair of nodes whose distance no host has: that of a node to itself is [`LOCAL_DISTANCE`], and others are at
+/// least as large.
+#[must_use]
+pub fn invalid_distance(distances: &[Vec<u8>]) -> Option<(usize, usize)> {
+    let pairs = distances.iter().enumerate();
+    let mut pairs =
+        pairs.flat_map(|(from, row)| row.iter().enumerate().map(move |(to, &distance)| (from, to, distance)));
+    let is_invalid = |from: usize, to: usize, distance: u8| match from == to {
+        true => distance != LOCAL_DISTANCE,
+        false => !(LOCAL_DISTANCE..=MAX_DISTANCE).contains(&distance),
+    };
+    pairs.find(|&(from, to, distance)| is_invalid(from, to, distance)).map(|(from, to, _)| (from, to))
 }
 
 /// A kind of machine. The shares are of its memory; what they leave is not touched at the start.

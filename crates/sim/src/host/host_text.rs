@@ -142,7 +142,7 @@ fn node_file(host: &HostState<'_>, file: &str) -> Option<String> {
     match file {
         "cpulist" => Some(cpus_of_node(host, node) + "\n"),
         "distance" => {
-            let distances: Vec<&str> = (0..nodes).map(|other| if other == node { "10" } else { "21" }).collect();
+            let distances: Vec<String> = (0..nodes).map(|other| host.spec.distance(node, other).to_string()).collect();
             Some(distances.join(" ") + "\n")
         }
         "meminfo" => {
