@@ -4,8 +4,8 @@ use crate::decide::cost::{CostModel, Operation};
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{
-    Arrival, ContentKind, DEFAULT_HZ, HostSpec, LOCAL_DISTANCE, MAX_DISTANCE, MachineClass, PageCacheGrowth, Scenario,
-    SharedSet, Template, WriteClass, default_costs, invalid_distance,
+    Arrival, ContentKind, DEFAULT_HZ, DEFAULT_VCPUS, HostSpec, LOCAL_DISTANCE, MAX_DISTANCE, MachineClass,
+    PageCacheGrowth, Scenario, SharedSet, Template, WriteClass, default_costs, invalid_distance,
 };
 use serde::Deserialize;
 use std::fmt::Display;
@@ -17,6 +17,8 @@ use toml::Spanned;
 const PAGE_BYTES: u64 = 4096;
 /// Machines of a scenario at most.
 pub const MAX_MACHINES: u32 = 1_000_000;
+/// vCPUs of a machine at most.
+pub const MAX_VCPUS: u32 = 512;
 /// Pages of a run at most.
 pub const MAX_RUN_PAGES: u64 = 65_536;
 /// Pages of a run where a scenario does not say.
@@ -130,6 +132,7 @@ struct CostsText {
 struct TemplateText {
     name: Spanned<String>,
     size: Spanned<String>,
+    vcpus: Option<Spanned<u32>>,
     zero: Option<Spanned<f64>>,
     common: Option<Spanned<f64>>,
     tenant: Option<Spanned<f64>>,
@@ -185,6 +188,7 @@ struct ClassText {
     count: Spanned<u32>,
     tenant: Option<String>,
     node: Option<Spanned<u32>>,
+    vcpu_node: Option<Spanned<u32>>,
     start: Option<Spanned<String>>,
     wave: Option<Spanned<u32>>,
     every: Option<Spanned<String>>,
@@ -471,6 +475,7 @@ impl Checker<'_> {
         let mut template = Template {
             name,
             pages: self.pages("size", &text.size, 1)?,
+            vcpus: self.optional("vcpus", text.vcpus.as_ref(), DEFAULT_VCPUS, 1..=MAX_VCPUS)?,
             zero: self.share("zero", text.zero.as_ref())?,
             common: self.share("common", text.common.as_ref())?,
             tenant: self.share("tenant", text.tenant.as_ref())?,
@@ -525,10 +530,6 @@ impl Checker<'_> {
         nodes: u8,
     ) -> Result<MachineClass, ScenarioError> {
         let template = self.template_number(&text.template, templates)?;
-        let node = match &text.node {
-            Some(node) => u8::try_from(self.range("node", node, 0..=u32::from(nodes) - 1)?).ok(),
-            None => None,
-        };
         let start = text.start.as_ref().map_or(Ok(0), |start| self.milliseconds("start", start, 0))?;
         let lifetime = text.lifetime.as_ref().map(|time| self.milliseconds("lifetime", time, 1)).transpose()?;
         Ok(MachineClass {
@@ -536,11 +537,17 @@ impl Checker<'_> {
             template,
             count: self.range("count", &text.count, 1..=MAX_MACHINES)?,
             tenant: text.tenant.clone().unwrap_or_default(),
-            node,
+            node: self.node_number("node", text.node.as_ref(), nodes)?,
+            vcpu_node: self.node_number("vcpu_node", text.vcpu_node.as_ref(), nodes)?,
             start_ms: start,
             arrival: self.arrival(text)?,
             lifetime_ms: lifetime,
         })
+    }
+
+    fn node_number(&self, key: &str, node: Option<&Spanned<u32>>, nodes: u8) -> Result<Option<u8>, ScenarioError> {
+        let number = node.map(|node| self.range(key, node, 0..=u32::from(nodes) - 1)).transpose()?;
+        Ok(number.and_then(|number| u8::try_from(number).ok()))
     }
 
     fn arrival(&self, text: &ClassText) -> Result<Arrival, ScenarioError> {
@@ -601,6 +608,7 @@ count = 2
         assert_eq!(scenario.costs, default_costs());
         let template = &scenario.templates[0];
         assert_eq!((template.pages, template.run_pages, template.zero), (16_384, (1, 512), 0.0));
+        assert_eq!((template.vcpus, scenario.classes[0].vcpu_node), (1, None));
         assert_eq!(template.writes[0].content, ContentKind::Unique);
         assert_eq!((scenario.classes[0].count, scenario.classes[0].arrival), (2, Arrival::AtOnce));
     }
@@ -658,6 +666,8 @@ count = 2
             "share = 0.3",
             "line 14: 0.300 of the memory of small are written: give 0.250 at most, which has these contents",
         );
+        check("unique = 0.25", "unique = 0.25\nvcpus = 0", "line 14: vcpus is 0: give 1 to 512");
+        check("count = 2", "count = 2\nvcpu_node = 1", "line 20: vcpu_node is 1: give 0 to 0");
         check(
             "template = \"small\"",
             "template = \"big\"",

@@ -3,7 +3,9 @@
 use crate::decide::cost::{CostModel, Operation};
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
-use crate::decide::scenario::{Arrival, ContentKind, HostSpec, MachineClass, Scenario, SharedSet, Template};
+use crate::decide::scenario::{
+    Arrival, ContentKind, DEFAULT_VCPUS, HostSpec, MachineClass, Scenario, SharedSet, Template,
+};
 use crate::scenario::DEFAULT_RUN_PAGES;
 use std::fmt::{Display, Write};
 use std::time::Duration;
@@ -125,6 +127,9 @@ impl Text {
         self.heading("[[template]]");
         self.key("name", quote(&template.name));
         self.key("size", memory(template.pages));
+        if template.vcpus != DEFAULT_VCPUS {
+            self.key("vcpus", template.vcpus);
+        }
         for kind in ContentKind::ALL {
             self.share(kind_name(kind), template.share(kind));
         }
@@ -176,6 +181,9 @@ impl Text {
         }
         if let Some(node) = class.node {
             self.key("node", node);
+        }
+        if let Some(node) = class.vcpu_node {
+            self.key("vcpu_node", node);
         }
         if class.start_ms > 0 {
             self.key("start", time(class.start_ms));

@@ -40,7 +40,7 @@ fn spec() -> HostSpec {
 fn host_with_two_machines() -> (SimulatedHost<'static>, [(Pid, AddressRange); 2]) {
     let host = SimulatedHost::new("a simulated host", spec(), default_costs());
     let machines = [("web", 1), ("db", 2)].map(|(name, number)| {
-        let pid = host.start_process(ProcessIdentity::machine(name, number, "lab", MACHINE_PAGES));
+        let pid = host.start_process(ProcessIdentity::machine(name, number, "lab", MACHINE_PAGES, 2));
         let range = host.map(pid, MACHINE_PAGES, 0).unwrap();
         let pages = |first: u64, count: u64| AddressRange {
             start: range.start + first * 4096,
@@ -110,6 +110,38 @@ fn text_of_processes_is_parsed() {
     assert_eq!(parse::status(&handle.read("status").unwrap()).rss_anon, Ok(resident));
     assert_eq!(parse::statm(&handle.read("statm").unwrap()).unwrap().resident.0 * 4096, resident.0);
     assert!(handle.read("io").is_err(), "what is not simulated is missing");
+}
+
+#[test]
+fn each_vcpu_has_a_thread() {
+    let (host, [(pid, range), _]) = host_with_two_machines();
+    let handle = host.open(pid).unwrap();
+    let threads = || -> Vec<(u32, String, u64, u64)> {
+        let mut threads = Vec::new();
+        for tid in host.list(&format!("proc/{pid}/task")).unwrap() {
+            let stat = parse::stat(&handle.read(&format!("task/{tid}/stat")).unwrap()).unwrap();
+            assert_eq!((stat.start_time, stat.last_cpu.unwrap() < 4), (handle.id().start_time, true));
+            let status = parse::status(&handle.read(&format!("task/{tid}/status")).unwrap());
+            assert_eq!(status.allowed_cpus.unwrap().to_string(), "0-3");
+            let exact = parse::schedstat(&handle.read(&format!("task/{tid}/schedstat")).unwrap()).unwrap().run_ns;
+            threads.push((tid.parse::<u32>().unwrap() - pid.0, stat.comm, stat.utime, exact));
+        }
+        threads
+    };
+    let names: Vec<_> = threads().into_iter().map(|(number, comm, ..)| (number, comm)).collect();
+    let expected = [(0, "qemu-system-x86"), (1, "CPU 0/KVM"), (2, "CPU 1/KVM")];
+    assert_eq!(names, expected.map(|(number, comm)| (number, comm.to_owned())));
+    let process_time = || observe::cpu_time_ns(&host, &*handle).unwrap();
+    let (before, whole_before) = (threads(), process_time());
+    host.write(pid, range, 50_000, true);
+    let grown: Vec<u64> = threads().iter().zip(before).map(|(now, before)| now.3 - before.3).collect();
+    assert_eq!(grown, [0, MACHINE_PAGES * 500, MACHINE_PAGES * 500], "each vCPU writes half of the pages");
+    assert_eq!(process_time() - whole_before, MACHINE_PAGES * 1000);
+    let stat = parse::stat(&handle.read("stat").unwrap()).unwrap();
+    assert_eq!(stat.utime, process_time() / 10_000_000, "the file of the process has the time of all threads");
+    let child = host.fork(pid).unwrap();
+    assert_eq!(host.list(&format!("proc/{child}/task")).unwrap(), [child.to_string()], "a child has one thread");
+    assert!(handle.read(&format!("task/{child}/stat")).is_err(), "a thread of another process");
 }
 
 #[test]
@@ -253,6 +285,26 @@ name = "later"
 template = "small"
 start = "1m"
 "#;
+
+#[test]
+fn vcpus_run_on_the_node_of_their_class() {
+    let text = SCENARIO
+        .replace("cpus = 2", "cpus = 8\nnodes = 2")
+        .replace("size = \"8 MiB\"", "size = \"8 MiB\"\nvcpus = 3")
+        .replace("count = 2", "count = 2\nnode = 0\nvcpu_node = 1");
+    let scenario = parse_scenario(&text).unwrap();
+    let host = SimulatedHost::with_scenario("a scenario", &scenario, scenario.seed, Exactness::Exact);
+    assert_eq!(host.pids().unwrap().len(), 1 + 2);
+    for pid in host.pids().unwrap().split_off(1) {
+        let cpu = |tid: &String| {
+            let stat = host.read(&format!("proc/{pid}/task/{tid}/stat")).unwrap();
+            parse::stat(&stat).unwrap().last_cpu.unwrap()
+        };
+        let cpus: Vec<u32> = host.list(&format!("proc/{pid}/task")).unwrap().iter().map(cpu).collect();
+        let distinct: std::collections::BTreeSet<u32> = cpus.iter().copied().collect();
+        assert_eq!(distinct, (4..8).collect(), "a CPU of node 1 for each thread");
+    }
+}
 
 #[test]
 fn machines_of_a_scenario_come_and_go() {

@@ -17,14 +17,14 @@ use pagefold_host::transaction::Session;
 use pagefold_host::transaction::session;
 use pagefold_numa::apply::{self, MachineTarget};
 use pagefold_numa::decide::FrameReader;
-use pagefold_numa::decide::plan::PlacementProblem;
+use pagefold_numa::decide::plan::{self, PlacementPlan, PlacementProblem};
 use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::decide::working_set::{HotnessSource, WorkingSet, weight_by_working_sets};
 use pagefold_numa::map::{self, MapError, NumaMap};
 use pagefold_numa::placement_record;
 use pagefold_numa::predict;
-use pagefold_numa::problem::{PlanLimits, placement_problem, plan_within};
+use pagefold_numa::problem::{PlanLimits, placement_problem};
 use pagefold_numa::text;
 use pagefold_numa::wire::map::NumaMapReport;
 use pagefold_numa::wire::plan::NumaPlanReport;
@@ -312,10 +312,19 @@ impl PlanOptions {
         }
     }
 
-    /// Check that what is to be measured is not a recording.
+    /// Plan the placement of all machines. The search ends after the time limit of this machine's clock: that of a simulated
+    /// host stands still meanwhile.
+    pub(super) fn make_plan(&self, problem: &PlacementProblem) -> PlacementPlan {
+        let started = Instant::now();
+        plan::plan(problem, &mut || started.elapsed() >= self.deadline)
+    }
+
+    /// Check that what is to be measured runs on this host.
     pub(super) fn check_measurable(&self, global: &GlobalOptions) -> anyhow::Result<()> {
         if self.working_set.is_some() && global.host != "live" {
-            bail!("--working-set: the machines of a recording do not run; leave it out, or leave --host out");
+            bail!(
+                "--working-set: only machines that run on this host can be measured; leave it out, or leave --host out"
+            );
         }
         Ok(())
     }
@@ -346,7 +355,7 @@ fn run_plan(options: &PlanArguments, global: &GlobalOptions) -> anyhow::Result<C
         }
         None => HotnessSource::RunTime,
     };
-    let plan = plan_within(&*host, &problem, options.plan.deadline);
+    let plan = options.plan.make_plan(&problem);
     numa_placement::warn_of_rivals(&*host);
     let seconds = started.elapsed().as_secs_f64();
     let report = NumaPlanReport::new(host.describe(), host.page_size(), &map, (&problem, &plan), &hotness, seconds);

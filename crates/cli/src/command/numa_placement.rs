@@ -16,7 +16,6 @@ use pagefold_numa::decide::plan::{self, Pattern, PlacementPlan, PlacementProblem
 use pagefold_numa::decide::requested::RequestedNodes;
 use pagefold_numa::map::{NumaMap, ProcessPlacement};
 use pagefold_numa::placement_record::{self, PlacedMachine, PlacementRecord, VerifiedMachine};
-use pagefold_numa::problem::plan_within;
 use pagefold_numa::text;
 use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_output::wire;
@@ -133,7 +132,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
             requested.iter().try_for_each(|(target, _)| check_permitted(&map, &problem, target))?;
             requested.into_iter().unzip()
         }
-        None => planned_targets(&problem, &plan_within(&*host, &problem, options.plan.deadline)),
+        None => planned_targets(&problem, &options.plan.make_plan(&problem)),
     };
     let prepared =
         apply::prepare(&*host, &map, &targets, &stop).map_err(|error| explain_unreadable_machine(&error, global))?;

@@ -15,7 +15,9 @@
 
 use super::memory::CONTENT_LIMIT;
 use super::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
-use super::scenario::{Arrival, ContentKind, MachineClass, Scenario, SharedSet, Template, WriteClass, default_costs};
+use super::scenario::{
+    Arrival, ContentKind, DEFAULT_VCPUS, MachineClass, Scenario, SharedSet, Template, WriteClass, default_costs,
+};
 use crate::scenario::{DEFAULT_RUN_PAGES, MAX_RUN_PAGES};
 use std::collections::BTreeMap;
 
@@ -351,6 +353,7 @@ fn make_template(
     let mut template = Template {
         name: family.name.clone(),
         pages,
+        vcpus: DEFAULT_VCPUS,
         zero: share(zero),
         common: share(common),
         tenant: 0.0,
@@ -411,6 +414,7 @@ fn make_classes(host: &ObservedHost, families: &[Family]) -> Vec<MachineClass> {
                 count,
                 tenant: String::new(),
                 node,
+                vcpu_node: None,
                 start_ms: 0,
                 arrival: Arrival::AtOnce,
                 lifetime_ms: None,

@@ -10,7 +10,7 @@ use super::rules::KsmRules;
 use super::samples::{Sample, SimulatedRun, count_duplicates};
 use super::scenario::{HostSpec, Scenario};
 use super::workload::ContentsUsedUp;
-use pagefold_base::{AddressRange, Pfn, Pid};
+use pagefold_base::{AddressRange, IdSet, Pfn, Pid};
 use pagefold_merge::decide::policy::Advisor;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -93,12 +93,14 @@ pub struct ProcessIdentity {
     pub uid: u32,
     /// Its cgroup.
     pub cgroup: String,
+    /// Its vCPUs, if it is a virtual machine. Each has a thread.
+    pub vcpus: u32,
 }
 
 impl ProcessIdentity {
     /// A virtual machine of QEMU.
     #[must_use]
-    pub fn machine(name: &str, number: u32, tenant: &str, memory_pages: u64) -> Self {
+    pub fn machine(name: &str, number: u32, tenant: &str, memory_pages: u64, vcpus: u32) -> Self {
         let mebibytes = (memory_pages * PAGE_BYTES) >> 20;
         let uuid = format!("00000000-0000-4000-8000-{number:012x}");
         let arguments = [
@@ -110,6 +112,8 @@ impl ProcessIdentity {
             "q35,mem-merge=on",
             "-m",
             &format!("size={mebibytes}M"),
+            "-smp",
+            &vcpus.to_string(),
             "-uuid",
             &uuid,
         ];
@@ -118,7 +122,26 @@ impl ProcessIdentity {
             arguments: arguments.map(str::to_owned).to_vec(),
             uid: 107,
             cgroup: format!("/machine.slice/machine-{tenant}.slice/machine-qemu-{number}-{name}.scope"),
+            vcpus,
         }
+    }
+}
+
+/// A thread of a process. It began with its process.
+#[derive(Clone, Debug)]
+pub(crate) struct HostThread {
+    /// The kernel's name of it.
+    pub(crate) comm: String,
+    /// The CPUs on which it may run; `None` for all.
+    pub(crate) allowed_cpus: Option<IdSet>,
+    /// The CPU on which it ran last.
+    pub(crate) last_cpu: u32,
+    pub(crate) cpu_ns: u64,
+}
+
+impl HostThread {
+    fn new(comm: String, last_cpu: u32, cpu_ns: u64) -> Self {
+        Self { comm, allowed_cpus: None, last_cpu, cpu_ns }
     }
 }
 
@@ -131,8 +154,25 @@ pub(crate) struct HostProcess {
     pub(crate) start_ticks: u64,
     /// Whether `PR_SET_MEMORY_MERGE` is on.
     pub(crate) merges_any: bool,
-    pub(crate) cpu_ns: u64,
+    /// The main thread, which has the number of the process, and behind it those of vCPUs.
+    pub(crate) threads: BTreeMap<Pid, HostThread>,
     pub(crate) page_faults: u64,
+}
+
+impl HostProcess {
+    /// The CPU time of all threads.
+    pub(crate) fn cpu_ns(&self) -> u64 {
+        self.threads.values().map(|thread| thread.cpu_ns).sum()
+    }
+
+    /// The vCPUs use CPU time, each the same; without any, the main thread does.
+    fn spend_cpu_time(&mut self, ns: u64) {
+        let vcpus = self.threads.len() as u64 - 1;
+        let mut remainder = ns.checked_rem(vcpus).unwrap_or(ns);
+        for thread in self.threads.values_mut().skip(usize::from(vcpus > 0)) {
+            thread.cpu_ns += ns.checked_div(vcpus).unwrap_or(0) + std::mem::take(&mut remainder);
+        }
+    }
 }
 
 /// The state of a host.
@@ -279,30 +319,52 @@ impl<'s> HostState<'s> {
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// Start a process without memory.
-    pub(crate) fn start_process(&mut self, identity: ProcessIdentity) -> Pid {
+    /// Start a process without memory. Its threads run on the CPUs of a node, and may run on all.
+    pub(crate) fn start_process(&mut self, identity: ProcessIdentity, cpu_node: u8) -> Pid {
+        let names: Vec<String> = (0..identity.vcpus).map(|vcpu| format!("CPU {vcpu}/KVM")).collect();
+        let node_cpus = Some(self.cpus_of_node(cpu_node)).filter(|cpus| !cpus.is_empty());
+        let cpus = node_cpus.unwrap_or(0..self.spec.cpus);
+        let mut cpus = cpus.clone().cycle().skip(self.next_pid as usize % cpus.len());
         let model_id = self.model.spawn();
-        self.add_process(identity, model_id)
+        let comm = identity.comm.clone();
+        let pid = self.add_process(identity, model_id, HostThread::new(comm, cpus.next().unwrap_or(0), START_CPU_NS));
+        for name in names {
+            let tid = self.take_pid();
+            let thread = HostThread::new(name, cpus.next().unwrap_or(0), 0);
+            self.processes.entry(pid).and_modify(|process| _ = process.threads.insert(tid, thread));
+        }
+        pid
     }
 
-    fn add_process(&mut self, identity: ProcessIdentity, model_id: SimulatedProcessId) -> Pid {
-        let pid = Pid(self.next_pid);
+    fn take_pid(&mut self) -> Pid {
         self.next_pid += 1;
+        Pid(self.next_pid - 1)
+    }
+
+    fn add_process(&mut self, identity: ProcessIdentity, model_id: SimulatedProcessId, main: HostThread) -> Pid {
+        let pid = self.take_pid();
         let start_ticks = BOOT_TICKS + self.now_ns / NS_PER_TICK;
-        let process =
-            HostProcess { identity, model_id, start_ticks, merges_any: false, cpu_ns: START_CPU_NS, page_faults: 0 };
+        let threads = BTreeMap::from([(pid, main)]);
+        let process = HostProcess { identity, model_id, start_ticks, merges_any: false, threads, page_faults: 0 };
         self.processes.insert(pid, process);
         pid
     }
 
-    /// Fork a process.
+    /// Fork a process. The child has one thread.
     pub(crate) fn fork(&mut self, parent: Pid) -> Option<Pid> {
-        let HostProcess { identity, model_id, merges_any, .. } = self.processes.get(&parent)?.clone();
+        let HostProcess { identity, model_id, merges_any, mut threads, .. } = self.processes.get(&parent)?.clone();
+        let main = HostThread { cpu_ns: START_CPU_NS, ..threads.remove(&parent)? };
         let child = self.model.fork(model_id);
         self.frames.add_child(model_id, child);
-        let pid = self.add_process(identity, child);
+        let pid = self.add_process(identity, child, main);
         self.processes.get_mut(&pid)?.merges_any = merges_any;
         Some(pid)
+    }
+
+    /// The CPUs of a node: each node has an equal part.
+    pub(crate) fn cpus_of_node(&self, node: u8) -> Range<u32> {
+        let (cpus, nodes, node) = (self.spec.cpus, u32::from(self.spec.nodes), u32::from(node));
+        node * cpus / nodes..(node + 1) * cpus / nodes
     }
 
     /// End a process.
@@ -354,7 +416,7 @@ impl<'s> HostState<'s> {
                 PageEntry::Absent | PageEntry::ZeroPage => {}
             }
         }
-        process.cpu_ns += count * WRITE_NS;
+        process.spend_cpu_time(count * WRITE_NS);
         process.page_faults += count - own;
         self.cow_breaks += merged;
         self.model.write_pages(process.model_id, pages, content, ascends);

@@ -93,8 +93,9 @@ impl<'s> MachineEvents<'s> {
         let class = &self.scenario.classes[arrival.class];
         self.arrived += 1;
         let name = format!("{}-{}", class.name, arrival.number + 1);
-        let identity = ProcessIdentity::machine(&name, self.arrived, &class.tenant, machine.pages());
-        let pid = host.start_process(identity);
+        let vcpus = self.scenario.templates[class.template].vcpus;
+        let identity = ProcessIdentity::machine(&name, self.arrived, &class.tenant, machine.pages(), vcpus);
+        let pid = host.start_process(identity, class.vcpu_node.unwrap_or(arrival.node));
         let Some(first_page) = host.map(pid, machine.pages(), arrival.node) else { return Ok(()) };
         if self.enrollment == MachineEnrollment::AtArrival {
             host.advise_all(pid, Advice::Mergeable);

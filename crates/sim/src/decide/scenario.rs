@@ -96,6 +96,8 @@ pub struct Template {
     pub name: String,
     /// Its memory, in pages.
     pub pages: u64,
+    /// Its vCPUs, each with a thread.
+    pub vcpus: u32,
     /// Share of zeros.
     pub zero: f64,
     /// Share of contents that each machine of the template has once.
@@ -209,8 +211,10 @@ pub struct MachineClass {
     pub count: u32,
     /// Their owner.
     pub tenant: String,
-    /// Their NUMA node; without it, the nodes take turns.
+    /// The NUMA node of their memory; without it, the nodes take turns.
     pub node: Option<u8>,
+    /// The NUMA node on whose CPUs their vCPUs run; without it, that of their memory.
+    pub vcpu_node: Option<u8>,
     /// Before this time none arrives, in milliseconds.
     pub start_ms: u64,
     /// How they arrive.
@@ -237,6 +241,9 @@ pub enum Arrival {
         machines_per_hour: f64,
     },
 }
+
+/// The vCPUs of a machine whose template does not say.
+pub const DEFAULT_VCPUS: u32 = 1;
 
 /// Ticks a second of Debian's kernel, and by default of Linux.
 pub const DEFAULT_HZ: u32 = 250;

@@ -194,6 +194,7 @@ fn add_machines(scenario: &mut Scenario, template: usize, count: u32) {
         count,
         tenant: String::new(),
         node: None,
+        vcpu_node: None,
         start_ms: 0,
         arrival: Arrival::AtOnce,
         lifetime_ms: None,

@@ -2,10 +2,10 @@
 
 use super::process_text;
 use crate::decide::frame_numbers::BLOCK_BYTES;
-use crate::decide::host_state::{BOOT_TICKS, HostState, KSMD_PID, NS_PER_TICK, PAGE_BYTES};
+use crate::decide::host_state::{BOOT_TICKS, HostProcess, HostState, KSMD_PID, NS_PER_TICK, PAGE_BYTES};
 use crate::decide::ksmd::RunState;
 use crate::decide::memory::PAGES_IN_HUGE_PAGE;
-use pagefold_base::{Absent, Pid, Reading};
+use pagefold_base::{Absent, IdSet, Pid, Reading};
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
@@ -65,7 +65,11 @@ pub(super) fn list(host: &HostState<'_>, path: &str) -> Reading<Vec<String>> {
         }
         _ => {
             if let Some((pid, "task")) = process_path(path) {
-                return if exists(host, pid) { Ok(vec![pid.to_string()]) } else { Err(Absent::Vanished) };
+                if pid == KSMD_PID {
+                    return Ok(vec![pid.to_string()]);
+                }
+                let process = host.processes.get(&pid).ok_or(Absent::Vanished)?;
+                return Ok(process.threads.keys().map(Pid::to_string).collect());
             }
             let node = path.strip_prefix(NODE_DIRECTORY).and_then(|rest| rest.strip_prefix("/node")?.parse().ok());
             match node.filter(|node: &u8| *node < host.spec.nodes) {
@@ -120,17 +124,6 @@ fn ksm_file(host: &HostState<'_>, file: &str) -> Option<String> {
     }
 }
 
-/// The CPUs of a node: each node has an equal part.
-fn cpus_of_node(host: &HostState<'_>, node: u8) -> String {
-    let (cpus, nodes) = (host.spec.cpus, u32::from(host.spec.nodes));
-    let (first, end) = (u32::from(node) * cpus / nodes, (u32::from(node) + 1) * cpus / nodes);
-    match end - first {
-        0 => String::new(),
-        1 => first.to_string(),
-        _ => format!("{first}-{}", end - 1),
-    }
-}
-
 fn node_file(host: &HostState<'_>, file: &str) -> Option<String> {
     let nodes = host.spec.nodes;
     let Some((node, file)) = file.strip_prefix("node").and_then(|rest| rest.split_once('/')) else {
@@ -140,7 +133,7 @@ fn node_file(host: &HostState<'_>, file: &str) -> Option<String> {
     };
     let node: u8 = node.parse().ok().filter(|node| *node < nodes)?;
     match file {
-        "cpulist" => Some(cpus_of_node(host, node) + "\n"),
+        "cpulist" => Some(format!("{}\n", host.cpus_of_node(node).collect::<IdSet>())),
         "distance" => {
             let distances: Vec<String> = (0..nodes).map(|other| host.spec.distance(node, other).to_string()).collect();
             Some(distances.join(" ") + "\n")
@@ -256,7 +249,7 @@ fn vmstat(host: &HostState<'_>) -> String {
 
 /// `/proc/stat`. The CPU time of processes and of ksmd is the first CPU's, and the rest is idle.
 fn stat(host: &HostState<'_>) -> String {
-    let user: u64 = host.processes.values().map(|process| process.cpu_ns).sum::<u64>() / NS_PER_TICK;
+    let user: u64 = host.processes.values().map(HostProcess::cpu_ns).sum::<u64>() / NS_PER_TICK;
     let system = host.ksmd.cpu_ns() / NS_PER_TICK;
     let all = (BOOT_TICKS + host.now_ns / NS_PER_TICK) * u64::from(host.spec.cpus);
     let idle = all.saturating_sub(user + system);

@@ -8,8 +8,8 @@
 //!
 //! What is not simulated answers as a kernel without it: files are missing, and other actions are not supported.
 //!
-//! Limits: memory is private and anonymous. No task ever waits for memory or for a CPU, so pressure is zero. A process
-//! has one thread. Of Pagefold's own CPU time, only that for reading pages and page tables counts.
+//! Limits: memory is private and anonymous. No task ever waits for memory or for a CPU, so pressure is zero. The vCPUs of
+//! a machine write its pages, each as many. Of Pagefold's own CPU time, only that for reading pages and page tables counts.
 
 mod actions;
 mod clock;
@@ -101,9 +101,9 @@ impl<'s> SimulatedHost<'s> {
         }
     }
 
-    /// Start a process without memory.
+    /// Start a process without memory, on CPUs of node 0.
     pub fn start_process(&self, identity: ProcessIdentity) -> Pid {
-        self.lock().start_process(identity)
+        self.lock().start_process(identity, 0)
     }
 
     /// Fork a process; `None` if it does not exist.

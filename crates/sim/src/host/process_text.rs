@@ -1,10 +1,12 @@
 //! The files of `/proc/PID`, as the kernel prints them (fs/proc/array.c, task_mmu.c, base.c; 6.18).
 
+use super::host_text::number_range;
 use crate::decide::host_state::{
-    BOOT_TICKS, HostProcess, HostState, KSMD_PID, KSMD_START_TICKS, MappedRun, NS_PER_TICK, PAGE_BYTES, ShownRegion,
+    BOOT_TICKS, HostProcess, HostState, HostThread, KSMD_PID, KSMD_START_TICKS, MappedRun, NS_PER_TICK, PAGE_BYTES,
+    ShownRegion,
 };
 use crate::decide::memory::PageEntry;
-use pagefold_base::{Absent, AddressRange, Pid, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, Pid, Reading};
 use std::fmt::Write;
 
 /// Flags of kernel threads: `PF_KTHREAD` and others (include/linux/sched.h).
@@ -90,21 +92,22 @@ pub(super) fn read(host: &HostState<'_>, pid: Pid, file: &str) -> Reading<(Vec<u
         return read_of_ksmd(host, file).map(|text| (text.into_bytes(), 0));
     }
     let process = host.processes.get(&pid).ok_or(Absent::Vanished)?;
-    let (file, is_thread) = match file.strip_prefix("task/").and_then(|rest| rest.split_once('/')) {
-        Some((thread, file)) if thread == pid.to_string() => (file, true),
-        Some(_) => return Err(Absent::Vanished),
-        None => (file, false),
+    let (file, tid) = match file.strip_prefix("task/").and_then(|rest| rest.split_once('/')) {
+        Some((tid, file)) => (file, Some(Pid(tid.parse().map_err(|_| Absent::Vanished)?))),
+        None => (file, None),
     };
+    // What is of one thread is that of the main thread for the process.
+    let thread = process.threads.get(&tid.unwrap_or(pid)).ok_or(Absent::Vanished)?;
     let pages = host.memory_of(process).totals.anonymous();
     let plain = |text: String| Ok((text.into_bytes(), 0));
     match file {
-        "stat" => plain(stat(host, pid, process)),
-        "status" => plain(status(host, pid, process)),
-        "comm" => plain(format!("{}\n", process.identity.comm)),
-        "schedstat" => plain(format!("{} 0 1\n", process.cpu_ns)),
+        "stat" => plain(stat(host, (pid, process), (tid, thread))),
+        "status" => plain(status(host, (pid, process), (tid.unwrap_or(pid), thread))),
+        "comm" => plain(format!("{}\n", thread.comm)),
+        "schedstat" => plain(format!("{} 0 1\n", thread.cpu_ns)),
         "cpuset" => plain("/\n".to_owned()),
         "cgroup" => plain(format!("0::{}\n", process.identity.cgroup)),
-        _ if is_thread => Err(Absent::NotOnThisKernel),
+        _ if tid.is_some() => Err(Absent::NotOnThisKernel),
         "statm" => plain(format!("{} {pages} 0 0 0 {} 0\n", mapped_pages(host, process), mapped_pages(host, process))),
         "cmdline" => plain(process.identity.arguments.iter().map(|argument| format!("{argument}\0")).collect()),
         "environ" => plain(String::new()),
@@ -124,6 +127,7 @@ fn read_of_ksmd(host: &HostState<'_>, file: &str) -> Reading<String> {
     match file.strip_prefix(&format!("task/{KSMD_PID}/")).unwrap_or(file) {
         "stat" => Ok(stat_line(&StatLine {
             pid: KSMD_PID,
+            process: KSMD_PID,
             comm: "ksmd",
             state: state.chars().next().unwrap_or('S'),
             parent: 2,
@@ -131,7 +135,9 @@ fn read_of_ksmd(host: &HostState<'_>, file: &str) -> Reading<String> {
             page_faults: 0,
             user_ticks: 0,
             system_ticks: cpu_ns / NS_PER_TICK,
+            threads: 1,
             start_ticks: KSMD_START_TICKS,
+            last_cpu: 0,
             mapped_bytes: 0,
             resident_pages: 0,
         })),
@@ -155,6 +161,8 @@ fn read_of_ksmd(host: &HostState<'_>, file: &str) -> Reading<String> {
 
 struct StatLine<'a> {
     pid: Pid,
+    /// The process of the thread.
+    process: Pid,
     comm: &'a str,
     state: char,
     parent: u32,
@@ -162,31 +170,42 @@ struct StatLine<'a> {
     page_faults: u64,
     user_ticks: u64,
     system_ticks: u64,
+    threads: usize,
     start_ticks: u64,
+    last_cpu: u32,
     mapped_bytes: u64,
     resident_pages: u64,
 }
 
 fn stat_line(stat: &StatLine<'_>) -> String {
-    let StatLine { pid, comm, state, parent, flags, page_faults, user_ticks, system_ticks, start_ticks, .. } = stat;
+    let StatLine { pid, process, comm, state, parent, flags, page_faults, user_ticks, system_ticks, .. } = stat;
+    let StatLine { threads, start_ticks, last_cpu, mapped_bytes, resident_pages, .. } = stat;
     format!(
-        "{pid} ({comm}) {state} {parent} {pid} {pid} 0 -1 {flags} {page_faults} 0 0 0 {user_ticks} {system_ticks} 0 0 20 \
-         0 1 0 {start_ticks} {} {} 18446744073709551615 0 0 0 0 0 0 0 0 0 0 0 0 17 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n",
-        stat.mapped_bytes, stat.resident_pages
+        "{pid} ({comm}) {state} {parent} {process} {process} 0 -1 {flags} {page_faults} 0 0 0 {user_ticks} \
+         {system_ticks} 0 0 20 0 {threads} 0 {start_ticks} {mapped_bytes} {resident_pages} 18446744073709551615 0 0 0 0 0 \
+         0 0 0 0 0 0 0 17 {last_cpu} 0 0 0 0 0 0 0 0 0 0 0 0 0\n"
     )
 }
 
-fn stat(host: &HostState<'_>, pid: Pid, process: &HostProcess) -> String {
+/// The file of a process, or of one of its threads. Faults are counted for the process.
+fn stat(
+    host: &HostState<'_>,
+    (pid, process): (Pid, &HostProcess),
+    (tid, thread): (Option<Pid>, &HostThread),
+) -> String {
     stat_line(&StatLine {
-        pid,
-        comm: &process.identity.comm,
+        pid: tid.unwrap_or(pid),
+        process: pid,
+        comm: &thread.comm,
         state: 'S',
         parent: 1,
         flags: PROCESS_FLAGS,
-        page_faults: process.page_faults,
-        user_ticks: process.cpu_ns / NS_PER_TICK,
+        page_faults: if tid.is_none() { process.page_faults } else { 0 },
+        user_ticks: if tid.is_none() { process.cpu_ns() } else { thread.cpu_ns } / NS_PER_TICK,
         system_ticks: 0,
+        threads: process.threads.len(),
         start_ticks: process.start_ticks,
+        last_cpu: thread.last_cpu,
         mapped_bytes: mapped_pages(host, process) * PAGE_BYTES,
         resident_pages: host.memory_of(process).totals.anonymous(),
     })
@@ -196,15 +215,15 @@ fn mapped_pages(host: &HostState<'_>, process: &HostProcess) -> u64 {
     host.memory_of(process).vmas.values().map(|vma| vma.end() - vma.start).sum()
 }
 
-fn status(host: &HostState<'_>, pid: Pid, process: &HostProcess) -> String {
+fn status(host: &HostState<'_>, (pid, process): (Pid, &HostProcess), (tid, thread): (Pid, &HostThread)) -> String {
     let kib = |pages: u64| pages * (PAGE_BYTES >> 10);
     let (mapped, resident) = (kib(mapped_pages(host, process)), kib(host.memory_of(process).totals.anonymous()));
     let uid = process.identity.uid;
     let mut text = format!(
-        "Name:\t{}\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t{pid}\nNgid:\t0\nPid:\t{pid}\nPPid:\t1\nTracerPid:\t0\n\
-         Uid:\t{uid}\t{uid}\t{uid}\t{uid}\nGid:\t{uid}\t{uid}\t{uid}\t{uid}\nFDSize:\t64\nNStgid:\t{pid}\nNSpid:\t{pid}\n\
+        "Name:\t{}\nUmask:\t0022\nState:\tS (sleeping)\nTgid:\t{pid}\nNgid:\t0\nPid:\t{tid}\nPPid:\t1\nTracerPid:\t0\n\
+         Uid:\t{uid}\t{uid}\t{uid}\t{uid}\nGid:\t{uid}\t{uid}\t{uid}\t{uid}\nFDSize:\t64\nNStgid:\t{pid}\nNSpid:\t{tid}\n\
          Kthread:\t0\n",
-        process.identity.comm
+        thread.comm
     );
     for (name, kib) in [
         ("VmPeak", mapped),
@@ -222,10 +241,11 @@ fn status(host: &HostState<'_>, pid: Pid, process: &HostProcess) -> String {
     }
     let _ = write!(
         text,
-        "Threads:\t1\nNoNewPrivs:\t0\nSeccomp:\t0\nSeccomp_filters:\t0\nCpus_allowed_list:\t{}\n\
+        "Threads:\t{}\nNoNewPrivs:\t0\nSeccomp:\t0\nSeccomp_filters:\t0\nCpus_allowed_list:\t{}\n\
          Mems_allowed_list:\t{}\nvoluntary_ctxt_switches:\t1\nnonvoluntary_ctxt_switches:\t0\n",
-        super::host_text::number_range(host.spec.cpus.into()),
-        super::host_text::number_range(host.spec.nodes.into()),
+        process.threads.len(),
+        thread.allowed_cpus.as_ref().map_or_else(|| number_range(host.spec.cpus.into()), IdSet::to_string),
+        number_range(host.spec.nodes.into()),
     );
     text
 }
