@@ -1,11 +1,12 @@
 //! A simulated host as other crates see it: its text goes through the parsers, its pages through the port.
 
 use pagefold_base::ksm::Setting;
-use pagefold_base::memory::MemInfo;
+use pagefold_base::memory::{MemInfo, MemoryPolicy};
 use pagefold_base::region::VmFlags;
-use pagefold_base::{AddressRange, Bytes, Pid};
-use pagefold_host::action::{Action, ActionError, MergeAdvice};
+use pagefold_base::{AddressRange, Bytes, IdSet, Pages, Pid, ProcessId};
+use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason, ThreadId};
 use pagefold_host::knob::Knob;
+use pagefold_host::observe::NumaNodes;
 use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::{Host, PageContent, ReadMethod, elapsed_since, observe, parse};
 use pagefold_sim::decide::host_state::{Exactness, ProcessIdentity};
@@ -257,6 +258,168 @@ fn stopping_ksmd_waits_for_its_batch() {
     assert!(elapsed > Duration::from_millis(1), "{elapsed:?}");
     host.sleep(Duration::from_secs(5));
     assert_eq!(host.ksmd_counters().full_scans, 1);
+}
+
+/// A host of two nodes of 4096 pages above the least, with one machine on node 0. Its first 1024 pages are huge.
+fn host_with_two_nodes() -> (SimulatedHost<'static>, ProcessId, AddressRange) {
+    let spec = HostSpec { memory_pages: 2 * 4096, used_pages: 0, nodes: 2, ..spec() };
+    let host = SimulatedHost::new("two nodes", spec, default_costs());
+    let pid = host.start_process(ProcessIdentity::machine("web", 1, "lab", MACHINE_PAGES, 2));
+    let range = host.map(pid, MACHINE_PAGES, 0).unwrap();
+    [0, 512].into_iter().for_each(|page| host.fault_huge_page(pid, range.start + page * 4096));
+    host.write(pid, pages(range, 0, 1536), 1, true);
+    let process = host.open(pid).unwrap().id();
+    (host, process, range)
+}
+
+fn pages(range: AddressRange, first: u64, count: u64) -> AddressRange {
+    AddressRange { start: range.start + first * 4096, end: range.start + (first + count) * 4096 }
+}
+
+/// The node of each page, from the frames in page tables as the map reads them, which is also that of the kernel's call.
+fn nodes_of_pages(host: &dyn Host, process: ProcessId, range: AddressRange) -> Vec<Option<u32>> {
+    let handle = host.open(process.pid).unwrap();
+    let known = NumaNodes::read(host).unwrap();
+    let entries = handle.mappings(range).unwrap();
+    let by_frame: Vec<Option<u32>> =
+        entries.iter().map(|entry| entry.frame.map(|frame| known.node_of_frame(frame))).collect();
+    assert_eq!(handle.page_nodes(range).unwrap(), by_frame);
+    by_frame
+}
+
+fn free_pages(host: &dyn Host, node: u32) -> u64 {
+    let meminfo = host.read(&format!("sys/devices/system/node/node{node}/meminfo")).unwrap();
+    let text = String::from_utf8(meminfo).unwrap();
+    let line = text.lines().find(|line| line.contains("MemFree:")).unwrap();
+    line.split_whitespace().nth(3).unwrap().parse::<u64>().unwrap() / 4
+}
+
+fn move_pages(host: &dyn Host, process: ProcessId, range: AddressRange, node: u32) -> ActionOutcome {
+    host.apply(&Action::MovePages { process, ranges: vec![range], node }).unwrap()
+}
+
+#[test]
+fn pages_move_with_their_frames_and_their_memory() {
+    let (host, process, range) = host_with_two_nodes();
+    let free = [0, 1].map(|node| free_pages(&host, node));
+    let numa_maps = || String::from_utf8(host.open(process.pid).unwrap().read("numa_maps").unwrap()).unwrap();
+    let contents = |host: &SimulatedHost<'_>| states(host, (process.pid, range));
+    let before = contents(&host);
+    // The range begins within the second huge page, which moves as a whole.
+    let moved = move_pages(&host, process, pages(range, 1000, 100), 1);
+    assert_eq!((moved.moved_pages, moved.missed_ranges, moved.unchanged), (Pages(512 + 76), Vec::new(), false));
+    let nodes = nodes_of_pages(&host, process, range);
+    assert!(nodes[..512].iter().all(|node| *node == Some(0)) && nodes[512..1100].iter().all(|node| *node == Some(1)));
+    assert!(nodes[1100..1536].iter().all(|node| *node == Some(0)) && nodes[1536..].iter().all(Option::is_none));
+    assert_eq!([0, 1].map(|node| free_pages(&host, node)), [free[0] + 588, free[1] - 588]);
+    assert!(
+        numa_maps().ends_with(" default anon=1536 dirty=1536 N0=948 N1=588 kernelpagesize_kB=4\n"),
+        "{}",
+        numa_maps()
+    );
+    assert_eq!(numa_maps().lines().count(), 1, "the kernel shows one region");
+    assert_eq!(observe::regions(&*host.open(process.pid).unwrap()).unwrap().len(), 1);
+    let again = move_pages(&host, process, pages(range, 1000, 100), 1);
+    assert!(again.unchanged && again.moved_pages == Pages(0), "{again:?}");
+    move_pages(&host, process, range, 0);
+    assert_eq!(nodes_of_pages(&host, process, range)[..1536], [Some(0); 1536]);
+    assert_eq!(([0, 1].map(|node| free_pages(&host, node)), contents(&host)), (free, before));
+    let elsewhere = Action::MovePages { process, ranges: vec![range], node: 2 };
+    assert!(matches!(host.apply(&elsewhere), Err(ActionError::Unsupported(_))));
+}
+
+#[test]
+fn full_node_takes_whole_huge_pages_only() {
+    let (host, process, range) = host_with_two_nodes();
+    let filler = host.start_process(ProcessIdentity::machine("filler", 2, "lab", 4096, 1));
+    let filled = host.map(filler, 4096 - 700, 1).unwrap();
+    host.write(filler, filled, 10_000, true);
+    assert_eq!(free_pages(&host, 1), 700);
+    let moved = move_pages(&host, process, range, 1);
+    let why = MissedReason::Refused("the node has no free memory".to_owned());
+    assert_eq!((moved.moved_pages, moved.missed_ranges), (Pages(512), vec![(pages(range, 512, 1024), why)]));
+    assert_eq!(free_pages(&host, 1), 700 - 512);
+}
+
+#[test]
+fn merged_and_forked_pages_stay_on_their_node() {
+    let spec = HostSpec { nodes: 2, ..spec() };
+    let host = SimulatedHost::new("two nodes", spec, default_costs());
+    let machines = [1, 2].map(|number| {
+        let pid = host.start_process(ProcessIdentity::machine("web", number, "lab", MACHINE_PAGES, 1));
+        let range = host.map(pid, MACHINE_PAGES, 0).unwrap();
+        host.write(pid, pages(range, 0, 100), 1, true);
+        host.write(pid, pages(range, 100, 50), 10_000 * number, true);
+        (pid, range)
+    });
+    merge_all(&host, &machines);
+    let (pid, range) = machines[0];
+    let process = host.open(pid).unwrap().id();
+    let merged = host.ksmd_counters();
+    let moved = move_pages(&host, process, range, 1);
+    let missed = vec![(pages(range, 0, 100), MissedReason::MappedSeveralTimes)];
+    assert_eq!((moved.moved_pages, moved.missed_ranges), (Pages(50), missed));
+    let nodes = nodes_of_pages(&host, process, pages(range, 0, 150));
+    assert_eq!((&nodes[..100], &nodes[100..]), (&[Some(0); 100][..], &[Some(1); 50][..]));
+    assert_eq!(host.ksmd_counters(), merged, "a move does not unmerge");
+    let child = host.fork(pid).unwrap();
+    let back = move_pages(&host, process, range, 0);
+    assert_eq!((back.moved_pages, back.missed_ranges.len()), (Pages(0), 1), "the child maps the pages, too");
+    host.exit(child);
+    assert_eq!(move_pages(&host, process, range, 0).moved_pages, Pages(50));
+    assert_eq!(nodes_of_pages(&host, process, pages(range, 0, 150)), [Some(0); 150]);
+}
+
+#[test]
+fn threads_have_the_cpus_that_they_are_given() {
+    let (host, process, _) = host_with_two_nodes();
+    let tid = Pid(process.pid.0 + 2);
+    let cpus = |text: &str| -> IdSet { text.parse().unwrap() };
+    let thread = ThreadId { process, tid, start_time: process.start_time };
+    let set = |thread: ThreadId, from: &str, to: &str| {
+        host.apply(&Action::SetAffinity { thread, cpus: Exchange { from: cpus(from), to: cpus(to) }, pin: None })
+    };
+    let shown = |tid: Pid| {
+        let handle = host.open(process.pid).unwrap();
+        let status = parse::status(&handle.read(&format!("task/{tid}/status")).unwrap());
+        let stat = parse::stat(&handle.read(&format!("task/{tid}/stat")).unwrap()).unwrap();
+        (status.allowed_cpus.unwrap().to_string(), stat.last_cpu.unwrap())
+    };
+    assert!(!set(thread, "0-3", "2-3").unwrap().unchanged);
+    let (allowed, last_cpu) = shown(tid);
+    assert!(allowed == "2-3" && last_cpu >= 2, "{allowed}, CPU {last_cpu}");
+    assert_eq!(shown(process.pid).0, "0-3", "other threads stay");
+    assert!(set(thread, "0-3", "2-3").unwrap().unchanged);
+    assert!(matches!(set(thread, "0-3", "1"), Err(ActionError::ChangedByOthers(_))));
+    assert!(matches!(set(thread, "2-3", "9"), Err(ActionError::Failed(_))), "offline");
+    set(thread, "2-3", "0-3").unwrap();
+    assert_eq!(shown(tid).0, "0-3");
+    assert_eq!(set(ThreadId { tid: Pid(tid.0 + 1), ..thread }, "0-3", "1"), Err(ActionError::Vanished));
+    assert_eq!(set(ThreadId { start_time: 1, ..thread }, "0-3", "1"), Err(ActionError::Vanished));
+}
+
+#[test]
+fn memory_policy_is_shown_and_decides_where_new_pages_come_from() {
+    let (host, process, range) = host_with_two_nodes();
+    let (default, prefer) = (MemoryPolicy::Default, MemoryPolicy::Prefer(1));
+    let set = |from, to, ranges: Vec<AddressRange>| {
+        host.apply(&Action::SetMemoryPolicy { process, ranges, policy: Exchange { from, to } }).unwrap()
+    };
+    let shown = || parse::memory_policies(&host.open(process.pid).unwrap().read("numa_maps").unwrap());
+    assert!(!set(default, prefer, vec![range]).unchanged);
+    assert_eq!(shown(), [(range.start, "prefer:1".to_owned())].into());
+    host.write(process.pid, pages(range, 1400, 300), 5000, true);
+    let nodes = nodes_of_pages(&host, process, pages(range, 1400, 300));
+    assert_eq!((&nodes[..136], &nodes[136..]), (&[Some(0); 136][..], &[Some(1); 164][..]), "present pages stay");
+    assert!(set(default, prefer, vec![range]).unchanged);
+    let other = set(default, MemoryPolicy::Prefer(0), vec![range]);
+    assert_eq!(other.missed_ranges, [(range, MissedReason::OtherPolicy("prefer:1".to_owned()))]);
+    let unmapped = AddressRange { start: range.end, end: range.end + 4096 };
+    assert_eq!(set(default, prefer, vec![unmapped]).missed_ranges, [(unmapped, MissedReason::NotMapped)]);
+    set(prefer, default, vec![range]);
+    assert_eq!(shown(), [(range.start, "default".to_owned())].into());
+    host.write(process.pid, pages(range, 1700, 100), 9000, true);
+    assert_eq!(nodes_of_pages(&host, process, pages(range, 1700, 100)), [Some(0); 100], "as before");
 }
 
 const SCENARIO: &str = r#"description = "two machines, then a third"

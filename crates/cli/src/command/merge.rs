@@ -2,7 +2,7 @@
 
 use crate::command::enrolled_domains::{self, EnrolledDomains, SIDE_CHANNEL_NOTE};
 use crate::command::guest::{GuestControl, GuestSocketQueries, check_single_guest, find_control};
-use crate::command::recover::{self, check_ksm_present, check_no_tuner, open_mergeable_host, with_remedy};
+use crate::command::recover::{self, check_ksm_present, check_no_tuner, open_changeable_host, with_remedy};
 use crate::command_line::{
     DomainRuleArgument, GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration,
 };
@@ -118,7 +118,7 @@ pub struct MergeArguments {
 
 /// Take a census, merge, and print the report.
 pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    let host = if options.dry_run { host_selection::open_host(global)? } else { open_mergeable_host(global)? };
+    let host = if options.dry_run { host_selection::open_host(global)? } else { open_changeable_host(global)? };
     let started = host.now();
     check_ksm_present(&*host)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;

@@ -1,7 +1,7 @@
 //! `pagefold numa apply`, `verify` and `undo`: place virtual machines on NUMA nodes.
 
 use super::numa::{PlanOptions, read_map, read_placeable_map};
-use super::recover::{self, open_live_host, with_remedy};
+use super::recover::{self, open_changeable_host, open_live_host, with_remedy};
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_bandwidth};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
@@ -114,7 +114,7 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         bail!("--to would place all virtual machines there: select machines with --vm or --pid");
     }
     options.plan.check_measurable(global)?;
-    let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
+    let host = if options.dry_run { host_selection::open_host(global)? } else { open_changeable_host(global)? };
     let started = Instant::now();
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     // The locks are taken before the map is read, so that no other pagefold moves memory in between.
@@ -163,7 +163,12 @@ pub fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Re
         output::print_stdout(&wire::to_json(&report))?;
     } else {
         let remedy = host_selection::permission_remedy(global);
-        output::print_stdout(&text::apply::render_apply(&report, remedy, output::stdout_style(global)))?;
+        let next_commands = match host_selection::is_simulated(global) {
+            true => "The simulated host ends with this command, and so does the placement.",
+            false => "`pagefold numa verify` compares the host with this plan later; `pagefold numa undo` reverts it.",
+        };
+        let text = text::apply::render_apply(&report, (remedy, next_commands), output::stdout_style(global));
+        output::print_stdout(&text)?;
     }
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }

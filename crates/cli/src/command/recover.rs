@@ -93,8 +93,8 @@ pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     host_selection::open_host(global)
 }
 
-/// The host, if memory can be merged on it: the live one or a simulated one.
-pub fn open_mergeable_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
+/// The host of a command that also changes a simulated one.
+pub fn open_changeable_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     if host_selection::is_recording(global) {
         bail!("--host {}: a recording cannot be changed; leave --host out, or add --dry-run", global.host);
     }

@@ -9,8 +9,9 @@ use pagefold_base::count_text;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_number, format_percent};
 use std::fmt::Write;
 
-/// Renders what was done. `remedy` says what to do about processes that could not be read.
-pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) -> String {
+/// Renders what was done. `remedy` says what to do about processes that could not be read, and
+/// `next_commands` what to do with a placement that was made.
+pub fn render_apply(report: &NumaApplyReport, (remedy, next_commands): (&str, &str), style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_apply_title(report), 0);
     if !report.machines.is_empty() {
         text.push('\n');
@@ -35,9 +36,7 @@ pub fn render_apply(report: &NumaApplyReport, remedy: &str, style: TextStyle) ->
     }
     text.push_str(&render_not_measured(&report.hotness_source, style));
     if matches!(report.outcome, "done" | "partial" | "memory_pressure") && !report.machines.is_empty() {
-        text.push_str(
-            "\n`pagefold numa verify` compares the host with this plan later; `pagefold numa undo` reverts it.\n",
-        );
+        let _ = writeln!(text, "\n{next_commands}");
     }
     text.push_str(&render_unscanned(report.unscanned_processes.len(), remedy, style));
     text

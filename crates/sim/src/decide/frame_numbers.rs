@@ -1,6 +1,7 @@
 //! Numbers of frames, as `/proc/PID/pagemap` shows them, without a table of pages.
 //!
-//! Each region gets a range of numbers when it is mapped, one for each page, for frames that no other page maps. Frames
+//! Each region gets a range of numbers when it is mapped, one for each page, for frames that no other page maps. Pages that
+//! move to another node get others there. Frames
 //! with several mappings and merged frames have the model's number behind [`NUMBERED_FRAMES`]. Each node has one memory
 //! block, the upper bits of the number.
 //!
@@ -10,6 +11,7 @@
 use super::memory::{FrameId, PAGES_IN_HUGE_PAGE, SimulatedProcessId};
 use pagefold_base::Pfn;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// The frames of a memory block, and so of a node.
 const BLOCK_FRAMES: u64 = 1 << 48;
@@ -63,9 +65,35 @@ impl FrameNumbers {
         let first_frame = next.next_multiple_of(PAGES_IN_HUGE_PAGE) + page % PAGES_IN_HUGE_PAGE;
         *next = first_frame + pages;
         assert!(*next % BLOCK_FRAMES < NUMBERED_FRAMES, "fewer than 2^47 frames of a node were mapped");
-        let range = FrameRange { first_frame, process, page, pages };
-        self.by_frame.insert(first_frame, range);
-        self.by_page.insert((process, page), range);
+        self.insert(FrameRange { first_frame, process, page, pages });
+    }
+
+    fn insert(&mut self, range: FrameRange) {
+        self.by_frame.insert(range.first_frame, range);
+        self.by_page.insert((range.process, range.page), range);
+    }
+
+    /// Number the frames of a range of regions anew, because its pages have moved to a node.
+    pub(crate) fn move_range(&mut self, process: SimulatedProcessId, pages: Range<u64>, node: u8) {
+        let former: Vec<FrameRange> = self
+            .by_page
+            .range((process, 0)..(process, pages.end))
+            .map(|(_, range)| *range)
+            .filter(|range| range.page + range.pages > pages.start)
+            .collect();
+        for range in former {
+            let (start, end) = (range.page, range.page + range.pages);
+            self.by_frame.remove(&range.first_frame);
+            self.by_page.remove(&(process, start));
+            for rest in
+                [start..end.min(pages.start), start.max(pages.end)..end].into_iter().filter(|rest| !rest.is_empty())
+            {
+                let first_frame = range.first_frame + rest.start - start;
+                self.insert(FrameRange { first_frame, process, page: rest.start, pages: rest.end - rest.start });
+            }
+            let (first, last) = (start.max(pages.start), end.min(pages.end));
+            self.add_region(process, first, last - first, node);
+        }
     }
 
     /// Number the frames of a process's child.
@@ -120,6 +148,24 @@ mod tests {
     use super::*;
 
     const PROCESS: SimulatedProcessId = SimulatedProcessId(3);
+
+    #[test]
+    fn pages_that_move_have_frames_of_their_new_node() {
+        let mut frames = FrameNumbers::new(2);
+        frames.add_region(PROCESS, 512, 1024, 0);
+        frames.add_region(PROCESS, 2048, 512, 0);
+        let before: Vec<Pfn> = [512, 1023, 1535, 2100].map(|page| frames.own_frame(PROCESS, page)).to_vec();
+        frames.move_range(PROCESS, 1024..1100, 1);
+        frames.move_range(PROCESS, 1050..2050, 1);
+        for (page, node) in [(512, 0), (1023, 0), (1024, 1), (1099, 1), (1100, 1), (1535, 1), (2049, 1), (2050, 0)] {
+            let frame = frames.own_frame(PROCESS, page);
+            assert_eq!((frame.0 / BLOCK_FRAMES, frame.0 % 512), (node, page % 512), "{page}");
+            assert_eq!(frames.origin(frame), Some(FrameOrigin::Page(PROCESS, page)));
+        }
+        let after: Vec<Pfn> = [512, 1023, 2100].map(|page| frames.own_frame(PROCESS, page)).to_vec();
+        assert_eq!(after, [before[0], before[1], before[3]], "pages that stay keep their frames");
+        assert_eq!(frames.origin(before[2]), None);
+    }
 
     #[test]
     fn frames_lead_back_to_their_pages() {

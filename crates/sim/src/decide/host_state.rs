@@ -400,6 +400,8 @@ impl<'s> HostState<'s> {
 
     /// Write pages of a process.
     pub(crate) fn write(&mut self, pid: Pid, pages: Range<u64>, content: Content, ascends: bool) {
+        let Some(model_id) = self.processes.get(&pid).map(|process| process.model_id) else { return };
+        self.place_new_pages(model_id, pages.clone());
         let Some(process) = self.processes.get_mut(&pid) else { return };
         let count = pages.end - pages.start;
         let memory = self.model.memory();
@@ -427,7 +429,9 @@ impl<'s> HostState<'s> {
         let Some(process) = self.processes.get_mut(&pid) else { return };
         process.page_faults += 1;
         self.huge_pages += 1;
-        self.model.fault_huge_page(process.model_id, page);
+        let model_id = process.model_id;
+        self.place_new_pages(model_id, page..page + PAGES_IN_HUGE_PAGE);
+        self.model.fault_huge_page(model_id, page);
     }
 
     /// The memory of a process.
@@ -435,14 +439,47 @@ impl<'s> HostState<'s> {
         self.model.memory().process(process.model_id)
     }
 
-    /// The regions of a process as the kernel shows them: neighbors with the same advice are one.
+    /// Put the pages of a range on a node, but for frames that cannot migrate.
+    pub(crate) fn place_pages(&mut self, process: SimulatedProcessId, pages: Range<u64>, node: u8) {
+        for moved in self.model.place_pages(process, pages, node) {
+            self.frames.move_range(process, moved, node);
+        }
+    }
+
+    /// Where memory policies ask for it, let pages that a write is about to allocate come from another node than their
+    /// neighbors.
+    fn place_new_pages(&mut self, process: SimulatedProcessId, pages: Range<u64>) {
+        let memory = self.model.memory();
+        let record = memory.process(process);
+        if record.vmas.values().all(|vma| vma.node == vma.node_of_new_pages()) {
+            return;
+        }
+        let is_new = |entry: PageEntry| match entry {
+            PageEntry::Private(_) | PageEntry::HugePart(_) => false,
+            PageEntry::Frame(frame) => !memory.is_frame_movable(frame),
+            PageEntry::Absent | PageEntry::ZeroPage | PageEntry::KsmZeroPage => true,
+        };
+        let mut new: Vec<(Range<u64>, u8)> = Vec::new();
+        for (first, run) in memory.runs(process, pages) {
+            let run = MappedRun { page: first, pages: run.pages, entry: run.entry(), ascends: run.ascends };
+            let node = record.vma_of(first).map_or(0, Vma::node_of_new_pages);
+            let single = matches!(run.entry, PageEntry::Frame(_)) && run.ascends;
+            let pages_each = if single { 1 } else { run.pages };
+            for offset in (0..run.pages).step_by(pages_each as usize).filter(|&offset| is_new(run.entry_at(offset))) {
+                new.push((first + offset..first + offset + pages_each, node));
+            }
+        }
+        new.into_iter().for_each(|(pages, node)| self.place_pages(process, pages, node));
+    }
+
+    /// The regions of a process as the kernel shows them: neighbors with the same advice and memory policy are one.
     pub(crate) fn shown_regions(&self, process: &HostProcess) -> Vec<ShownRegion<'_>> {
         let mut shown: Vec<ShownRegion<'_>> = Vec::new();
         for vma in self.memory_of(process).vmas.values() {
             match shown.last_mut().map(|region| &mut region.parts) {
                 Some(parts)
                     if parts.last().is_some_and(|last| {
-                        (last.end(), last.is_mergeable, last.node) == (vma.start, vma.is_mergeable, vma.node)
+                        (last.end(), last.is_mergeable, last.policy) == (vma.start, vma.is_mergeable, vma.policy)
                     }) =>
                 {
                     parts.push(vma);
@@ -498,14 +535,25 @@ impl<'s> HostState<'s> {
         self.spec.used_pages + own + memory.used_numbered_frames() + metadata
     }
 
+    /// The memory of a node, in pages: each node has an equal part.
+    pub(crate) fn memory_pages_of_node(&self) -> u64 {
+        self.spec.memory_pages / u64::from(self.spec.nodes)
+    }
+
+    /// Free memory of a node, in pages.
+    pub(crate) fn free_pages_of_node(&self, node: u8) -> u64 {
+        self.memory_pages_of_node().saturating_sub(self.used_pages_of_node(node))
+    }
+
     /// Memory in use on a node, in pages. The host's own use is spread over all nodes.
     pub(crate) fn used_pages_of_node(&self, node: u8) -> u64 {
-        let own = |process: &HostProcess| {
-            let memory = self.memory_of(process);
-            let totals = memory.totals;
-            // All memory of a process is on the node of its first region.
-            let is_here = memory.vmas.values().next().is_some_and(|vma| vma.node == node);
-            if is_here { totals.private + totals.huge } else { 0 }
+        let own = |process: &HostProcess| -> u64 {
+            let SimulatedProcess { vmas, totals, .. } = self.memory_of(process);
+            match vmas.values().filter(|vma| vma.node == node).count() {
+                0 => 0,
+                count if count == vmas.len() => totals.private + totals.huge,
+                _ => vmas.values().filter(|vma| vma.node == node).map(Vma::own_pages).sum(),
+            }
         };
         let shared = self.model.memory().used_numbered_frames() / u64::from(self.spec.nodes);
         self.spec.used_pages / u64::from(self.spec.nodes) + self.processes.values().map(own).sum::<u64>() + shared

@@ -4,13 +4,14 @@
 //! one process maps and ksmd did not merge takes four bytes at most, and its frame is implied. Frames with several
 //! mappings and merged frames are numbered. Neighboring pages share a record where they can ([`EntryRuns`]).
 //!
-//! Limits: private anonymous memory only; frames never migrate and are never swapped out; a fork turns the parent's
-//! huge pages into base pages.
+//! Limits: private anonymous memory only; frames are never swapped out, and merged ones never migrate; a fork turns the
+//! parent's huge pages into base pages.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::entry_runs::{EntryRun, EntryRuns};
+use pagefold_base::memory::MemoryPolicy;
 
 /// A page's content. Its order is that of memcmp.
 pub type Content = u32;
@@ -171,11 +172,31 @@ pub struct Vma {
     pub is_mergeable: bool,
     /// Whether it ever had an anonymous page (`vma->anon_vma`).
     pub has_anonymous: bool,
-    /// The NUMA node that its pages come from.
+    /// The NUMA node of its pages whose frames are not numbered.
     pub node: u8,
+    /// The NUMA node from which new pages come by the default policy.
+    pub default_node: u8,
+    /// From which NUMA node new pages come.
+    pub policy: MemoryPolicy,
 }
 
 impl Vma {
+    /// The NUMA node from which new pages come.
+    #[must_use]
+    pub fn node_of_new_pages(&self) -> u8 {
+        match self.policy {
+            MemoryPolicy::Default => self.default_node,
+            MemoryPolicy::Prefer(node) => u8::try_from(node).unwrap_or(self.default_node),
+        }
+    }
+
+    /// Pages whose frames are not numbered: those of the process alone.
+    #[must_use]
+    pub fn own_pages(&self) -> u64 {
+        let is_own = |entry: PageEntry| matches!(entry, PageEntry::Private(_) | PageEntry::HugePart(_));
+        self.entries.runs().filter(|(_, run)| is_own(run.entry())).map(|(_, run)| run.pages).sum()
+    }
+
     /// What a page of the region is mapped to.
     #[must_use]
     pub fn entry(&self, page: u64) -> PageEntry {
@@ -396,6 +417,39 @@ impl Memory {
         (self.frames.len() - self.unused_frames.len()) as u64 - self.stale_frames
     }
 
+    /// Whether a numbered frame can migrate to another NUMA node: it is not merged, and one page maps it.
+    #[must_use]
+    pub fn is_frame_movable(&self, frame: FrameId) -> bool {
+        let record = self.frame(frame);
+        record.mappings == 1 && !record.is_merged
+    }
+
+    /// Put the pages of a range on a NUMA node, but for frames that cannot migrate. Returns the ranges that were elsewhere.
+    pub(crate) fn place_pages(&mut self, process: SimulatedProcessId, range: Range<u64>, node: u8) -> Vec<Range<u64>> {
+        for (_, run) in self.runs(process, range.clone()) {
+            if let PageEntry::Frame(first) = run.entry() {
+                let frames = (first..).take(if run.ascends { run.pages as usize } else { 1 });
+                for frame in frames.filter(|&frame| self.is_frame_movable(frame)).collect::<Vec<_>>() {
+                    self.frame_mut(frame).node = node;
+                }
+            }
+        }
+        let record = self.process_mut(process);
+        let elsewhere: Vec<Range<u64>> = record
+            .vmas
+            .values()
+            .filter(|vma| vma.node != node)
+            .map(|vma| vma.start.max(range.start)..vma.end().min(range.end))
+            .filter(|range| !range.is_empty())
+            .collect();
+        for range in &elsewhere {
+            record.split_vma(range.start);
+            record.split_vma(range.end);
+            record.vma_of_mut(range.start).expect("the page is in a region").node = node;
+        }
+        elsewhere
+    }
+
     /// The content of an entry.
     #[must_use]
     pub fn content(&self, entry: PageEntry) -> Option<Content> {
@@ -515,7 +569,8 @@ mod tests {
     fn splitting_a_region_keeps_its_pages() {
         let mut entries = EntryRuns::absent(4);
         entries.fill(0, EntryRun { pages: 4, ascends: true, ..EntryRun::single(PageEntry::Private(0)) });
-        let vma = Vma { start: 10, entries, is_mergeable: true, has_anonymous: true, node: 1 };
+        let policy = MemoryPolicy::Prefer(2);
+        let vma = Vma { start: 10, entries, is_mergeable: true, has_anonymous: true, node: 1, default_node: 0, policy };
         let mut process = SimulatedProcess { vmas: BTreeMap::from([(10, vma)]), ..SimulatedProcess::default() };
         process.split_vma(10);
         process.split_vma(14);
@@ -524,6 +579,7 @@ mod tests {
         let bounds: Vec<_> =
             process.vmas.values().map(|vma| (vma.start, vma.end(), vma.is_mergeable, vma.node)).collect();
         assert_eq!(bounds, [(10, 13, true, 1), (13, 14, true, 1)]);
+        assert_eq!(process.vmas[&13].node_of_new_pages(), 2, "by the policy");
         assert_eq!(process.vma_of(13).unwrap().entry(13), PageEntry::Private(3));
     }
 }

@@ -4,7 +4,7 @@
 //! 6.1 and 6.12). A walk has side effects: it removes nodes whose frame is freed, drops chains and reorders them. So
 //! the tree keeps the kernel's shape.
 //!
-//! Limits: frames never migrate between NUMA nodes, so the list of migrated nodes is always empty.
+//! Limits: merged frames never migrate between NUMA nodes, so the list of migrated nodes is always empty.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;

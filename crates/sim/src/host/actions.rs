@@ -1,4 +1,4 @@
-//! What programs change on a simulated host: settings of KSM, and advice about memory.
+//! What programs change on a simulated host: settings of KSM, and advice about memory. See also [`super::placement`].
 
 use crate::decide::host_state::{HostState, PAGE_BYTES};
 use crate::decide::ksmd::{Advice, KsmSettings, RunState};
@@ -9,7 +9,7 @@ use pagefold_host::action::{ActionError, ActionOutcome, MergeAdvice, MissedReaso
 use std::time::Duration;
 
 /// How long a thread of a process is stopped to give advice within it.
-const STOP_TIME: Duration = Duration::from_micros(100);
+pub(super) const STOP_TIME: Duration = Duration::from_micros(100);
 
 /// Whether a write waits until ksmd's batch ends (`ksm_thread_mutex` in mm/ksm.c).
 pub(super) fn waits_for_batch(setting: Setting) -> bool {
@@ -59,7 +59,7 @@ impl HostState<'_> {
     }
 
     /// The process with this number and start.
-    fn living(&self, process: ProcessId) -> Result<Pid, ActionError> {
+    pub(super) fn living(&self, process: ProcessId) -> Result<Pid, ActionError> {
         let found = self.processes.get(&process.pid).filter(|found| found.start_ticks == process.start_time);
         found.map(|_| process.pid).ok_or(ActionError::Vanished)
     }

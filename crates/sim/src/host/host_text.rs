@@ -140,11 +140,9 @@ fn node_file(host: &HostState<'_>, file: &str) -> Option<String> {
         }
         "meminfo" => {
             let kib = |pages: u64| pages * (PAGE_BYTES >> 10);
-            let total = host.spec.memory_pages / u64::from(nodes);
-            let used = host.used_pages_of_node(node);
             let line = |name: &str, kib: u64| format!("Node {node} {:<15}{kib:>9} kB\n", format!("{name}:"));
-            let (total, used) = (kib(total), kib(used.min(total)));
-            Some(line("MemTotal", total) + &line("MemFree", total - used) + &line("MemUsed", used))
+            let (total, free) = (kib(host.memory_pages_of_node()), kib(host.free_pages_of_node(node)));
+            Some(line("MemTotal", total) + &line("MemFree", free) + &line("MemUsed", total - free))
         }
         _ => None,
     }

@@ -1,7 +1,8 @@
 //! A simulated host behind the host port, in virtual time.
 //!
 //! [`SimulatedHost`] answers as a live host does: it prints the text of `/proc` and `/sys`, shows page tables and the
-//! bytes of pages, and carries out writes of KSM's settings and advice. Memory and ksmd are those of
+//! bytes of pages, and carries out writes of KSM's settings, advice, and placements on NUMA nodes. Memory and ksmd are those
+//! of
 //! [`KsmModel`](crate::decide::ksmd::KsmModel); the bytes of a page are made from the number of its content. Time passes
 //! only where a program sleeps or waits, and for the pages that it reads: then ksmd works, and the machines of the
 //! scenario arrive, write and exit.
@@ -16,6 +17,7 @@ mod clock;
 mod contents;
 mod host_text;
 mod pages;
+mod placement;
 mod process_text;
 
 use crate::decide::cost::CostModel;
@@ -259,8 +261,14 @@ impl Host for SimulatedHost<'_> {
             }
             Action::Advise { process, advice, ranges } => self.lock().advise(*process, *advice, ranges),
             Action::MergeAny { process, enable } => self.lock().merge_any(*process, *enable),
+            Action::SetAffinity { thread, cpus, pin: None } => self.lock().set_affinity(*thread, cpus),
+            Action::MovePages { process, ranges, node } => self.lock().move_pages(*process, ranges, *node),
+            Action::SetMemoryPolicy { process, ranges, policy } => {
+                self.lock().set_memory_policy(*process, ranges, policy)
+            }
             _ => Err(ActionError::Unsupported(
-                "a simulated host takes settings of KSM and advice about merging, and nothing else".to_owned(),
+                "a simulated host takes settings of KSM, advice about merging, and placements of threads and memory"
+                    .to_owned(),
             )),
         }
     }

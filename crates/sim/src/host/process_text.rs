@@ -298,23 +298,23 @@ fn numa_maps(host: &HostState<'_>, process: &HostProcess) -> String {
     let line = |region: &ShownRegion<'_>| {
         let mut by_node = vec![0; usize::from(host.spec.nodes)];
         for run in host.mapped_runs(process, region.range()) {
-            for offset in 0..if run.ascends { run.pages } else { 1 } {
-                let entry = run.entry_at(offset);
-                let node = match entry {
-                    PageEntry::Frame(frame) => Some(host.model.memory().frame(frame).node),
-                    PageEntry::Private(_) | PageEntry::HugePart(_) => Some(region.parts[0].node),
-                    PageEntry::Absent | PageEntry::ZeroPage | PageEntry::KsmZeroPage => None,
-                };
-                node.into_iter().for_each(|node| by_node[usize::from(node)] += if run.ascends { 1 } else { run.pages });
+            let counted_alone = run.ascends && matches!(run.entry, PageEntry::Frame(_));
+            let pages_each = if counted_alone { 1 } else { run.pages };
+            for offset in (0..run.pages).step_by(pages_each as usize) {
+                if !matches!(run.entry, PageEntry::ZeroPage | PageEntry::KsmZeroPage) {
+                    let node = host.model.memory().node_of(process.model_id, run.page + offset);
+                    by_node[usize::from(node)] += pages_each;
+                }
             }
         }
+        let policy = region.parts[0].policy;
         let resident: u64 = by_node.iter().sum();
         let nodes = by_node.iter().enumerate().filter(|(_, pages)| **pages > 0);
         let nodes: String = nodes.map(|(node, pages)| format!(" N{node}={pages}")).collect();
         let start = region.range().start;
         match resident {
-            0 => format!("{start:x} default\n"),
-            _ => format!("{start:x} default anon={resident} dirty={resident}{nodes} kernelpagesize_kB=4\n"),
+            0 => format!("{start:x} {policy}\n"),
+            _ => format!("{start:x} {policy} anon={resident} dirty={resident}{nodes} kernelpagesize_kB=4\n"),
         }
     };
     host.shown_regions(process).iter().map(line).collect()

@@ -9,6 +9,7 @@ use super::super::memory::{
 };
 use super::items::ItemRuns;
 use super::{Advice, Cursor, KsmModel, RunState};
+use pagefold_base::memory::MemoryPolicy;
 
 impl KsmModel {
     /// Start a process without memory.
@@ -27,7 +28,22 @@ impl KsmModel {
         assert!(vmas.range(..end).next_back().is_none_or(|(_, vma)| vma.end() <= start), "the range is in use");
         assert!(end <= PAGE_LIMIT, "the range exceeds the address space");
         let entries = EntryRuns::absent(pages);
-        vmas.insert(start, Vma { start, entries, is_mergeable: false, has_anonymous: false, node });
+        let policy = MemoryPolicy::Default;
+        let vma = Vma { start, entries, is_mergeable: false, has_anonymous: false, node, default_node: node, policy };
+        vmas.insert(start, vma);
+    }
+
+    /// Put the pages of a range on a NUMA node, but for frames that cannot migrate. Returns the ranges that were elsewhere.
+    pub(crate) fn place_pages(&mut self, process: SimulatedProcessId, range: Range<u64>, node: u8) -> Vec<Range<u64>> {
+        self.memory.place_pages(process, range, node)
+    }
+
+    /// Set from which NUMA node new pages of a range come.
+    pub(crate) fn set_memory_policy(&mut self, process: SimulatedProcessId, range: Range<u64>, policy: MemoryPolicy) {
+        let record = self.memory.process_mut(process);
+        record.split_vma(range.start);
+        record.split_vma(range.end);
+        record.vmas.range_mut(range).for_each(|(_, vma)| vma.policy = policy);
     }
 
     /// Unmap a range.
