@@ -3,6 +3,9 @@
 
 #![forbid(unsafe_code)]
 
+#[path = "applied_rules/settings_of_rules.rs"]
+mod settings_of_rules;
+
 use pagefold_doctor::decide::audit::rule_summaries;
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::decide::{Finding, Scope, Verdict, examine_host, ksm_rule_summaries, process_rule_summaries};
@@ -539,18 +542,6 @@ fn undo_that_the_kernel_refuses_for_now_is_retried() {
     assert_eq!(host.setting_value("merge_across_nodes"), "1");
     assert_eq!(host.setting_values(), FakeHost::from_state(&before).setting_values());
     assert_eq!(kept::undo(&host, directory.path()).failed, []);
-}
-
-#[test]
-fn other_rules_have_no_change_that_is_made_now() {
-    for case in CASES {
-        let host = host_of(case);
-        for finding in examine_host(&gather_host_facts(&host, &[], &TrustPolicy::default())) {
-            let is_made =
-                plan_of(&host, &finding).steps.iter().any(|step| ApplyScope::HostAndDefinitions.contains(step));
-            assert!(!is_made || is_applicable(finding.details.method), "{finding:?}");
-        }
-    }
 }
 
 #[test]

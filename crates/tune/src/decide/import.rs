@@ -67,8 +67,8 @@ pub struct Imported {
 /// Settings of tuned's plugins that stand for one file or one of each device, by section and option
 /// (tuned 2.24, `tuned/plugins`).
 const TUNED_OPTIONS: &[(&str, &str, &str)] = &[
-    ("cpu", "governor", "sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"),
-    ("cpu", "energy_performance_preference", "sys/devices/system/cpu/cpu*/cpufreq/energy_performance_preference"),
+    ("cpu", "governor", "sys/devices/system/cpu/cpufreq/policy*/scaling_governor"),
+    ("cpu", "energy_performance_preference", "sys/devices/system/cpu/cpufreq/policy*/energy_performance_preference"),
     ("vm", "transparent_hugepages", "sys/kernel/mm/transparent_hugepage/enabled"),
     ("vm", "transparent_hugepage", "sys/kernel/mm/transparent_hugepage/enabled"),
     ("vm", "transparent_hugepage.defrag", "sys/kernel/mm/transparent_hugepage/defrag"),
@@ -302,11 +302,12 @@ mod tests {
                 write("sys/kernel/mm/transparent_hugepage/enabled", "madvise"),
             ]
         );
-        let governors = ("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor".to_owned(), "performance".to_owned());
+        let governors =
+            ("sys/devices/system/cpu/cpufreq/policy*/scaling_governor".to_owned(), "performance".to_owned());
         assert_eq!(imported.patterns, [governors]);
         let ignored: Vec<usize> = imported.ignored.iter().map(|line| line.number).collect();
         assert_eq!(ignored, [3, 8, 16]);
-        let governor = "sys/devices/system/cpu/cpu3/cpufreq/scaling_governor";
+        let governor = "sys/devices/system/cpu/cpufreq/policy3/scaling_governor";
         let settings = [(governor.to_owned(), Ok("powersave".to_owned()))].into();
         let proposal = imported.proposal("test", &TuneState { settings, ..TuneState::default() });
         assert_eq!(proposal.changes.last(), Some(&write(governor, "performance")));

@@ -65,7 +65,7 @@ const ACROSS_NODES: &str = "sys/kernel/mm/ksm/merge_across_nodes";
 /// The settings that a profile sets wherever the host has them: the path as a pattern, the value, and the reason.
 pub fn settings(profile: Profile) -> &'static [(&'static str, &'static str, &'static str)] {
     const PERFORMANCE: (&str, &str, &str) = (
-        "sys/devices/system/cpu/cpu*/cpufreq/scaling_governor",
+        "sys/devices/system/cpu/cpufreq/policy*/scaling_governor",
         "performance",
         "CPUs run at full frequency without a delay to raise it",
     );
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn profile_adds_settings_that_the_host_has() {
-        let governor = |cpu: u32| format!("sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor");
+        let governor = |policy: u32| format!("sys/devices/system/cpu/cpufreq/policy{policy}/scaling_governor");
         let present = [(governor(0), Ok("powersave".to_owned())), (governor(1), Err("absent".to_owned()))].into();
         let [proposal] = &proposals(Profile::Throughput, &present)[..] else { panic!() };
         assert_eq!(proposal.changes, [write(&governor(0), "performance")]);
