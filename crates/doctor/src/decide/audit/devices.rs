@@ -5,8 +5,8 @@ use super::memory::{bound_nodes, node_cpus};
 use super::{Judge, SettingRule, if_machines_are_known, with_write};
 use crate::decide::change::{ApplyMethod, SettingChange, SettingDetails};
 use crate::decide::{HostFacts, MissingReading, RuleInfo, RuleResult, Verdict, require};
-use pagefold_base::IdSet;
 use pagefold_base::identity::thread_role::ThreadRole;
+use pagefold_base::{Absent, IdSet};
 
 pub(super) const RULES: &[SettingRule] = &[
     SettingRule {
@@ -188,11 +188,27 @@ fn machine_nodes(vm: &VmFacts, facts: &HostFacts) -> Result<Result<MachineNodes,
     Ok(Ok(MachineNodes { nodes: own, cpus, is_bound }))
 }
 
+/// The result for a machine of which no thread is a vhost worker. Before Linux 6.4 workers are kernel threads, which
+/// the threads of the machine do not include.
+fn no_vhost_worker(rule: &'static RuleInfo, vm: &VmFacts) -> RuleResult {
+    let networks = vm.definition.iter().flatten().flat_map(|definition| &definition.networks);
+    let with_vhost: Vec<&str> = networks.filter(|network| network.vhost).map(|network| &*network.id).collect();
+    if with_vhost.is_empty() {
+        return Ok(rule.not_applicable("it has no vhost worker", "none"));
+    }
+    let why = format!(
+        "{} uses vhost, but no thread of the machine is a vhost worker: before Linux 6.4 it is a kernel thread vhost-{}",
+        with_vhost.join(", "),
+        vm.process.pid
+    );
+    Err(MissingReading { reading_name: "the vhost workers".to_owned(), absent: Absent::NotAsked(why) })
+}
+
 fn judge_vhost_workers(rule: &'static RuleInfo, vm: &VmFacts, facts: &HostFacts) -> RuleResult {
     let threads = require("the threads of the machine", &vm.threads)?;
     let workers: Vec<_> = threads.iter().filter(|thread| thread.role == ThreadRole::Vhost).collect();
     if workers.is_empty() {
-        return Ok(rule.not_applicable("it has no vhost worker", "none"));
+        return no_vhost_worker(rule, vm);
     }
     let MachineNodes { nodes, cpus, is_bound } = match machine_nodes(vm, facts)? {
         Ok(bound) => bound,

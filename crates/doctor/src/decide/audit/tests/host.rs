@@ -476,8 +476,7 @@ fn commands_for_idle_states_name_only_cpus_where_the_state_is_deep() {
 
 fn with_worker(cpus: &str) -> VmFacts {
     let mut machine = vm(500, "qemu-system-x86_64 -device vfio-pci,host=3b:00.0", &["0-3", "0-1"]);
-    let thread = VmThread { tid: Pid(510), role: ThreadRole::Vhost, last_cpu: 0, allowed_cpus: cpus.parse().unwrap() };
-    machine.threads.as_mut().unwrap().push(thread);
+    machine.threads.as_mut().unwrap().push(vhost_worker(cpus));
     machine
 }
 

@@ -153,6 +153,11 @@ fn vm(pid: u32, command: &str, vcpus: &[&str]) -> VmFacts {
     }
 }
 
+/// A vhost worker that may run on these CPUs, and ran last on CPU 0.
+fn vhost_worker(cpus: &str) -> VmThread {
+    VmThread { tid: Pid(510), role: ThreadRole::Vhost, last_cpu: 0, allowed_cpus: cpus.parse().unwrap() }
+}
+
 /// The finding of a rule, which must be exactly one.
 fn finding(facts: &HostFacts, rule: &str) -> Finding {
     let mut found: Vec<Finding> = examine_host(facts).into_iter().filter(|finding| finding.rule == rule).collect();

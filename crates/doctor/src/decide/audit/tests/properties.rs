@@ -5,7 +5,9 @@ use proptest::prelude::*;
 
 /// A machine that no rule warns of.
 pub(super) fn good_vm() -> VmFacts {
-    VmFacts { guest: Some(Ok(guest::good_guest())), ..vm(500, GOOD_VM, &["0-7", "0-7"]) }
+    let mut machine = VmFacts { guest: Some(Ok(guest::good_guest())), ..vm(500, GOOD_VM, &["0-7", "0-7"]) };
+    machine.threads.as_mut().unwrap().push(vhost_worker("0-7"));
+    machine
 }
 
 /// The command line of a machine that no rule warns of.

@@ -69,6 +69,9 @@ const CASES: &[(&str, &str, Verdict)] = &[
     ("vm-stacked-vcpus", "", Fine),
     ("vm-next-start", "", NotApplicable),
     ("vhost-worker-node", "", NotApplicable),
+    ("vhost-worker-node", "-netdev tap,id=n,vhost=on -device virtio-net-pci,netdev=n", Unknown),
+    ("vhost-worker-node", "-netdev tap,id=n,vhostfd=35 -device virtio-net-pci,netdev=n", Unknown),
+    ("vhost-worker-node", "-netdev tap,id=n -device virtio-net-pci,netdev=n", NotApplicable),
     ("device-node", "", NotApplicable),
 ];
 
