@@ -167,8 +167,10 @@ fn placement_is_verified_on_a_recording() {
     let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.starts_with(READY_PREFIX)));
     let pid = child.0.id().to_string();
-    let placed = run(&["numa", "apply", "--pid", &pid, "--to", "0"]);
+    let placed = run(&["numa", "apply", "--pid", &pid, "--to", "0", "--json"]);
     assert!(matches!(placed.status.code(), Some(0 | 3)), "{placed:?}");
+    let report: Value = serde_json::from_slice(&placed.stdout).unwrap();
+    assert_eq!(report["machines"][0]["split_pages"], 0, "{report}");
     let recorded = run(&["record", "--pass-interval", "0", "--pid", &pid, recording.to_str().unwrap()]);
     assert!(recorded.status.success(), "{recorded:?}");
     let verify = |host: &str| {

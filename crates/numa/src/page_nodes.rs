@@ -98,10 +98,15 @@ impl PageNodes {
         self.by_node.values().map(|kinds| kinds.total()).sum()
     }
 
+    /// Base pages in transparent huge pages.
+    pub fn huge(&self) -> Pages {
+        self.by_node.values().map(|kinds| kinds.huge).sum()
+    }
+
     /// The share of movable pages in transparent huge pages.
     pub fn huge_share(&self) -> f64 {
-        let sum = |pages: fn(&PageKinds) -> Pages| self.by_node.values().map(pages).sum::<Pages>().0 as f64;
-        sum(|kinds| kinds.huge) / sum(|kinds| kinds.movable()).max(1.0)
+        let movable: Pages = self.by_node.values().map(|kinds| kinds.movable()).sum();
+        self.huge().0 as f64 / (movable.0 as f64).max(1.0)
     }
 
     /// Add the pages of other memory.

@@ -55,6 +55,9 @@ pub struct PlacedMachine {
     /// intention.
     #[serde(default)]
     pub staying_pages: u64,
+    /// Its base pages in transparent huge pages before.
+    #[serde(default)]
+    pub huge_pages: u64,
     /// The expected share of remote accesses before.
     pub remote_share_before: Option<f64>,
     /// The share that was predicted.
@@ -75,6 +78,7 @@ impl PlacedMachine {
             threads: steps.map(|step| (step.tid.0, step.start_time, step.to.to_string())).collect(),
             kept_pages: 0,
             staying_pages: 0,
+            huge_pages: placement.pages.huge().0,
             remote_share_before: placement.cost.map(|cost| cost.remote_share),
             predicted_remote_share: predicted_cost(&map.topology, placement, &target.parts)
                 .map(|cost| cost.remote_share),
@@ -218,6 +222,8 @@ pub struct PresentPlacement {
     pub kept_pages: Pages,
     /// The part of them that is mapped once.
     pub staying_pages: Pages,
+    /// Base pages that are no longer in transparent huge pages.
+    pub split_pages: Pages,
     /// Threads whose CPUs are not those that were set.
     pub changed_threads: Vec<Pid>,
 }
@@ -266,6 +272,7 @@ impl PresentPlacement {
             misplaced_pages: Pages(misplaced),
             kept_pages: Pages(placed.kept_pages),
             staying_pages: Pages(placed.staying_pages),
+            split_pages: Pages(placed.huge_pages).saturating_sub(placement.pages.huge()),
             changed_threads: placed.threads.iter().filter(has_changed).map(|thread| Pid(thread.0)).collect(),
         }
     }
@@ -296,7 +303,16 @@ pub fn verify_machines(map: &NumaMap, machines: Vec<PlacedMachine>) -> Vec<Verif
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::working_set::HotnessSource;
+    use crate::text::apply::render_apply;
+    use crate::wire::apply::NumaApplyReport;
+    use crate::{apply, map};
+    use pagefold_base::{AddressRange, PageSize};
+    use pagefold_census::ProcessSelection;
     use pagefold_host::action::Action;
+    use pagefold_host::fake_host::FakeHost;
+    use pagefold_output::text::TextStyle;
+    use std::sync::atomic::AtomicBool;
 
     fn machine(pid: u32, threads: &[(u32, u64, &str)]) -> PlacedMachine {
         PlacedMachine {
@@ -307,6 +323,7 @@ mod tests {
             threads: threads.iter().map(|&(tid, start, cpus)| (tid, start, cpus.to_owned())).collect(),
             kept_pages: 0,
             staying_pages: 0,
+            huge_pages: 0,
             remote_share_before: Some(1.0),
             predicted_remote_share: Some(0.0),
         }
@@ -321,6 +338,7 @@ mod tests {
                 misplaced_pages: Pages(misplaced),
                 kept_pages: Pages(kept),
                 staying_pages: Pages(staying),
+                split_pages: Pages::ZERO,
                 changed_threads: changed_threads.iter().copied().map(Pid).collect(),
             };
             now.state()
@@ -333,6 +351,44 @@ mod tests {
         assert_eq!([state(1000, 1000, 1000, &[]), state(21, 21, 21, &[])], [PlacementState::Incomplete; 2]);
         assert_eq!(state(500, 500, 20, &[]), PlacementState::AsPlanned, "the rest is mapped several times");
         assert_eq!(state(20, 500, 500, &[]), PlacementState::AsPlanned, "it has moved there since");
+    }
+
+    #[test]
+    fn pages_that_are_no_longer_in_huge_pages_are_counted() {
+        let host = FakeHost::booted();
+        let range = AddressRange { start: 1 << 20, end: (1 << 20) + 8 * 4096 };
+        for node in 0..2 {
+            host.put_node(node, &format!("{node}"), 900_000);
+        }
+        host.map_pages(7, (range.start, range.end), "heap", false);
+        host.put_file("proc/7/numa_maps", &format!("{:x} default\n", range.start));
+        let selection = ProcessSelection { pids: vec![Pid(7)], ..ProcessSelection::default() };
+        let mut map = map::read_map(&host, &selection).unwrap();
+        let kinds = |small, huge| PageKinds { small: Pages(small), huge: Pages(huge), ..PageKinds::default() };
+        map.processes[0].pages.by_node = [(0, kinds(100, 1024))].into();
+        let targets = [MachineTarget { position: 0, parts: vec![vec![(1, 1.0)]] }];
+        let prepared = apply::prepare(&host, &map, &targets, &AtomicBool::new(false)).unwrap();
+        let placed = PlacedMachine::new(&map, &targets[0], &prepared[0]);
+
+        let machines = [(placed.clone(), prepared[0].clone(), 0)];
+        let planned = NumaApplyReport::planned(
+            "this host".to_owned(),
+            PageSize::new(4096).unwrap(),
+            &map,
+            &machines,
+            Vec::new(),
+            &HotnessSource::RunTime,
+        );
+        for (now, split_pages) in [([(1, kinds(612, 512))], 512), ([(1, kinds(100, 1536))], 0)] {
+            map.processes[0].pages.by_node = now.into();
+            let verified = verify_machines(&map, vec![placed.clone()]);
+            let report = planned.clone().with_measured(&verified);
+            assert_eq!(report.machines[0].split_pages, Some(split_pages));
+            let text = render_apply(&report, "", TextStyle { width: 200, color: false });
+            assert_eq!(text.contains("2.00 MiB is no longer in huge pages"), split_pages > 0, "{text}");
+        }
+        let ended = [VerifiedMachine { placed, now: None }];
+        assert_eq!(planned.with_measured(&ended).machines[0].split_pages, None);
     }
 
     #[test]

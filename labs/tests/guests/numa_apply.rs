@@ -233,6 +233,7 @@ fn check_apply_and_undo(scenes: &Scenes) {
     // A page that fork(2) has shared with the shell of the guest.
     assert!(after.own_pages(0) <= MAX_TOUCHED_PAGES && kept <= 4, "{after:?} {report}");
     assert_eq!(after.huge_kib, before.huge_kib, "huge pages stay huge");
+    assert_eq!(machine["split_pages"], 0, "{report}");
     // Small mappings keep their policy.
     assert_eq!((&*before.policies, &*after.policies), ("default", "default,prefer:1"), "{report}");
     assert!(machine["preferring_bytes"].as_u64().unwrap() >= 32 << 20, "{report}");

@@ -362,6 +362,7 @@ fn machine_of_which_nothing_was_placed_has_no_record() {
         threads: vec![(pid, 1, "2-3".to_owned()), (pid + 1, 1, "2-3".to_owned())],
         kept_pages: 0,
         staying_pages: 0,
+        huge_pages: 0,
         remote_share_before: None,
         predicted_remote_share: None,
     };

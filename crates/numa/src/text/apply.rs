@@ -101,6 +101,12 @@ fn machine_notes(machine: &MachineApplyReport, page_size: u64) -> Vec<String> {
     notes.extend(machine.kept_pages.iter().map(|(why, pages)| {
         format!("{} stays on another node: {}", format_bytes(pages * page_size), escape_unprintable(why))
     }));
+    notes.extend(machine.split_pages.filter(|&pages| pages > 0).map(|pages| {
+        format!(
+            "{} is no longer in huge pages: the kernel splits one where the node has no free one",
+            format_bytes(pages * page_size)
+        )
+    }));
     let mut threads: std::collections::BTreeMap<&str, Vec<String>> = std::collections::BTreeMap::new();
     for thread in &machine.kept_threads {
         threads.entry(&thread.why).or_default().push(thread.tid.to_string());

@@ -73,6 +73,10 @@ pub struct MachineApplyReport {
     pub preferring_bytes: u64,
     /// Bytes of memory whose policy stays, by reason.
     pub kept_policies: BTreeMap<String, u64>,
+    /// Base pages that were in transparent huge pages before and are not afterwards, as the kernel splits a huge page
+    /// where the node has no free one; absent if nothing was changed, or the machine could not be read afterwards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split_pages: Option<u64>,
     /// Why the machine was given up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failure: Option<String>,
@@ -150,6 +154,7 @@ impl NumaApplyReport {
             kept_threads: Vec::new(),
             preferring_bytes: 0,
             kept_policies: bytes_by_reason(&prepared.steps().kept_policies).collect(),
+            split_pages: None,
             failure: None,
             remote_share_before: placed.remote_share_before,
             predicted_remote_share: placed.predicted_remote_share,
@@ -198,6 +203,7 @@ impl NumaApplyReport {
     pub fn with_measured(mut self, verified: &[VerifiedMachine]) -> Self {
         for (report, verified) in self.machines.iter_mut().zip(verified) {
             report.measured_remote_share = verified.now.as_ref().and_then(|now| now.remote_share);
+            report.split_pages = verified.now.as_ref().map(|now| now.split_pages.0);
         }
         self
     }
