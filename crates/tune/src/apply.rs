@@ -4,6 +4,8 @@
 //! undone alone and named; the others stay. In the end the sessions keep their changes until `pagefold tune undo`. A
 //! kill before that leaves the journals to `pagefold recover`.
 
+use crate::counters::{changed_settings, sample_counters};
+use crate::decide::counters::bind_counters;
 use crate::decide::modprobe::{MODULE_FILE, set_parameters};
 use crate::decide::vm::{Patch, xml};
 use crate::decide::{Effect, ModuleChange, Step, TunePlan};
@@ -71,6 +73,8 @@ pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, scope: Ap
         applied.failed_undos.extend(failed_undos);
         sessions.insert(class, session);
     }
+    let settings: Vec<String> = steps.iter().flat_map(|(_, step)| settings_of(step)).collect();
+    let samples = sample_counters(host, &settings);
     for (position, step) in steps {
         let result = match &step.effect {
             Effect::Write { path, to, .. } => write_setting(&mut sessions, path, to),
@@ -91,6 +95,10 @@ pub fn apply(host: &dyn Host, state_directory: &Path, plan: &TunePlan, scope: Ap
     // Files first: if this process is killed between two classes, `recover` undoes the later ones, and a file without
     // its reload does no harm.
     for session in sessions.values_mut().rev() {
+        session.note_counters(|undo| {
+            let counters = bind_counters(changed_settings(undo).iter().map(String::as_str));
+            counters.iter().filter_map(|counter| samples.get(&counter.id()).cloned()).collect()
+        });
         applied.failed_undos.extend(session.keep_changes(TUNE_PURPOSE)?);
     }
     Ok(applied)
@@ -100,6 +108,17 @@ type Sessions<'a> = BTreeMap<ResourceClass, Session<'a>>;
 
 fn abort(mut sessions: Sessions<'_>, error: Error) -> Error {
     sessions.values_mut().rev().fold(error, |error, session| session.abort(error))
+}
+
+/// The paths of the settings that a step changes.
+fn settings_of(step: &Step) -> Vec<String> {
+    match &step.effect {
+        Effect::Write { path, .. } => vec![path.clone()],
+        Effect::Module(change) if change.reload => {
+            change.to.keys().map(|name| format!("sys/module/{}/parameters/{name}", change.module)).collect()
+        }
+        Effect::Module(_) | Effect::Machine { .. } | Effect::Boot { .. } => Vec::new(),
+    }
 }
 
 /// The classes of a step's actions.
@@ -331,6 +350,64 @@ mod tests {
         let (host, directory) = (host(), tempfile::tempdir().unwrap());
         apply(&host, directory.path(), &make_plan(&host), ApplyScope::Live).unwrap();
         assert_eq!(read(&host), ["200000", "10", "0", ""].map(str::to_owned));
+    }
+
+    #[test]
+    fn counters_before_the_changes_are_kept_with_them() {
+        let (host, directory) = (host(), tempfile::tempdir().unwrap());
+        host.put_file("proc/uptime", "100.00 9.00\n");
+        host.put_file("proc/vmstat", "pswpin 50\npswpout 200\n");
+        host.put_file("sys/kernel/debug/kvm/exits", "0\n");
+        let put_polls = |polls: &str| host.put_file("sys/kernel/debug/kvm/halt_attempted_poll", polls);
+        put_polls("0\n");
+        apply(&host, directory.path(), &make_plan(&host), ApplyScope::Host).unwrap();
+        // A second change of a setting has the counters from before the first one.
+        host.put_file("proc/vmstat", "pswpin 50\npswpout 260\n");
+        host.put_file("proc/uptime", "110.00 9.00\n");
+        let effect = Effect::Write { path: SWAPPINESS.to_owned(), from: "10".to_owned(), to: "20".to_owned() };
+        let again = TunePlan { steps: vec![Step { reasons: Vec::new(), effect }], ..TunePlan::default() };
+        assert_eq!(apply(&host, directory.path(), &again, ApplyScope::Live).unwrap().done, [0]);
+
+        host.put_file("proc/uptime", "120.00 9.00\n");
+        put_polls("40\n");
+        let kept = kept::load(&host, directory.path()).unwrap();
+        let found = kept::observe_effects(&host, &kept, std::time::Duration::ZERO);
+        let mut shown: Vec<_> =
+            found.iter().map(|found| (found.name, found.value_before, found.rate_before, found.rate_since)).collect();
+        shown.sort_by_key(|found| found.0);
+        assert_eq!(
+            shown,
+            [
+                ("exits", Some(0), None, Some(0.0)),
+                ("halt_attempted_poll", Some(0), None, Some(2.0)),
+                ("pswpin", Some(50), Some(0.5), Some(0.0)),
+                ("pswpout", Some(200), Some(2.0), Some(3.0)),
+            ]
+        );
+        assert!(kept.iter().all(|kept| kept.reason_without_counter().is_none()));
+    }
+
+    #[test]
+    fn counters_of_running_machines_are_sampled_for_a_second_before_the_changes() {
+        const POLLS: &str = "sys/kernel/debug/kvm/halt_attempted_poll";
+        let (fake, directory) = (host(), tempfile::tempdir().unwrap());
+        fake.put_file("proc/uptime", "100.00 9.00\n");
+        fake.put_file(POLLS, "5\n");
+        let reads = std::sync::atomic::AtomicUsize::new(0);
+        // What the second reading finds.
+        let grow = |path: &str| {
+            if path == POLLS && reads.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 1 {
+                fake.put_file(POLLS, "35\n");
+                fake.put_file("proc/uptime", "102.00 9.00\n");
+            }
+            None
+        };
+        let faulty = FaultyHost::new(&fake, grow);
+        apply(&faulty, directory.path(), &make_plan(&fake), ApplyScope::Live).unwrap();
+        let kept = kept::load(&fake, directory.path()).unwrap();
+        let found = kept::observe_effects(&fake, &kept, std::time::Duration::ZERO);
+        let polls = found.iter().find(|found| found.name == "halt_attempted_poll").unwrap();
+        assert_eq!((polls.value_before, polls.rate_before), (Some(35), Some(15.0)));
     }
 
     /// As if the kernel kept the old value without an error.

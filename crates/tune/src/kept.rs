@@ -2,6 +2,8 @@
 //!
 //! A value that another program has written since is drift. It is reported and stays: the undo leaves it, too.
 
+use crate::counters::{changed_settings, read_counters, stored_reading};
+use crate::decide::counters::{CounterEffect, Proof, effects, proof_of};
 use crate::decide::export::Settings;
 use crate::decide::{Effect, TunePlan, describe_change};
 use pagefold_base::{Absent, Reading};
@@ -9,12 +11,14 @@ use pagefold_doctor::decide::change::SettingChange;
 use pagefold_host::action::{Action, domain_definition_path};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
-use pagefold_host::transaction::journal::{Journal, JournalEntry, StateDirectory};
+use pagefold_host::transaction::journal::{CounterSample, Journal, JournalEntry, StateDirectory};
 use pagefold_host::transaction::session::kept::{TUNE_PURPOSE, load_kept_changes};
 use pagefold_host::transaction::session::{Error, FailedUndo, read_boot_id};
 use pagefold_host::{Host, parse};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 /// The classes that `tune` changes.
 const CLASSES: [ResourceClass; 3] = [ResourceClass::Ksm, ResourceClass::Settings, ResourceClass::Configuration];
@@ -47,6 +51,24 @@ pub struct KeptChange {
     pub current: Result<String, String>,
     /// Whether it is in force.
     pub state: KeptState,
+    /// The paths of the settings that it changed, also of parameters of a module.
+    pub changed_settings: Vec<String>,
+    /// Their counters before the change.
+    pub counters: Vec<CounterSample>,
+}
+
+impl KeptChange {
+    /// Why no counter shows the effect of the change, if none of its settings has one.
+    pub fn reason_without_counter(&self) -> Option<&'static str> {
+        let mut reason = None;
+        for setting in &self.changed_settings {
+            match proof_of(setting) {
+                Proof::Counters(_) => return None,
+                Proof::Nothing(why) => reason = Some(why),
+            }
+        }
+        reason
+    }
 }
 
 /// Reads the changes that are left, in the order in which they were made, and their present values. Takes no lock.
@@ -128,6 +150,8 @@ fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
         written: shown(written),
         current: current.map(shown).map_err(|why| why.to_string()),
         state,
+        changed_settings: changed_settings(&entry.undo),
+        counters: entry.counters.clone(),
     })
 }
 
@@ -195,61 +219,24 @@ fn begin_if_needed<'h>(
     }
 }
 
-/// A counter that shows the effect of a change.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Counter {
-    /// Its name.
-    pub name: String,
-    /// Its value.
-    pub value: u64,
-}
-
-/// The beginnings of paths of settings, and the counters that show their effect: a file of one number, or
-/// `FILE:NAME` for a line `NAME NUMBER` (virt/kvm/kvm_main.c, mm/vmstat.c, 6.18).
-const COUNTERS: &[(&str, &[&str])] = &[
-    (
-        "sys/module/kvm/parameters/halt_poll",
-        &[
-            "sys/kernel/debug/kvm/halt_successful_poll",
-            "sys/kernel/debug/kvm/halt_attempted_poll",
-            "sys/kernel/debug/kvm/halt_poll_success_ns",
-            "sys/kernel/debug/kvm/halt_poll_fail_ns",
-        ],
-    ),
-    ("sys/module/kvm/parameters/nx_huge_pages", &["sys/kernel/debug/kvm/nx_lpage_splits"]),
-    ("sys/module/kvm", &["sys/kernel/debug/kvm/exits", "sys/kernel/debug/kvm/pf_taken"]),
-    ("proc/sys/kernel/numa_balancing", &["proc/vmstat:numa_pte_updates", "proc/vmstat:numa_pages_migrated"]),
-    ("proc/sys/vm/zone_reclaim_mode", &["proc/vmstat:zone_reclaim_success", "proc/vmstat:zone_reclaim_failed"]),
-    ("proc/sys/vm/swappiness", &["proc/vmstat:pswpin", "proc/vmstat:pswpout"]),
-    ("sys/kernel/mm/transparent_hugepage/", &["proc/vmstat:thp_fault_alloc", "proc/vmstat:thp_collapse_alloc"]),
-    ("sys/kernel/mm/ksm/", &["sys/kernel/mm/ksm/pages_sharing", "sys/kernel/mm/ksm/full_scans"]),
-];
-
-/// The present values of the counters of these changes, as far as this host has them.
-pub fn read_counters(host: &dyn Host, kept: &[KeptChange]) -> Vec<Counter> {
-    let concerns = |prefix: &str| {
-        kept.iter().filter_map(|change| change.setting.as_deref()).any(|setting| setting.starts_with(prefix))
-    };
-    let mut sources: Vec<&str> = COUNTERS
-        .iter()
-        .filter(|(prefix, _)| concerns(prefix))
-        .flat_map(|(_, sources)| sources.iter().copied())
-        .collect();
-    sources.dedup();
-    let read = |source: &str| {
-        let (path, name) = source.split_once(':').map_or((source, None), |(path, name)| (path, Some(name)));
-        let text = String::from_utf8_lossy(&host.read(path).ok()?).into_owned();
-        let value = match name {
-            None => text.trim().parse().ok()?,
-            Some(name) => {
-                let mut lines = text.lines().filter_map(|line| line.split_once(' '));
-                lines.find(|(known, _)| *known == name)?.1.trim().parse().ok()?
-            }
-        };
-        let name = name.map_or_else(|| path.rsplit('/').next().unwrap_or_default().to_owned(), str::to_owned);
-        Some(Counter { name, value })
-    };
-    sources.into_iter().filter_map(read).collect()
+/// What the counters of changes say now, and after `wait` if it is not zero.
+pub fn observe_effects(host: &dyn Host, kept: &[KeptChange], wait: Duration) -> Vec<CounterEffect> {
+    let read = || read_counters(host, kept.iter().flat_map(|change| &change.changed_settings).map(String::as_str));
+    let (mut now, mut earlier) = (read(), None);
+    if !wait.is_zero() {
+        host.sleep(wait);
+        earlier = Some(std::mem::replace(&mut now, read()));
+    }
+    // Of a counter that two changes have, the older sample is from before both.
+    let mut samples = BTreeMap::new();
+    for sample in kept.iter().flat_map(|change| &change.counters) {
+        let stored = stored_reading(sample);
+        let oldest = samples.entry(sample.source.clone()).or_insert(stored);
+        if stored.uptime_ms < oldest.uptime_ms {
+            *oldest = stored;
+        }
+    }
+    effects(&now, earlier.as_ref(), &samples)
 }
 
 /// The settings in force by `tune` and those of a plan, for an export. The plan wins. Changes that the plan refuses only

@@ -2,7 +2,7 @@
 
 use crate::wire::{
     ChangeReport, KeptStateName, MethodName, StepReasonReport, StepReport, TuneApplyReport, TunePlanReport,
-    TuneVerifyReport,
+    TuneVerifyReport, VcpuCheckReport,
 };
 use pagefold_base::count_text;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
@@ -217,36 +217,67 @@ pub fn render_verified(report: &TuneVerifyReport, style: TextStyle) -> String {
         };
         text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
     }
+    text.push_str(&render_counters(report, style));
+    text.push_str(&render_machines(&report.machines, style));
+    text.push_str(&render_guests(&report.guests, style));
+    text
+}
+
+/// The counters of the changes, and why some changes have none.
+fn render_counters(report: &TuneVerifyReport, style: TextStyle) -> String {
+    let mut text = String::new();
     if !report.counters.is_empty() {
         text.push_str(&style.format_heading("Counters"));
-        let mut table = style.new_table(&["counter", ">value", ">growth"]);
+        let headings = ["counter", ">before", ">now", ">growth", ">/s before", ">/s since", "source"];
+        let mut table = style.new_table(&headings);
         for counter in &report.counters {
-            let growth = counter.growth.map(|growth| format!("{growth:+}")).unwrap_or_default();
-            table.add_row([counter.name.clone(), format_number(counter.value), growth]);
-        }
-        text.push_str(&style.render_table(&table));
-    }
-    if !report.machines.is_empty() {
-        text.push_str(&style.format_heading("vCPUs"));
-        let mut table = style.new_table(&["machine", ">pid", ">declared", ">threads", ">ran", "verdict"]);
-        for machine in &report.machines {
             table.add_row([
-                escape_unprintable(&machine.name).into_owned(),
-                machine.pid.to_string(),
-                machine.declared.map(|count| count.to_string()).unwrap_or_default(),
-                machine.threads.map(|count| count.to_string()).unwrap_or_default(),
-                machine.ran.to_string(),
-                verdict_word(machine.verdict).to_owned(),
+                counter.name.clone(),
+                counter.value_before.map(format_number).unwrap_or_default(),
+                format_number(counter.value),
+                counter.growth.map(|growth| format!("{growth:+}")).unwrap_or_default(),
+                counter.per_second_before.map(format_rate).unwrap_or_default(),
+                counter.per_second_since.map(format_rate).unwrap_or_default(),
+                counter.source.clone(),
             ]);
         }
         text.push_str(&style.render_table(&table));
-        for machine in &report.machines {
-            let Some(why) = &machine.why else { continue };
-            let line = format!("{}: {}: {why}", verdict_word(machine.verdict), machine.name);
-            text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
-        }
     }
-    text.push_str(&render_guests(&report.guests, style));
+    for change in &report.changes {
+        let Some(why) = change.no_counter else { continue };
+        text.push_str(&style.format_paragraph(&escape_unprintable(&format!("no counter: {}: {why}", change.name)), 2));
+    }
+    text
+}
+
+/// A number in a second, with decimals where it is small.
+fn format_rate(rate: f64) -> String {
+    if rate < 100.0 { format!("{rate:.2}") } else { format_number(rate as u64) }
+}
+
+/// The vCPUs of machines, with the reasons for other verdicts than ok.
+fn render_machines(machines: &[VcpuCheckReport], style: TextStyle) -> String {
+    if machines.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("vCPUs");
+    let mut table = style.new_table(&["machine", ">pid", ">declared", ">threads", ">ran", "verdict"]);
+    for machine in machines {
+        table.add_row([
+            escape_unprintable(&machine.name).into_owned(),
+            machine.pid.to_string(),
+            machine.declared.map(|count| count.to_string()).unwrap_or_default(),
+            machine.threads.map(|count| count.to_string()).unwrap_or_default(),
+            machine.ran.to_string(),
+            verdict_word(machine.verdict).to_owned(),
+        ]);
+    }
+    text.push_str(&style.render_table(&table));
+    for machine in machines {
+        let Some(why) = &machine.why else { continue };
+        let line = format!("{}: {}: {why}", verdict_word(machine.verdict), machine.name);
+        text.push_str(&style.format_paragraph(&escape_unprintable(&line), 2));
+    }
     text
 }
 
@@ -293,8 +324,10 @@ fn one_line(value: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decide::counters::CounterEffect;
     use crate::decide::vcpus::{VcpuReadings, judge_vcpus};
     use crate::vcpus::VcpuCheck;
+    use crate::wire::KeptChangeReport;
     use pagefold_base::{Pid, ProcessId};
     use pagefold_doctor::decide::audit::rule_summaries;
     use pagefold_doctor::decide::{Finding, Scope, Verdict};
@@ -327,7 +360,7 @@ mod tests {
             VcpuCheck { process, name: name.to_owned(), readings, verdict }
         };
         let machines = [machine("web", &[3, 4]), machine("db", &[3, 0])];
-        let report = TuneVerifyReport::new("this host".to_owned(), &[], (None, &[]), &machines, Vec::new());
+        let report = TuneVerifyReport::new("this host".to_owned(), &[], &[], &machines, Vec::new());
         let text = render_verified(&report, TextStyle { width: 200, color: false });
         assert!(text.contains("web        7         2        2    2  ok\n"), "{text}");
         assert!(text.contains("db         7         2        2    1  FAIL\n"), "{text}");
@@ -335,9 +368,46 @@ mod tests {
     }
 
     #[test]
+    fn verified_counters_are_shown_before_and_since_the_changes() {
+        let counter = CounterEffect {
+            name: "pswpout",
+            source: "/proc/vmstat:pswpout".to_owned(),
+            value: 2000,
+            growth: Some(7),
+            value_before: Some(1500),
+            rate_before: Some(123.4),
+            rate_since: Some(0.5),
+        };
+        let level = CounterEffect { name: "ShmemHugePages", rate_before: None, rate_since: None, ..counter.clone() };
+        let mut report = TuneVerifyReport::new("this host".to_owned(), &[], &[counter, level], &[], Vec::new());
+        report.changes.push(KeptChangeReport {
+            name: "/proc/sys/kernel/io_uring_disabled".to_owned(),
+            state: KeptStateName::InForce,
+            before: "2".to_owned(),
+            written: "0".to_owned(),
+            current: "0".to_owned(),
+            no_counter: Some("the kernel counts nothing"),
+        });
+        let text = render_verified(&report, TextStyle { width: 200, color: false });
+        let words = |start: &str| {
+            let line = text
+                .lines()
+                .map(str::trim_start)
+                .find(|line| line.starts_with(start))
+                .unwrap_or_else(|| panic!("{text}"));
+            line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let counted = ["pswpout", "1,500", "2,000", "+7", "123", "0.50", "/proc/vmstat:pswpout"];
+        assert_eq!(words("pswpout"), counted);
+        assert_eq!(words("ShmemHugePages")[1..], ["1,500", "2,000", "+7", "/proc/vmstat:pswpout"]);
+        let without = "\nno counter: /proc/sys/kernel/io_uring_disabled: the kernel counts nothing\n";
+        assert!(text.contains(without), "{text}");
+    }
+
+    #[test]
     fn verified_guests_have_verdicts_and_remedies() {
         let render = |findings| {
-            let report = TuneVerifyReport::new("this host".to_owned(), &[], (None, &[]), &[], findings);
+            let report = TuneVerifyReport::new("this host".to_owned(), &[], &[], &[], findings);
             render_verified(&report, TextStyle { width: 200, color: false })
         };
         assert!(!render(Vec::new()).contains("Guests"));

@@ -1,11 +1,12 @@
 //! Plans and their results in JSON.
 
 use crate::apply::Applied;
+use crate::decide::counters::CounterEffect;
 use crate::decide::import::IgnoredLine;
 use crate::decide::profile::Profile;
 use crate::decide::vcpus::VcpuVerdict;
 use crate::decide::{Effect, OperatorFinding, Step, StepReason, TunePlan, vm};
-use crate::kept::{Counter, KeptChange, KeptState};
+use crate::kept::{KeptChange, KeptState};
 use crate::vcpus::VcpuCheck;
 use pagefold_doctor::decide::change::ApplyMethod;
 use pagefold_doctor::wire::{FindingReport, VerdictName};
@@ -410,7 +411,7 @@ impl TuneApplyReport {
 }
 
 /// The result of `pagefold tune verify`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct TuneVerifyReport {
     /// `pagefold.tune-verify/1`.
     pub schema: &'static str,
@@ -440,6 +441,9 @@ pub struct KeptChangeReport {
     pub written: String,
     /// The present value, or why it is absent.
     pub current: String,
+    /// Why no counter shows the effect of the change, if none does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub no_counter: Option<&'static str>,
 }
 
 /// Whether a change is in force.
@@ -456,16 +460,41 @@ pub enum KeptStateName {
     Unknown,
 }
 
-/// A counter.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+/// A counter. That of several files is summed; amounts are their mean.
+#[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct CounterReport {
     /// Its name.
     pub name: String,
+    /// Where it is read: `/proc/vmstat:numa_miss`; with `*` for several files.
+    pub source: String,
     /// Its value.
     pub value: u64,
     /// How much it grew while `verify` waited; absent without `--wait`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub growth: Option<i64>,
+    /// Its value before the changes; absent if it was not stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value_before: Option<u64>,
+    /// How much it grew in a second before the changes: since boot, or in the second before for counters of KVM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub per_second_before: Option<f64>,
+    /// How much it has grown in a second since the changes, on average.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub per_second_since: Option<f64>,
+}
+
+impl CounterReport {
+    fn new(effect: &CounterEffect) -> Self {
+        Self {
+            name: effect.name.to_owned(),
+            source: effect.source.clone(),
+            value: effect.value,
+            growth: effect.growth,
+            value_before: effect.value_before,
+            per_second_before: effect.rate_before,
+            per_second_since: effect.rate_since,
+        }
+    }
 }
 
 /// The vCPUs of a machine.
@@ -510,12 +539,11 @@ impl VcpuCheckReport {
 }
 
 impl TuneVerifyReport {
-    /// Creates the report. `earlier` are the counters before the wait, if there was one; `guests` are the
-    /// findings about guests.
+    /// Creates the report. `guests` are the findings about guests.
     pub fn new(
         host: String,
         kept: &[KeptChange],
-        (earlier, counters): (Option<&[Counter]>, &[Counter]),
+        counters: &[CounterEffect],
         machines: &[VcpuCheck],
         guests: Vec<FindingReport>,
     ) -> Self {
@@ -530,21 +558,13 @@ impl TuneVerifyReport {
             before: kept.before.clone(),
             written: kept.written.clone(),
             current: kept.current.clone().unwrap_or_else(|why| why),
-        });
-        let growth = |counter: &Counter| {
-            let before = earlier?.iter().find(|earlier| earlier.name == counter.name)?;
-            Some(counter.value.cast_signed().wrapping_sub(before.value.cast_signed()))
-        };
-        let counters = counters.iter().map(|counter| CounterReport {
-            name: counter.name.clone(),
-            value: counter.value,
-            growth: growth(counter),
+            no_counter: kept.reason_without_counter(),
         });
         Self {
             schema: "pagefold.tune-verify/1",
             host,
             changes: changes.collect(),
-            counters: counters.collect(),
+            counters: counters.iter().map(CounterReport::new).collect(),
             machines: machines.iter().map(VcpuCheckReport::new).collect(),
             guests,
         }
@@ -586,11 +606,13 @@ mod tests {
             written: "10".to_owned(),
             current: Err("permission denied".to_owned()),
             state,
+            changed_settings: Vec::new(),
+            counters: Vec::new(),
         };
         let readings = VcpuReadings { declared: Some(2), guest_ticks: Err(Absent::Denied), age_seconds: Ok(9) };
         let process = ProcessId { pid: Pid(7), start_time: 1 };
         let machine = VcpuCheck { process, name: "web".to_owned(), readings, verdict };
-        TuneVerifyReport::new("this host".to_owned(), &[kept], (None, &[]), &[machine], Vec::new())
+        TuneVerifyReport::new("this host".to_owned(), &[kept], &[], &[machine], Vec::new())
     }
 
     #[test]

@@ -63,7 +63,7 @@ Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes re
 
 const VERIFY_EXAMPLES: &str = "\
 Examples:
-  sudo pagefold tune verify              whether the changes are in force, and their counters
+  sudo pagefold tune verify              whether the changes are in force, and their counters before and since
   sudo pagefold tune verify --wait 10s   how much the counters grow in ten seconds
   sudo pagefold tune verify --guest-agent
                                          also ask the guests, for example whether they see all their CPUs
@@ -465,17 +465,12 @@ fn run_undo(options: &PrintArguments, global: &GlobalOptions) -> anyhow::Result<
 fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let kept = if global.host == "live" { kept::load(&*host, &global.state)? } else { Vec::new() };
-    let mut counters = kept::read_counters(&*host, &kept);
-    let mut earlier = None;
-    if !options.wait.is_zero() {
-        host.sleep(options.wait);
-        earlier = Some(std::mem::replace(&mut counters, kept::read_counters(&*host, &kept)));
-    }
+    let counters = kept::observe_effects(&*host, &kept, options.wait);
     let is_selected = |process: ProcessId| options.pid.is_empty() || options.pid.contains(&process.pid.0);
     let mut machines = vcpus::check_vcpus(&*host);
     machines.retain(|machine| is_selected(machine.process));
     let guests = if options.guest_agent { examine_guests(&*host, global, is_selected)? } else { Vec::new() };
-    let report = TuneVerifyReport::new(host.describe(), &kept, (earlier.as_deref(), &counters), &machines, guests);
+    let report = TuneVerifyReport::new(host.describe(), &kept, &counters, &machines, guests);
     let style = output::stdout_style(global);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { text::render_verified(&report, style) })?;
     Ok(match report.verdict() {

@@ -50,13 +50,37 @@ pub struct JournalEntry {
     pub until_commit: bool,
     /// The purpose for which the change was kept, if it was. Earlier versions stored none for settings.
     pub purpose: Option<String>,
+    /// Counters that show the effect of the change, as they were before it. Earlier versions stored none.
+    pub counters: Vec<CounterSample>,
+}
+
+/// A counter of the kernel at one time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CounterSample {
+    /// The file, and the name in it if it has several: `/proc/vmstat:numa_miss`.
+    pub source: String,
+    /// Its value.
+    pub value: u64,
+    /// When it had this value, in milliseconds since boot.
+    pub uptime_ms: u64,
+    /// How much it had grown until then; `None` for a value that also falls.
+    pub growth: Option<CounterGrowth>,
+}
+
+/// How much a counter grew in some time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CounterGrowth {
+    /// How much.
+    pub count: u64,
+    /// The time in milliseconds.
+    pub milliseconds: u64,
 }
 
 /// A change to the entries of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JournalChange {
     /// Adds the newest entry.
-    Push(JournalEntry),
+    Push(Box<JournalEntry>),
     /// Removes the newest entry.
     Pop,
     /// Replaces the values written to the setting of an entry, whose position is counted from the oldest one.
@@ -202,7 +226,7 @@ impl Journal {
     fn apply_change(&mut self, change: JournalChange) -> Result<(), serde_json::Error> {
         let none = || serde::de::Error::custom("a change to an entry that does not exist");
         match change {
-            JournalChange::Push(entry) => self.entries.push(entry),
+            JournalChange::Push(entry) => self.entries.push(*entry),
             JournalChange::Pop => drop(self.entries.pop().ok_or_else(none)?),
             JournalChange::SetWrittenValues(at, written) => {
                 self.entries.get_mut(at).ok_or_else(none)?.written_values = written
@@ -311,6 +335,8 @@ mod tests {
             },
             Action::MonitorAccesses(MonitorStep::Stop(vec![Pid(7), Pid(9)])),
         ];
+        let sample = |growth| CounterSample { source: "/proc/stat:ctxt".to_owned(), value: 9, uptime_ms: 7, growth };
+        let counters = vec![sample(None), sample(Some(CounterGrowth { count: 5, milliseconds: 3 }))];
         let entries = undo
             .map(|undo| JournalEntry {
                 undo,
@@ -318,6 +344,7 @@ mod tests {
                 enclosing_extents: ranges.clone(),
                 until_commit: true,
                 purpose: Some("spread".to_owned()),
+                counters: counters.clone(),
             })
             .to_vec();
         let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
@@ -338,6 +365,7 @@ mod tests {
             enclosing_extents: Vec::new(),
             until_commit: false,
             purpose: None,
+            counters: Vec::new(),
         }
     }
 
@@ -348,8 +376,8 @@ mod tests {
         let journal = Journal { boot: "b".to_owned(), entries: vec![setting_entry("1")], ..Journal::default() };
         journal.store(&directory, SESSION_FILE).unwrap();
         let changes = [
-            JournalChange::Push(setting_entry("2")),
-            JournalChange::Push(setting_entry("3")),
+            JournalChange::Push(Box::new(setting_entry("2"))),
+            JournalChange::Push(Box::new(setting_entry("3"))),
             JournalChange::SetWrittenValues(1, vec!["9".to_owned()]),
         ];
         Journal::append(&directory, SESSION_FILE, &changes).unwrap();
@@ -359,7 +387,7 @@ mod tests {
         let loaded = || Journal::load(&directory, SESSION_FILE).map(|journal| journal.unwrap().entries);
         assert_eq!(loaded().unwrap(), expected);
         let whole = directory.read(SESSION_FILE).unwrap();
-        Journal::append(&directory, SESSION_FILE, &[JournalChange::Push(setting_entry("4"))]).unwrap();
+        Journal::append(&directory, SESSION_FILE, &[JournalChange::Push(Box::new(setting_entry("4")))]).unwrap();
         let longer = directory.read(SESSION_FILE).unwrap();
         for length in whole.len()..longer.len() {
             directory.replace(SESSION_FILE, &longer[..length]).unwrap();

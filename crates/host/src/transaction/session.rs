@@ -453,6 +453,7 @@ impl<'a> Session<'a> {
                     enclosing_extents,
                     until_commit,
                     purpose: None,
+                    counters: Vec::new(),
                 });
             }
         }
@@ -467,7 +468,9 @@ impl<'a> Session<'a> {
         let written = mark.previous_values.iter().map(|(position, _)| {
             JournalChange::SetWrittenValues(retry_count + position, entries[*position].written_values.clone())
         });
-        written.chain(entries[mark.entry_count..].iter().cloned().map(JournalChange::Push)).collect()
+        written
+            .chain(entries[mark.entry_count..].iter().cloned().map(|entry| JournalChange::Push(Box::new(entry))))
+            .collect()
     }
 
     /// The present extent of each range of an action.
@@ -496,6 +499,7 @@ impl<'a> Session<'a> {
                     enclosing_extents: Vec::new(),
                     until_commit: false,
                     purpose: None,
+                    counters: Vec::new(),
                 });
             }
         }

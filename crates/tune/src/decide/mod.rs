@@ -7,6 +7,7 @@
 
 pub mod boot;
 pub mod conflict;
+pub mod counters;
 pub mod export;
 pub mod import;
 pub mod modprobe;

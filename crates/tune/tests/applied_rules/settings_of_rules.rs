@@ -1,6 +1,8 @@
-//! The settings that rules change: their paths.
+//! The settings that rules change: their counters, and their paths.
 
 use super::*;
+use pagefold_doctor::decide::change::SettingChange;
+use pagefold_tune::decide::counters::{Proof, proof_of};
 use pagefold_tune::decide::profile::{self, Profile};
 
 /// The kernel shows the governor of a policy at each of its CPUs as well; a rule and a profile name it by one path.
@@ -27,6 +29,42 @@ fn governor_of_each_policy_is_written_once_under_a_profile() {
         .collect();
     let policies = [0, 4].map(|policy| format!("sys/devices/system/cpu/cpufreq/policy{policy}/scaling_governor"));
     assert_eq!(governors, policies);
+}
+
+/// The settings that a finding would write.
+fn settings_of(finding: &Finding) -> Vec<String> {
+    let setting = |change: &SettingChange| match change {
+        SettingChange::Write { path, .. } => Some(path.clone()),
+        SettingChange::ModuleParameter { module, parameter, .. } => {
+            Some(format!("sys/module/{module}/parameters/{parameter}"))
+        }
+        SettingChange::BootParameter { .. } | SettingChange::VmDefinition { .. } => None,
+    };
+    finding.changes.iter().filter_map(setting).collect()
+}
+
+#[test]
+fn each_rule_names_the_counters_that_verify_reads() {
+    let mut without = BTreeSet::new();
+    for case in CASES.iter().filter(|case| case.expected != LeftToOperator) {
+        let finding = finding_of(&host_of(case), case.rule);
+        let text = finding.details.counter;
+        for setting in settings_of(&finding) {
+            match proof_of(&setting) {
+                Proof::Counters(sources) => {
+                    assert!(!text.starts_with("none"), "{}: {text}", case.rule);
+                    let unnamed: Vec<&str> =
+                        sources.iter().map(|source| source.name).filter(|name| !text.contains(name)).collect();
+                    assert!(!sources.is_empty() && unnamed.is_empty(), "{}: {text} lacks {unnamed:?}", case.rule);
+                }
+                Proof::Nothing(why) => {
+                    without.insert(case.rule);
+                    assert!(text.starts_with(&format!("none: {why};")), "{}: {why}", case.rule);
+                }
+            }
+        }
+    }
+    assert_eq!(without, ["host-clocksource", "io-uring", "sched-autogroup"].into());
 }
 
 #[test]

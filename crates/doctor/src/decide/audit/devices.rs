@@ -23,7 +23,8 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "no fairness between processes; kyber or bfq give it where it is needed",
                 method: ApplyMethod::Live,
                 undo: "write the scheduler that was there",
-                counter: "iostat; CPU time of the machines' iothreads",
+                counter: "read I/Os, read ticks, write I/Os and write ticks in /sys/block/nvme*/stat; CPU time of the \
+                          machines' iothreads",
                 versions: "Linux 4.12 and later",
                 citation: "Documentation/block/switching-sched.rst; block/elevator.c (elevator_get_default)",
             },
@@ -43,7 +44,7 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "io_uring is a large interface of the kernel; some hosts disable it on purpose",
                 method: ApplyMethod::Live,
                 undo: "write the value that was there",
-                counter: "the machine starts",
+                counter: "none: the kernel does not count refused calls of io_uring; the machine starts",
                 versions: "Linux 6.6 and later; QEMU 5.0 and later",
                 citation: "Documentation/admin-guide/sysctl/kernel.rst (io_uring_disabled)",
             },

@@ -50,7 +50,7 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "a short window causes many exits in wide guests",
                 method: ApplyMethod::ModuleReload,
                 undo: "restore the file in modprobe.d and load the module again",
-                counter: "events kvm:kvm_exit with PAUSE, kvm:kvm_ple_window_update",
+                counter: "exits in /sys/kernel/debug/kvm; of them PAUSE by the event kvm:kvm_exit",
                 versions: "Linux 2.6.33 and later; the window adapts since 3.18",
                 citation: "arch/x86/kvm/vmx/vmx.c, arch/x86/kvm/x86.h (KVM_DEFAULT_PLE_*)",
             },
@@ -71,7 +71,8 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "wake-ups of a guest that waits for short events take longer",
                 method: ApplyMethod::Live,
                 undo: "write the value that was there",
-                counter: "halt_poll_success_ns and halt_poll_fail_ns in /sys/kernel/debug/kvm",
+                counter: "halt_attempted_poll, halt_successful_poll, halt_poll_success_ns and halt_poll_fail_ns in \
+                          /sys/kernel/debug/kvm",
                 versions: "Linux 4.0 and later",
                 citation: "Documentation/virt/kvm/halt-polling.rst; defaults: arch/x86/include/asm/kvm_host.h \
                            (200000), arch/s390/include/asm/kvm_host.h (50000)",

@@ -49,7 +49,7 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "more remote memory on a host with nearly full nodes",
                 method: ApplyMethod::Live,
                 undo: "write the value that was there",
-                counter: "zone_reclaim_failed, numa_miss and pswpout in /proc/vmstat",
+                counter: "zone_reclaim_success, zone_reclaim_failed, numa_miss and pswpout in /proc/vmstat",
                 versions: "all kernels; 0 is the default since 3.16",
                 citation: "Documentation/admin-guide/sysctl/vm.rst (zone_reclaim_mode)",
             },
@@ -70,7 +70,8 @@ pub(super) const RULES: &[SettingRule] = &[
                 risk: "KSM splits a huge page before it merges a part of it; memory of small guests grows",
                 method: ApplyMethod::Live,
                 undo: "write the value that was there",
-                counter: "thp_fault_alloc in /proc/vmstat; AnonHugePages in /proc/PID/smaps_rollup",
+                counter: "thp_fault_alloc and thp_collapse_alloc in /proc/vmstat; AnonHugePages in /proc/meminfo and \
+                          /proc/PID/smaps_rollup",
                 versions: "Linux 2.6.38 and later",
                 citation: "Documentation/admin-guide/mm/transhuge.rst; QEMU: util/oslib-posix.c (QEMU_MADV_HUGEPAGE)",
             },

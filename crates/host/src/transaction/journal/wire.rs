@@ -1,6 +1,6 @@
 //! The form of a journal in its file: JSON, with names that stay when those of the code change.
 
-use super::{Journal, JournalChange, JournalEntry};
+use super::{CounterGrowth, CounterSample, Journal, JournalChange, JournalEntry};
 use crate::access_monitor::MonitorStep;
 use crate::action::{Action, Exchange, LibvirtPin, LibvirtPinTarget, MergeAdvice, ThreadId};
 use crate::config_file::{ConfigContent, ConfigFile};
@@ -33,13 +33,41 @@ pub(super) struct WireEntry {
     until_commit: bool,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     purpose: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty", default)]
+    counters: Vec<WireCounter>,
     undo: WireAction,
+}
+
+/// A counter; `growth` is the count and the time in milliseconds.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WireCounter {
+    source: String,
+    value: u64,
+    uptime_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    growth: Option<(u64, u64)>,
+}
+
+impl From<&CounterSample> for WireCounter {
+    fn from(sample: &CounterSample) -> Self {
+        let CounterSample { source, value, uptime_ms, growth } = sample.clone();
+        let growth = growth.map(|CounterGrowth { count, milliseconds }| (count, milliseconds));
+        Self { source, value, uptime_ms, growth }
+    }
+}
+
+impl From<WireCounter> for CounterSample {
+    fn from(WireCounter { source, value, uptime_ms, growth }: WireCounter) -> Self {
+        let growth = growth.map(|(count, milliseconds)| CounterGrowth { count, milliseconds });
+        Self { source, value, uptime_ms, growth }
+    }
 }
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum WireChange {
-    Push(WireEntry),
+    Push(Box<WireEntry>),
     Pop,
     SetWrittenValues { entry: usize, written_values: Vec<String> },
 }
@@ -307,6 +335,7 @@ impl WireEntry {
             enclosing_extents: address_pairs(&entry.enclosing_extents),
             until_commit: entry.until_commit,
             purpose: entry.purpose.clone(),
+            counters: entry.counters.iter().map(Into::into).collect(),
             undo: WireAction::from_action(&entry.undo)?,
         })
     }
@@ -320,6 +349,7 @@ impl From<WireEntry> for JournalEntry {
             enclosing_extents: address_ranges(entry.enclosing_extents),
             until_commit: entry.until_commit,
             purpose: entry.purpose,
+            counters: entry.counters.into_iter().map(Into::into).collect(),
         }
     }
 }
@@ -327,7 +357,7 @@ impl From<WireEntry> for JournalEntry {
 impl WireChange {
     pub(super) fn from_change(change: &JournalChange) -> Option<Self> {
         Some(match change {
-            JournalChange::Push(entry) => Self::Push(WireEntry::from_entry(entry)?),
+            JournalChange::Push(entry) => Self::Push(Box::new(WireEntry::from_entry(entry)?)),
             JournalChange::Pop => Self::Pop,
             JournalChange::SetWrittenValues(entry, written) => {
                 Self::SetWrittenValues { entry: *entry, written_values: written.clone() }
@@ -339,7 +369,7 @@ impl WireChange {
 impl From<WireChange> for JournalChange {
     fn from(change: WireChange) -> Self {
         match change {
-            WireChange::Push(entry) => Self::Push(entry.into()),
+            WireChange::Push(entry) => Self::Push(Box::new((*entry).into())),
             WireChange::Pop => Self::Pop,
             WireChange::SetWrittenValues { entry, written_values: written } => Self::SetWrittenValues(entry, written),
         }

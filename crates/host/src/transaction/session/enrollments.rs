@@ -143,7 +143,8 @@ impl Session<'_> {
         {
             return self.rewrite_recorded_enrollments();
         }
-        let changes: Vec<JournalChange> = entries.into_iter().map(JournalChange::Push).collect();
+        let changes: Vec<JournalChange> =
+            entries.into_iter().map(|entry| JournalChange::Push(Box::new(entry))).collect();
         if changes.is_empty() {
             return Ok(());
         }

@@ -7,7 +7,7 @@
 use super::{Error, FailedUndo, Session, is_entry_of_knob};
 use crate::action::Action;
 use crate::resource::ResourceClass;
-use crate::transaction::journal::{self, Journal, JournalEntry, StateDirectory};
+use crate::transaction::journal::{self, CounterSample, Journal, JournalEntry, StateDirectory};
 
 /// The purpose of changes by a policy of KSM. Which policy it is, is the purpose of the whole journal.
 pub const POLICY_PURPOSE: &str = "policy";
@@ -80,6 +80,15 @@ impl Session<'_> {
     pub fn keep_policy(&mut self, name: &str) -> Result<Vec<FailedUndo>, Error> {
         let kept = Journal { purpose: Some(name.to_owned()), ..self.load_or_create_kept()? };
         self.add_to_kept(kept, POLICY_PURPOSE)
+    }
+
+    /// Notes with each change of this session the counters that show its effect, as they were before it. `select` gets
+    /// the undo of the change. They are stored once the changes are kept; a setting that was kept before has those from
+    /// before its first change.
+    pub fn note_counters(&mut self, select: impl Fn(&Action) -> Vec<CounterSample>) {
+        for entry in &mut self.journal.entries {
+            entry.counters = select(&entry.undo);
+        }
     }
 
     fn load_or_create_kept(&self) -> Result<Journal, Error> {
