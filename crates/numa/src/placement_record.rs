@@ -384,7 +384,7 @@ mod tests {
             let verified = verify_machines(&map, vec![placed.clone()]);
             let report = planned.clone().with_measured(&verified);
             assert_eq!(report.machines[0].split_pages, Some(split_pages));
-            let text = render_apply(&report, "", TextStyle { width: 200, color: false });
+            let text = render_apply(&report, ("", ""), TextStyle { width: 200, color: false });
             assert_eq!(text.contains("2.00 MiB is no longer in huge pages"), split_pages > 0, "{text}");
         }
         let ended = [VerifiedMachine { placed, now: None }];
