@@ -2,10 +2,10 @@
 SELECT pg_backend_pid();
 BEGIN;
 DECLARE common NO SCROLL CURSOR FOR
-    SELECT n, md5(n::text) AS name, md5((n * 7919)::text) AS note FROM generate_series(1, :rows) AS n ORDER BY name;
+    SELECT n, md5(n::text) AS name, md5((n::bigint * 7919)::text) AS note FROM generate_series(1, :rows) AS n ORDER BY name;
 MOVE 1 FROM common;
 DECLARE own NO SCROLL CURSOR FOR
-    SELECT n, md5(n::text || pg_backend_pid()) AS name, md5((n * pg_backend_pid())::text) AS note
+    SELECT n, md5(n::text || pg_backend_pid()) AS name, md5((n::bigint * pg_backend_pid())::text) AS note
     FROM generate_series(1, :rows) AS n ORDER BY name;
 MOVE 1 FROM own;
 SELECT 'held';

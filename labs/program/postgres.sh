@@ -33,12 +33,14 @@ as_nobody initdb -D "$folder/data" --auth=trust --no-sync --username=postgres > 
 as_nobody pg_ctl start -D "$folder/data" -w -s -l "$folder/server.log" \
     -o "-k $folder -c listen_addresses= -c shared_buffers=32MB -c work_mem=1GB -c jit=off" 9>&- < /dev/null
 for session in $(seq "$sessions"); do
-    { cat "$here/postgres-session.sql"; exec cat hold; } 9>&- < /dev/null |
-        "$programs/psql" -X -q -t -A -v ON_ERROR_STOP=1 -v "rows=$rows" -h "$folder" -U postgres > "session-$session" 9>&- &
+    { cat "$here/postgres-session.sql"; exec cat hold; } 9>&- < /dev/null | {
+        "$programs/psql" -X -q -t -A -v ON_ERROR_STOP=1 -v "rows=$rows" -h "$folder" -U postgres > "session-$session" ||
+            touch failed
+    } 9>&- &
 done
 for session in $(seq "$sessions"); do
     until grep -q held "session-$session" 2> /dev/null; do
-        [ -e data/postmaster.pid ] || { cat server.log >&2; exit 1; }
+        [ ! -e failed ] && [ -e data/postmaster.pid ] || { cat server.log >&2; exit 1; }
         sleep 0.2
     done
     head -n 1 "session-$session"

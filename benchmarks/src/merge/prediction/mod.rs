@@ -29,10 +29,10 @@ use std::time::Duration;
 
 /// The policies, and for how long each is watched: until nothing more merges on an idle program.
 const POLICIES: [(&str, Duration); 4] = [
-    ("default", Duration::from_secs(180)),
+    ("default", Duration::from_secs(170)),
     ("advisor:20", Duration::from_secs(90)),
-    ("whole:2000/20", Duration::from_secs(45)),
-    ("flat-out", Duration::from_secs(30)),
+    ("whole:2000/20", Duration::from_secs(30)),
+    ("flat-out", Duration::from_secs(20)),
 ];
 /// For how long a policy of a quick run is watched.
 const QUICK_DURATION: Duration = Duration::from_secs(5);
