@@ -33,10 +33,12 @@ as_nobody initdb -D "$folder/data" --auth=trust --no-sync --username=postgres > 
 as_nobody pg_ctl start -D "$folder/data" -w -s -l "$folder/server.log" \
     -o "-k $folder -c listen_addresses= -c shared_buffers=32MB -c work_mem=1GB -c jit=off" 9>&- < /dev/null
 for session in $(seq "$sessions"); do
-    { cat "$here/postgres-session.sql"; exec cat hold; } 9>&- < /dev/null | {
+    # Opened while the script is there; a redirection of the whole group would keep a copy of the descriptor.
+    (exec 8< hold 9>&-; cat "$here/postgres-session.sql"; exec cat <&8) < /dev/null | (
+        exec 9>&-
         "$programs/psql" -X -q -t -A -v ON_ERROR_STOP=1 -v "rows=$rows" -h "$folder" -U postgres > "session-$session" ||
             touch failed
-    } 9>&- &
+    ) &
 done
 for session in $(seq "$sessions"); do
     until grep -q held "session-$session" 2> /dev/null; do
