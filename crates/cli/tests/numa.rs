@@ -232,7 +232,10 @@ fn working_sets_of_recordings_and_requested_nodes_are_refused() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && stderr.contains(why), "{output:?}");
     };
-    refused(&["--host", "recording:/nowhere", "numa", "plan", "--working-set", "1s"], "of a recording do not run");
+    refused(
+        &["--host", "recording:/nowhere", "numa", "plan", "--working-set", "1s"],
+        "only machines that run on this host",
+    );
     refused(&["numa", "plan", "--working-set", "10ms"], "at least 1s");
     refused(&["numa", "apply", "--vm", "a", "--to", "0", "--working-set", "1s"], "cannot be used with");
 }
