@@ -356,7 +356,7 @@ pub struct TuneApplyReport {
 
 /// How much of a plan was carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ApplyOutcome {
+pub enum TuneApplyOutcome {
     /// All that can be.
     Complete,
     /// A step failed, or a change that the operator named was refused.
@@ -394,13 +394,13 @@ impl TuneApplyReport {
 
     /// How much of it was carried out. Refusals count only if the operator named the changes by a rule or a file: other
     /// plans name what they leave.
-    pub fn outcome(&self, is_named: bool) -> ApplyOutcome {
+    pub fn outcome(&self, is_named: bool) -> TuneApplyOutcome {
         let has_failure = !self.failed.is_empty() || !self.failed_undos.is_empty();
         let has_refusal = is_named && !self.plan.refused.is_empty();
         match (has_failure, has_refusal) {
-            (false, false) => ApplyOutcome::Complete,
-            (false, true) if self.done.is_empty() && self.manual.is_empty() => ApplyOutcome::Refused,
-            _ => ApplyOutcome::Partial,
+            (false, false) => TuneApplyOutcome::Complete,
+            (false, true) if self.done.is_empty() && self.manual.is_empty() => TuneApplyOutcome::Refused,
+            _ => TuneApplyOutcome::Partial,
         }
     }
 
@@ -647,12 +647,12 @@ mod tests {
             TuneApplyReport::new(report, &applied).outcome(is_named)
         };
         let one = || vec![refusal.clone()];
-        assert_eq!(outcome(one(), &[], &[], true), ApplyOutcome::Refused);
-        assert_eq!(outcome(one(), &[], &[], false), ApplyOutcome::Complete);
-        assert_eq!(outcome(one(), &[0], &[], true), ApplyOutcome::Partial);
-        assert_eq!(outcome(Vec::new(), &[0], &[1], false), ApplyOutcome::Partial);
-        assert_eq!(outcome(one(), &[], &[0], true), ApplyOutcome::Partial);
-        assert_eq!(outcome(Vec::new(), &[0], &[], true), ApplyOutcome::Complete);
-        assert_eq!(outcome(Vec::new(), &[], &[], true), ApplyOutcome::Complete, "it is in force already");
+        assert_eq!(outcome(one(), &[], &[], true), TuneApplyOutcome::Refused);
+        assert_eq!(outcome(one(), &[], &[], false), TuneApplyOutcome::Complete);
+        assert_eq!(outcome(one(), &[0], &[], true), TuneApplyOutcome::Partial);
+        assert_eq!(outcome(Vec::new(), &[0], &[1], false), TuneApplyOutcome::Partial);
+        assert_eq!(outcome(one(), &[], &[0], true), TuneApplyOutcome::Partial);
+        assert_eq!(outcome(Vec::new(), &[0], &[], true), TuneApplyOutcome::Complete);
+        assert_eq!(outcome(Vec::new(), &[], &[], true), TuneApplyOutcome::Complete, "it is in force already");
     }
 }

@@ -21,7 +21,7 @@ use pagefold_tune::decide::export::{self, ExportFormat};
 use pagefold_tune::decide::import::{self, IgnoredLine, ImportFormat, Imported};
 use pagefold_tune::decide::profile::{self, Profile};
 use pagefold_tune::decide::{OperatorFinding, Proposal, TunePlan, operator_findings, plan};
-use pagefold_tune::wire::{ApplyOutcome, TuneApplyReport, TunePlanReport, TuneVerifyReport};
+use pagefold_tune::wire::{TuneApplyOutcome, TuneApplyReport, TunePlanReport, TuneVerifyReport};
 use pagefold_tune::{facts, kept, text, vcpus};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -448,9 +448,9 @@ fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result
     })?;
     let is_named = options.import.is_some() || !options.source.rule.is_empty();
     match report.outcome(is_named && !options.dry_run) {
-        ApplyOutcome::Complete => Ok(CommandOutcome::Done),
-        ApplyOutcome::Partial => Ok(CommandOutcome::Partial),
-        ApplyOutcome::Refused => bail!("nothing was changed: the plan says why each change is refused"),
+        TuneApplyOutcome::Complete => Ok(CommandOutcome::Done),
+        TuneApplyOutcome::Partial => Ok(CommandOutcome::Partial),
+        TuneApplyOutcome::Refused => bail!("nothing was changed: the plan says why each change is refused"),
     }
 }
 

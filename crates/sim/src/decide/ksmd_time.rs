@@ -32,7 +32,8 @@ const NS_PER_MS: u64 = 1_000_000;
 const NS_PER_SECOND: u64 = 1_000_000_000;
 
 /// Ticks of the first level of the timer wheel, and bits by which each further level is coarser (`LVL_SIZE` and
-/// `LVL_CLK_SHIFT`, kernel/time/timer.c, 6.18). There are eight levels at 250 ticks a second, and nine from 300 on.
+/// `LVL_CLK_SHIFT`, kernel/time/timer.c, 6.18). There are nine levels above 100 ticks a second. Else the ninth is missing, which
+/// is for timeouts of two weeks and more.
 const WHEEL_LEVEL_TICKS: u64 = 64;
 const WHEEL_LEVEL_SHIFT: u32 = 3;
 const WHEEL_LEVELS: u32 = 9;

@@ -16,7 +16,8 @@
 //!
 //! A load above the capacity of a node is possible, at a high cost, because a host may be overloaded already. Virtual CPUs
 //! above a node's even share of all of them have a low cost, so that machines also spread over an idle host, and over one
-//! that has more virtual CPUs than its nodes may run. A greedy search with exchanges (`search`) finds a first plan, which branch and bound (`branch_and_bound`) improves or proves.
+//! that has more virtual CPUs than its nodes may run. A greedy search with exchanges (`search`) finds a first plan, which
+//! branch and bound (`branch_and_bound`) improves or proves.
 //! The gap to its lower bound (`relaxation`) is part of the result.
 
 pub mod baselines;
@@ -345,8 +346,6 @@ pub struct PlacementPlan {
     pub gap: f64,
     /// The load above the capacity of nodes.
     pub overload: Load,
-    /// Virtual CPUs above the even shares of nodes, as they are and as planned.
-    pub crowded_vcpus: (f64, f64),
 }
 
 impl PlacementPlan {
@@ -391,14 +390,13 @@ pub fn plan(problem: &PlacementProblem, is_due: &mut dyn FnMut() -> bool) -> Pla
         .collect();
     let sum = |part: fn(&PlannedMove) -> f64| moves.iter().map(part).sum::<f64>();
     let crowded = |chosen: &[usize]| crowded_vcpus(problem, &columns, costs, chosen);
-    let crowded_vcpus = (crowded(&leave), crowded(&chosen));
+    let crowding = costs.crowding_gain(crowded(&leave), crowded(&chosen));
     let gain = moves.iter().fold(PricedGain::default(), |sum, planned| sum.plus(planned.gain));
     PlacementPlan {
         remote_reads: (sum(|planned| planned.remote_reads.0), sum(|planned| planned.remote_reads.1)),
         remote_pages: chosen_columns(&columns, &chosen).map(|column| column.amounts.remote_pages).sum(),
-        gain: PricedGain { crowding: costs.crowded_vcpu * (crowded_vcpus.0 - crowded_vcpus.1), ..gain },
+        gain: PricedGain { crowding, ..gain },
         overload: overload(problem, chosen_columns(&columns, &chosen)),
-        crowded_vcpus,
         moves,
         gap,
     }
@@ -413,10 +411,10 @@ pub fn gain_of_placement(problem: &PlacementProblem, position: usize, parts: &[V
     let costs = LoadCosts::new(problem);
     let crowded = |placed: BTreeMap<usize, &[Vec<(u32, f64)>]>| {
         let vcpus = vcpus_on_nodes(problem, 0..problem.vms.len(), &placed);
-        let beyond = |node: &NodeCapacity| vcpus.get(&node.id).map_or(0.0, |vcpus| vcpus - costs.even_vcpus(node));
-        problem.nodes.iter().map(|node| beyond(node).max(0.0)).sum::<f64>()
+        let on_node = |node: &NodeCapacity| vcpus.get(&node.id).copied().unwrap_or(0.0);
+        problem.nodes.iter().map(|node| costs.crowded_vcpus(on_node(node), node)).sum()
     };
-    let crowding = costs.crowded_vcpu * (crowded(BTreeMap::new()) - crowded([(position, parts)].into()));
+    let crowding = costs.crowding_gain(crowded(BTreeMap::new()), crowded([(position, parts)].into()));
     PricedGain { crowding, ..pricing::price(&problem.prices, placed.plus(leave, -1.0)) }
 }
 
@@ -543,7 +541,7 @@ fn crowding_gain(
     let mut left = chosen.to_vec();
     left[position] = 0;
     let crowded = |chosen: &[usize]| crowded_vcpus(problem, columns, costs, chosen);
-    costs.crowded_vcpu * (crowded(&left) - crowded(chosen))
+    costs.crowding_gain(crowded(&left), crowded(chosen))
 }
 
 /// The column of the lowest cost beside the chosen one of a machine, by its position.
@@ -635,8 +633,17 @@ impl LoadCosts {
 
     /// The cost of the load of a node.
     fn of_node(self, load: Load, node: &NodeCapacity) -> f64 {
-        let crowded = (load.vcpus - self.even_vcpus(node)).max(0.0);
-        self.of_overload(load.excess(node)) + self.crowded_vcpu * crowded
+        self.of_overload(load.excess(node)) + self.crowded_vcpu * self.crowded_vcpus(load.vcpus, node)
+    }
+
+    /// The part of the virtual CPUs on a node that is above its even share.
+    fn crowded_vcpus(self, vcpus: f64, node: &NodeCapacity) -> f64 {
+        (vcpus - self.even_vcpus(node)).max(0.0)
+    }
+
+    /// What fewer crowded virtual CPUs gain. It is not the negative zero.
+    fn crowding_gain(self, before: f64, after: f64) -> f64 {
+        0.0 + self.crowded_vcpu * (before - after)
     }
 
     fn of_overload(self, overload: Load) -> f64 {
@@ -683,10 +690,8 @@ fn total_cost(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCo
 
 /// Virtual CPUs above the even shares of nodes.
 fn crowded_vcpus(problem: &PlacementProblem, columns: &[Vec<Column>], costs: LoadCosts, chosen: &[usize]) -> f64 {
-    let crowded = |(position, node)| {
-        let load = load_on_node(chosen_columns(columns, chosen), position);
-        (load.vcpus - costs.even_vcpus(node)).max(0.0)
-    };
+    let crowded =
+        |(position, node)| costs.crowded_vcpus(load_on_node(chosen_columns(columns, chosen), position).vcpus, node);
     problem.nodes.iter().enumerate().map(crowded).sum()
 }
 
