@@ -535,11 +535,16 @@ impl DaemonTestDirectory {
 }
 
 impl DaemonUnderTest<'_> {
+    /// The status, after a pause: an answer takes CPU time from the small burst, and a daemon that is asked all the time
+    /// has none left to scan with.
+    fn read_status_with_pause(&self) -> Value {
+        sleep(Duration::from_millis(100));
+        self.read_status()
+    }
+
     /// The number of decisions with this explanation, as far as the daemon still keeps them.
     fn count_explanations(&self, explanation: &str) -> usize {
-        // Each request takes some of the small burst.
-        sleep(Duration::from_millis(100));
-        let status = self.read_status();
+        let status = self.read_status_with_pause();
         let decisions = status["decisions"].as_array().unwrap();
         decisions.iter().filter(|decision| decision["explanation"] == explanation).count()
     }
@@ -563,10 +568,10 @@ fn programs_over_the_burst_are_merged_in_parts() {
         daemon.count_explanations("a part of it is compared with another part") > 0
     });
     wait_until("the merge", || programs.iter().all(is_merged));
-    wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+    wait_until("the end of the merge", || daemon.read_status_with_pause()["passes"]["merges"].as_u64() >= Some(1));
     assert!(ksm.read_counter("pages_sharing") >= (SHARED_PAGES_OF_LARGE_PROGRAMS * 9 / 10).cast_signed());
     wait_until("page counts of whole processes", || {
-        daemon.read_status()["census"]["classes"]["resident"].as_u64() >= Some(2 * 140_000 * 4096)
+        daemon.read_status_with_pause()["census"]["classes"]["resident"].as_u64() >= Some(2 * 140_000 * 4096)
     });
     let (code, stderr) = daemon.stop();
     assert_eq!(code, Some(0), "{stderr}");
@@ -584,7 +589,7 @@ fn scan_in_parts_survives_the_exit_of_a_partner() {
     let daemon = test_directory.start_daemon(&[]);
     wait_until("the next part", || daemon.count_explanations("the next part of its memory") > 0);
     drop(partner);
-    let tracked_count = || daemon.read_status()["tracked_processes"].as_array().unwrap().len();
+    let tracked_count = || daemon.read_status_with_pause()["tracked_processes"].as_array().unwrap().len();
     wait_until("the exit", || tracked_count() == 1);
     let next_partner = test_directory.start_large_program(false);
     wait_until("the merge", || is_merged(&first) && is_merged(&next_partner));
