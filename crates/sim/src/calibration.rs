@@ -72,12 +72,14 @@ pub struct CalibrationScenario {
     pub smart_scan: bool,
     /// `use_zero_pages`.
     pub use_zero_pages: bool,
+    /// `pages_to_scan`: more than a scan has, or pages of a batch that a pause of [`PAUSE_MS`] follows.
+    pub batch_pages: u64,
     /// Scans to measure.
     pub scans: u32,
 }
 
-/// The scenarios, with `pages` pages in most processes: each separates one cost from the others. The last one mixes all
-/// kinds of pages, and is left out of the fit. Zero pages are scanned twice only: once they are mapped to the zero page,
+/// The scenarios, with `pages` pages in most processes: each separates one cost from the others. A scan is one batch, but
+/// for one scenario. The last one mixes all kinds of pages, and is left out of the fit. Zero pages are scanned twice only: once they are mapped to the zero page,
 /// ksmd passes their page table entries without a visit, which no operation counts.
 pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
     let process = |contents, pages| StandIn { contents, pages, is_huge: false };
@@ -88,8 +90,11 @@ pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
         stand_ins: stand_ins.to_vec(),
         smart_scan: false,
         use_zero_pages: false,
+        batch_pages: WHOLE_SCAN_PAGES,
         scans,
     };
+    let [half_unique, half_common] =
+        [unique, common].map(|stand_in| StandIn { pages: (pages / 2).min(MAX_PAGES_IN_SMALL_BATCHES), ..stand_in });
     vec![
         scenario("unique", &[unique], 4),
         scenario("unique, small", &[process(StandInContents::Unique, pages / 16)], 4),
@@ -98,6 +103,10 @@ pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
         CalibrationScenario { smart_scan: true, ..scenario("skipped", &[unique], 10) },
         CalibrationScenario { use_zero_pages: true, ..scenario("zeros", &[process(StandInContents::Zeros, pages)], 2) },
         scenario("huge pages", &[huge, huge], 4),
+        CalibrationScenario {
+            batch_pages: SMALL_BATCH_PAGES,
+            ..scenario("small batches", &[half_common, half_common, half_unique], 2)
+        },
         CalibrationScenario {
             smart_scan: true,
             use_zero_pages: true,
@@ -175,6 +184,12 @@ const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const LONG_PAUSES_MS: [u64; 2] = [3_600_000, 3_600_001];
 /// `pages_to_scan` for a whole scan in one batch: a batch ends with its scan (`ksm_do_scan`, mm/ksm.c).
 const WHOLE_SCAN_PAGES: u64 = 4_000_000_000;
+/// `pages_to_scan` for a scan in small batches, between which ksmd's data leave the CPU's caches: the kernel's default.
+const SMALL_BATCH_PAGES: u64 = 100;
+/// Pages of a process that is scanned in small batches: at 250 ticks a second, three of them take 24 s.
+const MAX_PAGES_IN_SMALL_BATCHES: u64 = 32_768;
+/// `sleep_millisecs` between small batches: the kernel's default, too.
+const PAUSE_MS: u64 = 20;
 /// `advisor_mode` without an advisor.
 const NO_ADVISOR: &str = "none";
 /// The time in which ksmd wakes if it pauses between batches.
@@ -202,7 +217,6 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
             ksmd.session.write_settings(&BTreeMap::from([(Setting::AdvisorMode, NO_ADVISOR.to_owned())]))?;
         }
         ksmd.park()?;
-        ksmd.write(Setting::PagesToScan, WHOLE_SCAN_PAGES)?;
         Ok(ksmd)
     }
 
@@ -253,13 +267,17 @@ impl<'s, 'h> SteppedKsmd<'s, 'h> {
         let _running = launcher.launch(&small, FIRST_UNIQUE_CONTENT).map_err(CalibrationError::StandIn)?;
         // The first scan may be the one in progress, before the process.
         for _ in 0..2 {
-            self.scan()?;
+            self.scan(WHOLE_SCAN_PAGES)?;
         }
         Ok(())
     }
 
-    /// Runs a scan, and returns its CPU time.
-    fn scan(&mut self) -> Result<Duration, CalibrationError> {
+    /// Runs a scan in batches of so many pages, and returns its CPU time.
+    fn scan(&mut self, batch_pages: u64) -> Result<Duration, CalibrationError> {
+        self.write(Setting::PagesToScan, batch_pages)?;
+        if batch_pages < WHOLE_SCAN_PAGES {
+            self.write(Setting::SleepMillisecs, PAUSE_MS)?;
+        }
         let cpu_time = |ksmd: &Self| ksmd.thread.cpu_time().map_err(unreadable("the CPU time of ksmd"));
         let (slept, scans) = (self.wait_until_asleep(0, 0)?, self.full_scans()?);
         let before = cpu_time(self)?;
@@ -319,7 +337,7 @@ fn measure(
     stop: &AtomicBool,
 ) -> Result<Vec<CalibrationScan>, CalibrationError> {
     let settings = KsmSettings {
-        pages_to_scan: WHOLE_SCAN_PAGES,
+        pages_to_scan: scenario.batch_pages,
         smart_scan: scenario.smart_scan && rules.has_smart_scan,
         use_zero_pages: scenario.use_zero_pages,
         ..KsmSettings::default()
@@ -348,11 +366,14 @@ fn measure(
             return Err(CalibrationError::Stopped);
         }
         let before = OperationCounts::new(&model.counters(), model.work());
+        let full_scans = model.counters().full_scans;
         model.write_run(RunState::Merging);
-        model.run_batch();
+        while model.ksmd_should_run() && model.counters().full_scans == full_scans {
+            model.run_batch();
+        }
         model.write_run(RunState::Stopped);
         let operations = OperationCounts::new(&model.counters(), model.work()).since(&before);
-        let cpu_ns = ksmd.scan()?.as_nanos() as f64;
+        let cpu_ns = ksmd.scan(scenario.batch_pages)?.as_nanos() as f64;
         let counters = model.counters();
         scans.push(CalibrationScan {
             scenario: scenario.name,

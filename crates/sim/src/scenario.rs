@@ -125,6 +125,7 @@ struct CostsText {
     merge_ns: Option<Spanned<f64>>,
     split_ns: Option<Spanned<f64>>,
     allocation_ns: Option<Spanned<f64>>,
+    batch_ns: Option<Spanned<f64>>,
 }
 
 #[derive(Deserialize)]
@@ -412,6 +413,7 @@ impl Checker<'_> {
             ("merge_ns", Operation::Merge, &costs.merge_ns),
             ("split_ns", Operation::Split, &costs.split_ns),
             ("allocation_ns", Operation::Allocation, &costs.allocation_ns),
+            ("batch_ns", Operation::Batch, &costs.batch_ns),
         ];
         let otherwise = default_costs();
         let mut found = Vec::new();

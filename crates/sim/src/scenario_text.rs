@@ -117,6 +117,7 @@ impl Text {
             ("merge_ns", Operation::Merge),
             ("split_ns", Operation::Split),
             ("allocation_ns", Operation::Allocation),
+            ("batch_ns", Operation::Batch),
         ];
         for (key, operation) in keys {
             self.key(key, format_args!("{:?}", costs.nanoseconds(operation)));

@@ -43,7 +43,8 @@ pub struct SimCalibrationReport {
 /// The CPU time of an operation.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct OperationCostReport {
-    /// `visit`, `skip`, `checksum`, `stable comparison`, `unstable comparison`, `merge`, `split` or `allocation`.
+    /// `visit`, `skip`, `checksum`, `stable comparison`, `unstable comparison`, `merge`, `split`, `allocation` or
+    /// `batch`.
     pub operation: &'static str,
     /// CPU time in nanoseconds.
     pub nanoseconds: f64,

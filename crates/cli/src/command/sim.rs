@@ -26,7 +26,7 @@ use std::process::{Child, Command, Stdio};
 
 const EXAMPLES: &str = "\
 Examples:
-  sudo pagefold sim calibrate                       a minute on an idle machine
+  sudo pagefold sim calibrate                       four minutes on an idle machine
   sudo pagefold sim calibrate --pages 8192 --rounds 1
   sudo pagefold sim calibrate --json > costs.json
 
@@ -64,7 +64,7 @@ enum SimCommand {
 #[command(after_help = EXAMPLES)]
 struct CalibrateArguments {
     /// Pages of most processes; the largest scenario has three times as many and a quarter
-    #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = clap::value_parser!(u64).range(1024..=16_777_216))]
+    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u64).range(1024..=16_777_216))]
     pages: u64,
     /// Repetitions of each scenario
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]

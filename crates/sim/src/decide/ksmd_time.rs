@@ -150,7 +150,8 @@ impl KsmdTime {
         self.now_ns
     }
 
-    fn begin_batch(&mut self, model: &KsmModel, at_ns: u64) {
+    fn begin_batch(&mut self, model: &mut KsmModel, at_ns: u64) {
+        model.begin_batch();
         self.batch_began_ns = at_ns;
         let remaining = if model.ksmd_should_run() { model.settings().pages_to_scan } else { 0 };
         self.state = State::Working { until_ns: at_ns, remaining };
@@ -256,6 +257,7 @@ mod tests {
         ksmd.advance(&mut model, 112 * MS);
         assert_eq!((model.counters().pages_scanned, ksmd.sleeps()), (300, 3));
         assert!(ksmd.is_asleep());
+        assert_eq!(model.work().batches, 3);
         ksmd.advance(&mut model, 113 * MS + 50_000);
         assert!(!ksmd.is_asleep(), "the fourth batch began 0.05 ms ago");
         assert_eq!((model.counters().pages_scanned, ksmd.cpu_ns()), (400, 350_000));

@@ -248,18 +248,19 @@ pub const DEFAULT_VCPUS: u32 = 1;
 /// Ticks a second of Debian's kernel, and by default of Linux.
 pub const DEFAULT_HZ: u32 = 250;
 
-/// CPU time of ksmd's operations where the scenario has no costs: measured on Linux 6.18.44 by `pagefold sim calibrate
-/// --pages 8192` (docs/simulator.md), in nanoseconds.
+/// CPU time of ksmd's operations where the scenario has no costs: measured on Linux 6.18.44 by `pagefold sim
+/// calibrate` (docs/simulator.md), in nanoseconds.
 #[must_use]
 pub fn default_costs() -> CostModel {
     CostModel::new([
-        (Operation::Visit, 205.0),
-        (Operation::Skip, 263.0),
-        (Operation::Checksum, 889.0),
-        (Operation::StableComparison, 29.0),
-        (Operation::UnstableComparison, 159.0),
-        (Operation::Merge, 781.0),
+        (Operation::Visit, 313.0),
+        (Operation::Skip, 217.0),
+        (Operation::Checksum, 772.0),
+        (Operation::StableComparison, 33.0),
+        (Operation::UnstableComparison, 331.0),
+        (Operation::Merge, 1119.0),
         (Operation::Split, 0.0),
-        (Operation::Allocation, 11.0),
+        (Operation::Allocation, 0.0),
+        (Operation::Batch, 110_000.0),
     ])
 }

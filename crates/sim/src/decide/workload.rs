@@ -8,6 +8,10 @@
 //! contents that no page has; so a class with longer runs is written less often, with more pages at once, and each of its
 //! pages as often.
 //!
+//! Huge pages are spread evenly. Unless all of a machine is in huge pages, it begins with base pages, as the data and the
+//! heap of a program do. It matters: if the first page of ksmd's unstable tree is one of zeros in a huge page, and that is
+//! split, the page is gone (Linux 6.12 and later map it to the zero page), and all walks of the scan end there.
+//!
 //! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
 //! templates in turn, so that each machine has as many as the others, but for one.
 //!
@@ -495,7 +499,6 @@ pub struct Machine {
     /// Pages touched, from the first on.
     touched: u64,
     huge_share: f64,
-    huge_seed: u64,
     random: RandomNumbers,
     writers: Vec<Writer>,
     /// Blocks of contents that no other machine has, without those of written runs.
@@ -505,7 +508,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    fn new(template: &Template, number: usize, pages: u64, mut random: RandomNumbers) -> Self {
+    fn new(template: &Template, number: usize, pages: u64, random: RandomNumbers) -> Self {
         let writer =
             |pages_per_second| Writer { runs: Vec::new(), pages: 0, pages_per_second, credit: 0.0, next: None };
         Self {
@@ -513,7 +516,6 @@ impl Machine {
             pages,
             touched: 0,
             huge_share: template.huge_pages,
-            huge_seed: random.next(),
             random,
             writers: template.writes.iter().map(|class| writer(class.pages_per_second)).collect(),
             own_contents: Vec::new(),
@@ -538,8 +540,9 @@ impl Machine {
 
     /// Whether an aligned range of 512 pages is a huge page.
     fn is_huge(&self, unit: u64) -> bool {
+        let huge_pages_before = |unit: u64| (unit as f64 * self.huge_share) as u64;
         let fits = (unit + 1) * PAGES_IN_HUGE_PAGE <= self.pages;
-        fits && RandomNumbers::new(self.huge_seed, unit).unit() < self.huge_share
+        fits && huge_pages_before(unit + 1) > huge_pages_before(unit)
     }
 
     /// Write untouched pages behind the touched ones.
@@ -700,6 +703,20 @@ mod tests {
         });
         assert_eq!(grown[0], grown[1]);
         assert_eq!(grown[0].len(), 4096);
+    }
+
+    #[test]
+    fn huge_pages_are_spread_from_base_pages_on() {
+        let huge_pages = |share: f64| {
+            let scenario = scenario(&format!("{MIXED}\nhuge_pages = {share:?}"), "count = 1");
+            let mut workload = Workload::new(&scenario, 1);
+            let (_, change) = workload.start(&workload.arrivals()[0]).unwrap();
+            change.huge_pages.iter().map(|page| page / PAGES_IN_HUGE_PAGE).collect::<Vec<_>>()
+        };
+        // 24 of the machine's 32 ranges are touched.
+        assert_eq!(huge_pages(0.25), [3, 7, 11, 15, 19, 23]);
+        assert_eq!(huge_pages(0.9).first(), Some(&1));
+        assert_eq!(huge_pages(0.9).len(), 21);
     }
 
     #[test]

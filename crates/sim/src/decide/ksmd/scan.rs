@@ -15,7 +15,15 @@ impl KsmModel {
     /// One batch (`ksm_do_scan`): visits until `pages_to_scan` are done or the scan ends. Returns the number of visits.
     /// Does nothing unless ksmd runs and has a process on its list (`ksmd_should_run`).
     pub fn run_batch(&mut self) -> u64 {
+        self.begin_batch();
         self.run_visits(self.settings.pages_to_scan)
+    }
+
+    /// Begin a batch that is carried out in parts, by [`Self::run_visits`].
+    pub fn begin_batch(&mut self) {
+        if self.ksmd_should_run() {
+            self.work.batches += 1;
+        }
     }
 
     /// Whether ksmd runs and has a process on its list (`ksmd_should_run`).
