@@ -63,8 +63,6 @@ pub enum WorkloadSetup {
         unique_mib: u32,
         /// Whether the first 4,086 bytes of all data pages are equal.
         equal_start: bool,
-        /// Whether a policy that needs it enrolls all memory of QEMU, and not only what QEMU itself enrolls.
-        enrolls_all: bool,
     },
     /// SQLite shells, each with the same database and own tables in memory.
     Databases {
@@ -118,14 +116,7 @@ impl MergeWorkload {
     pub fn fleet_workload(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
-        let setup = WorkloadSetup::Fleet {
-            guests,
-            mib: 128,
-            shared_mib: 16,
-            unique_mib: 16,
-            equal_start: false,
-            enrolls_all: false,
-        };
+        let setup = WorkloadSetup::Fleet { guests, mib: 128, shared_mib: 16, unique_mib: 16, equal_start: false };
         vec![Self { name: "fleet", title, setup, all_policies: true }]
     }
 
@@ -138,7 +129,7 @@ impl MergeWorkload {
                 "{guests} QEMU guests of {mib} MiB: {shared_mib} MiB of the same and {unique_mib} MiB of own data in \
                  each, {pages}"
             ),
-            setup: WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start, enrolls_all: false },
+            setup: WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start },
             all_policies: false,
         };
         vec![
@@ -167,8 +158,7 @@ impl MergeWorkload {
             setup: WorkloadSetup::Script { name: script, arguments },
             all_policies: false,
         };
-        // A scenario has all memory of processes as enrolled.
-        workloads.extend(Self::fleet_workload(false).into_iter().map(Self::enrolled_whole));
+        workloads.extend(Self::fleet_workload(false));
         workloads.push(script(
             "postgres",
             "6 sessions of PostgreSQL that hold sorted results, half of them equal in all sessions",
@@ -182,14 +172,6 @@ impl MergeWorkload {
             &["endless"],
         ));
         workloads
-    }
-
-    /// The workload with all memory enrolled, also that which its guests' QEMU does not enroll.
-    fn enrolled_whole(mut self) -> Self {
-        if let WorkloadSetup::Fleet { enrolls_all, .. } = &mut self.setup {
-            *enrolls_all = true;
-        }
-        self
     }
 
     /// Whether the possible savings are known from the layout; otherwise they are counted.
@@ -239,10 +221,10 @@ impl MergeWorkload {
                 let pids = programs.iter().map(RunningProgram::pid).collect::<Vec<_>>();
                 (programs, pids, Some("checksum"), mergeable)
             }
-            WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start, enrolls_all } => {
+            WorkloadSetup::Fleet { guests, mib, shared_mib, unique_mib, equal_start } => {
                 GuestAssets::find(&GuestAssets::default_directory())?;
                 // QEMU enrolls the guests' memory itself, as on any host.
-                let mut command = command_through_hold(&lab, enrolled && enrolls_all)?;
+                let mut command = command_through_hold(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
                 command.args([
                     "--shared-mib",

@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 use pagefold_labs::client::RunningLab;
+use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_sim::decide::memory::Content;
 use pagefold_sim::decide::scenario::Scenario;
 use pagefold_sim::decide::workload::Workload;
@@ -103,16 +104,41 @@ fn prediction_of_a_changed_host_has_its_schema() {
 
 #[test]
 fn scenarios_of_recorded_hosts_have_the_mergeable_pages_of_their_census() {
-    let mut compared = 0;
+    let (mut compared, mut partly_enrolled) = (0, 0);
     for name in ["four-nodes", "kvm-host-tuned", "libvirt-domain", "no-kvm", "two-nodes", "unprivileged"] {
         let host = recording(name);
-        let output = run_pagefold(&["sim", "from-recording"], &host);
-        let scenario = parse_scenario(&String::from_utf8_lossy(&output.stdout)).unwrap();
+        let mergeable = |options: &[&str]| {
+            let output = run_pagefold(&[&["sim", "from-recording"], options].concat(), &host);
+            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+            (count_mergeable(&parse_scenario(&String::from_utf8_lossy(&output.stdout)).unwrap()), errors)
+        };
         let expected = census_of(&host);
-        assert_eq!(count_mergeable(&scenario), expected, "{name}");
+        assert_eq!(mergeable(&["--all-memory"]).0, expected, "{name}");
         compared += u32::from(expected.0 > 100);
+        let (enrolled, errors) = mergeable(&[]);
+        if errors.contains("All memory of the processes that KSM can take counts as enrolled.") {
+            assert_eq!(enrolled, expected, "{name}");
+        } else {
+            assert!(errors.contains("only enrolled memory counts") && enrolled < expected, "{name}: {errors}");
+            partly_enrolled += 1;
+        }
     }
     assert!(compared > 4, "{compared} hosts with more than 100 mergeable pages");
+    assert!((1..6).contains(&partly_enrolled), "{partly_enrolled}");
+}
+
+#[test]
+fn scenario_of_processes_with_enrolled_memory_has_no_other() {
+    let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let layout = ["--mergeable", "shared-content=image:400", "unique=100"];
+    let labs = [0, 1].map(|_| RunningLab::start_layout(&layout).unwrap());
+    let selection: Vec<String> = labs.iter().map(|lab| format!("--pid={}", lab.pid())).collect();
+    let output = run_pagefold(&["sim", "from-recording"], &selection);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.contains("Of 2 processes only enrolled memory counts: "), "{errors}");
+    let scenario = parse_scenario(&String::from_utf8_lossy(&output.stdout)).unwrap();
+    assert_eq!(count_mergeable(&scenario), (800, 400), "{errors}");
+    assert_eq!(scenario.templates[0].pages, 500, "{errors}");
 }
 
 #[test]

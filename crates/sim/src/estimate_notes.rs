@@ -49,8 +49,8 @@ pub fn count_processes(processes: u64) -> String {
 #[must_use]
 pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &Census) -> Vec<String> {
     let mut lines = vec![
-        "All memory of the processes that KSM can take counts as enrolled, and trust domains are not kept apart."
-            .to_owned(),
+        enrollment(observation),
+        "Trust domains are not kept apart.".to_owned(),
         writes(observation.host.pass_seconds, &estimate.templates),
         "Contents that only some machines of a template have, or machines of several templates, are never written."
             .to_owned(),
@@ -95,6 +95,23 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
     let figures = figures.into_iter().filter(|&(count, _)| count > 0);
     lines.extend(figures.map(|(count, what)| format!("{} {what}.", format_number(count))));
     lines
+}
+
+fn enrollment(observation: &Observation) -> String {
+    let Observation { enrolled_processes, unenrolled_pages, .. } = *observation;
+    let others = observation.host.machines.len() as u64 - enrolled_processes;
+    if enrolled_processes == 0 {
+        return "All memory of the processes that KSM can take counts as enrolled.".to_owned();
+    }
+    let left_out = format!(
+        "Of {} only enrolled memory counts: {} pages are left out, which --all-memory adds.",
+        count_processes(enrolled_processes),
+        format_number(unenrolled_pages)
+    );
+    match others {
+        0 => left_out,
+        _ => format!("{left_out} Of {} all memory that KSM can take counts as enrolled.", count_processes(others)),
+    }
 }
 
 fn writes(pass_seconds: Option<f64>, templates: &[TemplateFacts]) -> String {

@@ -1,7 +1,8 @@
 //! What a census found, as the memory of machines.
 //!
 //! Pages count by what they hold, whether ksmd has merged them or not. A frame that processes share since a fork counts
-//! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out.
+//! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out. Of a process that has
+//! enrolled a part of its memory only that part counts, as ksmd takes no other, unless all is wanted.
 
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
@@ -9,10 +10,11 @@ use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachin
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{DEFAULT_HZ, HostSpec, invalid_distance};
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, Fingerprint, PageClass, Reading};
+use pagefold_base::region::VmFlags;
+use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Reading};
 use pagefold_census::PageIndex;
 use pagefold_census::index::PageMark;
-use pagefold_census::results::Census;
+use pagefold_census::results::{Census, SubjectCensus};
 use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::{Host, hold, observe, parse};
 use std::collections::BTreeSet;
@@ -53,6 +55,15 @@ pub enum ObservationError {
     },
 }
 
+/// Which memory counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ObservedMemory {
+    /// Of a process that has enrolled some memory only that, of others all that KSM can take.
+    EnrolledIfAny,
+    /// All that KSM can take.
+    All,
+}
+
 /// The memory of a host's processes, and what of it is left out.
 #[derive(Clone, Debug)]
 pub struct Observation {
@@ -64,6 +75,10 @@ pub struct Observation {
     pub repeated_frames: u64,
     /// Pages that were not read, which are left out.
     pub unread_pages: u64,
+    /// Processes of which only enrolled memory counts.
+    pub enrolled_processes: u64,
+    /// Pages of these that are not enrolled, which are left out.
+    pub unenrolled_pages: u64,
     /// Whether the number of CPUs is known. It only appears in reports; without it, the host has one.
     pub has_cpu_count: bool,
 }
@@ -77,6 +92,7 @@ pub fn observe_machines(
     census: &Census,
     index: &PageIndex,
     pass_interval: Option<Duration>,
+    memory: ObservedMemory,
 ) -> Result<Observation, ObservationError> {
     let nodes = numa_nodes(host);
     let (numbers, numbered_contents) = number_contents(index);
@@ -92,14 +108,24 @@ pub fn observe_machines(
         merged_pages: 0,
         repeated_frames: 0,
         unread_pages: 0,
+        enrolled_processes: 0,
+        unenrolled_pages: 0,
         has_cpu_count: cpus.is_some(),
     };
     let mut merged_contents = BTreeSet::new();
-    for (subject, process) in census.subjects.iter().map(|subject| &subject.process).enumerate() {
+    for (number, subject) in census.subjects.iter().enumerate() {
+        let process = &subject.process;
         let node = bound_node(host, process, &nodes);
         let mut machine = ObservedMachine { family: family(process), node, runs: Vec::new() };
-        for (run, first) in index.runs(index.subject_ordinals(subject)) {
+        let enrolled = enrolled_ranges(subject).filter(|_| memory == ObservedMemory::EnrolledIfAny);
+        observation.enrolled_processes += u64::from(enrolled.is_some());
+        for (run, first) in index.runs(index.subject_ordinals(number)) {
             for page in first..first + run.pages {
+                let address = run.address + u64::from(page - first) * PAGE_BYTES.cast_unsigned();
+                if enrolled.as_ref().is_some_and(|ranges| !contain(ranges, address)) {
+                    observation.unenrolled_pages += 1;
+                    continue;
+                }
                 if let Some(content) = observation.content(index, page, &numbers, &mut merged_contents) {
                     machine.push(content, run.huge);
                 }
@@ -149,6 +175,19 @@ impl Observation {
             (_, number) => ObservedContent::Numbered(number),
         })
     }
+}
+
+/// The enrolled memory of a process, if it has any.
+fn enrolled_ranges(subject: &SubjectCensus) -> Option<Vec<AddressRange>> {
+    let enrolled = subject.regions.iter().filter(|region| region.region.flags.has(VmFlags::MERGEABLE));
+    let ranges: Vec<AddressRange> = enrolled.map(|region| region.region.range).collect();
+    Some(ranges).filter(|ranges| !ranges.is_empty())
+}
+
+/// Whether an address is in one of these ranges, which ascend.
+fn contain(ranges: &[AddressRange], address: u64) -> bool {
+    let next = ranges.partition_point(|range| range.end <= address);
+    ranges.get(next).is_some_and(|range| range.contains(address))
 }
 
 /// The number of the content of merged pages of zeros.

@@ -11,7 +11,7 @@ use pagefold_sim::decide::cost::CostModel;
 use pagefold_sim::decide::estimate::{ScenarioEstimate, WritePattern, estimate};
 use pagefold_sim::decide::scenario::default_costs;
 use pagefold_sim::estimate_notes;
-use pagefold_sim::observation::{Observation, observe_machines};
+use pagefold_sim::observation::{Observation, ObservedMemory, observe_machines};
 use pagefold_sim::scenario::parse_scenario;
 use pagefold_sim::scenario_text::write_scenario;
 use pagefold_sim::wire::parse_costs;
@@ -61,6 +61,9 @@ pub struct ScanArguments {
     /// What ksmd's operations cost: the JSON of `pagefold sim calibrate` [default: as in docs/simulator.md]
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
+    /// Count all memory that KSM can take, also of processes that have enrolled only a part
+    #[arg(long)]
+    all_memory: bool,
     #[command(flatten)]
     targets: ProcessOptions,
 }
@@ -134,7 +137,8 @@ pub fn scan_host(options: &ScanArguments, global: &GlobalOptions) -> anyhow::Res
         Some(path) => Recording::open(Path::new(path))?.pass_interval(),
         None => census.pass_interval,
     };
-    let observation = observe_machines(&*host, &census, &index, pass_interval)?;
+    let memory = if options.all_memory { ObservedMemory::All } else { ObservedMemory::EnrolledIfAny };
+    let observation = observe_machines(&*host, &census, &index, pass_interval, memory)?;
     let name = if global.host == "live" { "This host".to_owned() } else { host.describe() };
     Ok(ScannedHost { name, observation, census, costs })
 }
