@@ -142,6 +142,28 @@ fn scenario_of_processes_with_enrolled_memory_has_no_other() {
 }
 
 #[test]
+fn forecast_with_the_daemon_has_what_processes_share() {
+    const SHARED_PAGES: u64 = 8000;
+    let layout = [&*format!("shared-content=image:{SHARED_PAGES}"), "unique=8000"];
+    let labs = [0, 1].map(|_| RunningLab::start_layout(&layout).unwrap());
+    let selection: Vec<String> = labs.iter().map(|lab| format!("--pid={}", lab.pid())).collect();
+    let policies = "guided,guided:across-domains,whole:2000/20";
+    let predict = ["sim", "predict", "--hours", "0.05", "--policy", policies, "--json"];
+    let output = run_pagefold(&predict, &selection);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
+    let figure = |policy: usize, name: &str| report["policies"][policy][name]["expected"].as_f64().unwrap();
+    let saved_pages = |policy: usize| {
+        let saved = report["policies"][policy]["saved"].as_array().unwrap();
+        saved.last().unwrap()["saved_bytes"]["expected"].as_f64().unwrap() / 4096.0
+    };
+    let shared = SHARED_PAGES as f64;
+    assert!(saved_pages(0) < 0.1 * shared, "each process is a trust domain of its own: {report}");
+    assert!(saved_pages(1) > 0.9 * shared && saved_pages(2) > 0.9 * shared, "{report}");
+    assert!(figure(1, "pagefold_cores") > 0.0 && figure(1, "ksmd_cores") < figure(2, "ksmd_cores"), "{report}");
+}
+
+#[test]
 fn scenario_of_processes_with_known_memory_has_the_mergeable_pages_of_the_census() {
     if !nix::unistd::geteuid().is_root() {
         println!("skipped: needs root to know which processes share frames");
