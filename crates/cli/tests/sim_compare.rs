@@ -75,11 +75,33 @@ fn search_without_a_policy_within_the_bound_is_a_negative_verdict() {
     let output = sim("tune", &["small-host.toml", "--max-cpu", "0.000001", "--rounds", "0", "--json"]);
     assert_eq!(output.status.code(), Some(1));
     let report = check_schema("sim-tune", &String::from_utf8_lossy(&output.stdout));
-    assert!(report["choice"].is_null() && report["max_ksmd_cores"].as_f64() == Some(1e-6), "{report}");
+    assert!(report["choice"].is_null() && report["max_cores"].as_f64() == Some(1e-6), "{report}");
     assert_eq!(report["tried"].as_array().unwrap().len(), 17);
     let refused = sim("tune", &["small-host.toml", "--max-cpu", "0"]);
     assert_eq!(refused.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("give a number of CPUs above 0"));
+}
+
+#[test]
+fn search_has_bounds_of_the_daemon_on_request() {
+    let output = sim("tune", &["small-host.toml", "--daemon", "guided:across-domains", "--rounds", "1", "--json"]);
+    let report = check_schema("sim-tune", &stdout(&output));
+    let tried = report["tried"].as_array().unwrap();
+    let daemons: Vec<&Value> = tried
+        .iter()
+        .filter(|policy| policy["policy"].as_str().unwrap().starts_with("guided:across-domains:"))
+        .collect();
+    assert!(daemons.len() >= 5, "{report}");
+    let policy = |name: &str| *daemons.iter().find(|policy| policy["policy"] == name).unwrap();
+    let figure = |name: &str, figure: &str| policy(name)[figure].as_f64().unwrap();
+    let (least, most) = ("guided:across-domains:1%", "guided:across-domains:100%");
+    assert!(figure(least, "cores") > 0.0 && figure(least, "cores") <= figure(most, "cores"), "{report}");
+    assert!(figure(most, "saved_gib_hours") > 0.0, "{report}");
+    for refused in ["default", "guided:5%"] {
+        let output = sim("tune", &["small-host.toml", "--daemon", refused]);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&output.stderr).contains("give guided or guided:across-domains"));
+    }
 }
 
 #[test]

@@ -41,6 +41,8 @@ pub struct DaemonRun<'s> {
     pub exactness: Exactness,
     /// Whether it merges pages across trust domains. Otherwise its configuration decides.
     pub across_domains: bool,
+    /// Its bound on CPU time in thousandths of one CPU. Without it, its configuration decides.
+    pub cpu_permille: Option<u32>,
 }
 
 /// Carries out runs of Pagefold's daemon. Passes the virtual time in milliseconds on, from time to time.
@@ -68,9 +70,9 @@ impl SimulationPlan {
     ) -> Result<SimulatedRun, SimulationError> {
         let exactness = self.exactness;
         match *policy {
-            ComparedPolicy::Guided { across_domains } => {
+            ComparedPolicy::Guided { across_domains, cpu_permille } => {
                 let run_daemon = self.run_daemon.as_ref().expect("a plan with the policy guided runs daemons");
-                run_daemon(DaemonRun { scenario, seed, exactness, across_domains }, note_progress)
+                run_daemon(DaemonRun { scenario, seed, exactness, across_domains, cpu_permille }, note_progress)
             }
             _ => Ok(simulate(scenario, policy, seed, exactness, note_progress)?),
         }

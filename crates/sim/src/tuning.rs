@@ -11,7 +11,9 @@ use std::sync::atomic::AtomicU64;
 pub struct PolicySearch {
     /// What it is for.
     pub goal: TuningGoal,
-    /// ksmd's CPU time at most, as a share of one CPU.
+    /// The daemon whose bounds on CPU time are searched, too.
+    pub daemon: Option<ComparedPolicy>,
+    /// CPU time at most, as a share of one CPU.
     pub max_cores: Option<f64>,
     /// Rounds after the grid.
     pub rounds: u32,
@@ -30,7 +32,7 @@ pub fn search(
     simulated_ms: &AtomicU64,
 ) -> Result<Vec<TriedPolicy>, SimulationError> {
     let mut tried: Vec<TriedPolicy> = Vec::new();
-    let mut policies = grid(scenario.host.kernel);
+    let mut policies = grid(scenario.host.kernel, search.daemon.as_ref());
     for round in 0..=search.rounds {
         let runs = compare(scenario, &policies, &search.plan, simulated_ms)?;
         tried.extend(runs.into_iter().map(|policy| {
@@ -52,5 +54,6 @@ pub fn search(
 /// Simulations of a search at most: the grid, and four neighbors in each round.
 #[must_use]
 pub fn most_simulations(scenario: &Scenario, search: &PolicySearch) -> u64 {
-    (grid(scenario.host.kernel).len() as u64 + 4 * u64::from(search.rounds)) * search.plan.seeds.len() as u64
+    (grid(scenario.host.kernel, search.daemon.as_ref()).len() as u64 + 4 * u64::from(search.rounds))
+        * search.plan.seeds.len() as u64
 }

@@ -2,7 +2,7 @@
 
 use super::{Config, ConfigText, GroupConditions, schema};
 use crate::command_line::{check_vcpus_per_cpu, parse_bandwidth, parse_bytes, parse_cpu_share, parse_duration};
-use pagefold_daemon::decide::{CpuBound, DaemonMode, DaemonRules, DailyHours, UnknownCpuCount};
+use pagefold_daemon::decide::{CpuBound, CpuRate, DaemonMode, DaemonRules, DailyHours, UnknownCpuCount};
 use pagefold_daemon::run::DaemonSettings;
 use pagefold_numa::decide::pricing::OperatorPrices;
 use pagefold_numa::keeper::{DEFAULT_BANDWIDTH, KeeperSettings};
@@ -322,6 +322,13 @@ impl DaemonConfigSection {
 }
 
 impl Config {
+    /// The configuration with another rate of the daemon's CPU time, if one is given.
+    #[must_use]
+    pub fn with_cpu_rate(&self, rate: Option<CpuRate>) -> Self {
+        let cpu_bound = CpuBound { rate: rate.or(self.cpu_bound.rate), ..self.cpu_bound };
+        Self { cpu_bound, ..self.clone() }
+    }
+
     /// The settings of the daemon, with trust domains, exclusions, and the bound on CPU time for a host with so many
     /// online CPUs, if that is known.
     ///

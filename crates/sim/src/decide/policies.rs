@@ -30,15 +30,20 @@ pub enum ComparedPolicy {
     Guided {
         /// Whether it merges pages across trust domains, as all other policies do. Otherwise its configuration decides.
         across_domains: bool,
+        /// Its bound on CPU time in thousandths of one CPU. Without it, its configuration decides.
+        cpu_permille: Option<u32>,
     },
 }
 
 /// Names of policies, for messages.
-const NAMES: &str =
-    "default, ksmtuned, advisor, advisor:SECONDS, flat-out, guided, guided:across-domains or whole:PAGES/SLEEPMS";
+const NAMES: &str = "default, ksmtuned, advisor, advisor:SECONDS, flat-out, guided, guided:across-domains, guided:5% or \
+     whole:PAGES/SLEEPMS";
 
-/// The daemon that merges pages across trust domains.
-const GUIDED_ACROSS_DOMAINS: &str = "guided:across-domains";
+/// The daemon, and a word of its name if it merges pages across trust domains.
+const GUIDED: &str = "guided";
+const ACROSS_DOMAINS: &str = "across-domains";
+/// The largest bound on CPU time in the name of a policy, in percent of one CPU.
+const MAX_CPU_PERCENT: f64 = 100_000.0;
 
 impl ComparedPolicy {
     /// The published policies that a kernel has.
@@ -68,17 +73,20 @@ impl ComparedPolicy {
             });
             return numbers.ok_or_else(|| format!("{name}: give whole:PAGES/SLEEPMS, such as whole:2000/20"));
         }
-        if name == GUIDED_ACROSS_DOMAINS {
-            return Ok(Self::Guided { across_domains: true });
+        if name.starts_with(GUIDED) {
+            return parse_guided(name).ok_or_else(|| {
+                format!("{name}: give guided, guided:across-domains, guided:5% or guided:across-domains:5%")
+            });
         }
         match Policy::from_name(name) {
             Some(Ok(Policy::Default)) => Ok(Self::Default),
             Some(Ok(Policy::Ksmtuned(rule))) => Ok(Self::Ksmtuned(rule)),
             Some(Ok(Policy::Advisor(rule))) => Ok(Self::Advisor(rule)),
             Some(Ok(Policy::FlatOut)) => Ok(Self::FlatOut),
-            Some(Ok(Policy::Guided)) => Ok(Self::Guided { across_domains: false }),
             Some(Err(error)) => Err(error),
-            Some(Ok(Policy::Fixed(_))) | None => Err(format!("{name}: no such policy; compare {NAMES}")),
+            Some(Ok(Policy::Guided | Policy::Fixed(_))) | None => {
+                Err(format!("{name}: no such policy; compare {NAMES}"))
+            }
         }
     }
 
@@ -86,6 +94,15 @@ impl ComparedPolicy {
     #[must_use]
     pub fn is_guided(&self) -> bool {
         matches!(self, Self::Guided { .. })
+    }
+
+    /// The daemon with this bound on CPU time, in thousandths of one CPU. Other policies stay as they are.
+    #[must_use]
+    pub fn with_cpu_bound(&self, permille: u32) -> Self {
+        match *self {
+            Self::Guided { across_domains, .. } => Self::Guided { across_domains, cpu_permille: Some(permille) },
+            _ => self.clone(),
+        }
     }
 
     /// `pages_to_scan` and `sleep_millisecs` of a policy that does not change them.
@@ -120,10 +137,32 @@ impl fmt::Display for ComparedPolicy {
             Self::Advisor(rule) => Policy::Advisor(*rule).fmt(f),
             Self::FlatOut => f.write_str("flat-out"),
             Self::Whole { pages, sleep_millisecs } => write!(f, "whole:{pages}/{sleep_millisecs}"),
-            Self::Guided { across_domains: false } => f.write_str("guided"),
-            Self::Guided { across_domains: true } => f.write_str(GUIDED_ACROSS_DOMAINS),
+            Self::Guided { across_domains, cpu_permille } => {
+                f.write_str(GUIDED)?;
+                if *across_domains {
+                    write!(f, ":{ACROSS_DOMAINS}")?;
+                }
+                cpu_permille.map_or(Ok(()), |permille| write!(f, ":{}%", f64::from(permille) / 10.0))
+            }
         }
     }
+}
+
+/// The daemon of a name: `guided`, with the words `across-domains`, `2.5%` or both.
+fn parse_guided(name: &str) -> Option<ComparedPolicy> {
+    let mut words = name.split(':').peekable();
+    words.next_if_eq(&GUIDED)?;
+    let across_domains = words.next_if_eq(&ACROSS_DOMAINS).is_some();
+    let permille = |word: &str| {
+        let percent: f64 = word.strip_suffix('%')?.parse().ok()?;
+        let permille = (percent * 10.0).round();
+        (permille >= 1.0 && percent <= MAX_CPU_PERCENT).then_some(permille as u32)
+    };
+    let cpu_permille = match words.next() {
+        Some(word) => Some(permille(word)?),
+        None => None,
+    };
+    words.next().is_none().then_some(ComparedPolicy::Guided { across_domains, cpu_permille })
 }
 
 /// The variables of a policy that takes steps.
@@ -169,6 +208,9 @@ mod tests {
             "flat-out",
             "guided",
             "guided:across-domains",
+            "guided:5%",
+            "guided:across-domains:2.5%",
+            "guided:across-domains:250%",
             "whole:2000/20",
             "whole:1000000000/0",
         ] {
@@ -194,5 +236,11 @@ mod tests {
             assert!(error(name).ends_with("such as whole:2000/20"), "{name}");
         }
         assert!(error("advisor:0").contains("whole seconds"));
+        for name in
+            ["guided:", "guided:5", "guided:0%", "guided:-1%", "guided:5%:across-domains", "guided:nan%", "guided:5%:"]
+        {
+            assert!(error(name).ends_with("or guided:across-domains:5%"), "{name}");
+        }
+        assert!(error("guidedly").contains("give guided"));
     }
 }

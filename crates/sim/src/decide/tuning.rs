@@ -1,8 +1,8 @@
 //! The search for ksmd's pace on a scenario: which policies to simulate, and which of them to choose.
 //!
-//! First a grid: batches with the kernel's pause, targets of the scan-time advisor, and the other published policies. Then
-//! the neighbors of the best policy in `pages_to_scan`, `sleep_millisecs` or the advisor's target, nearer in each round
-//! (a compass search: Kolda, Lewis and Torczon, SIAM Review 45, 2003, with a fixed number of rounds).
+//! First a grid: batches with the kernel's pause, targets of the scan-time advisor, the other published policies, and on
+//! request bounds of the daemon's CPU time. Then the neighbors of the best policy in `pages_to_scan`, `sleep_millisecs`,
+//! the advisor's target or the daemon's bound, nearer in each round (a compass search: Kolda, Lewis and Torczon, SIAM Review 45, 2003, with a fixed number of rounds).
 //!
 //! Limits: the best policy of the grid may lead to a local optimum. `max_page_sharing`, `use_zero_pages` and the other
 //! settings stay those of the scenario.
@@ -17,6 +17,8 @@ use pagefold_merge::decide::policy::Advisor;
 const GRID_PAGES: [u64; 9] = [200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000];
 /// Targets of the scan-time advisor in the grid, in seconds.
 const GRID_TARGET_SECONDS: [u64; 5] = [20, 60, 200, 600, 1800];
+/// Bounds of the daemon's CPU time in the grid, in thousandths of one CPU.
+const GRID_CPU_PERMILLE: [u32; 5] = [10, 30, 100, 300, 1000];
 /// The goal `saved` takes the cheapest policy that saves this part of the most.
 const NEARLY_MOST_SAVED: f64 = 0.99;
 /// The goal `cpu` takes the cheapest policy that saves this part of the most.
@@ -73,8 +75,8 @@ pub struct TriedPolicy {
     pub saved_byte_seconds: f64,
     /// The same at the end, in bytes.
     pub saved_bytes: f64,
-    /// ksmd's CPU time as a share of one CPU.
-    pub ksmd_cores: f64,
+    /// The CPU time of ksmd and of the daemon as a share of one CPU.
+    pub cores: f64,
     /// Seconds until 90 % of the duplicates at the end are saved; `None` if a run does not reach that.
     pub seconds_to_90_percent: Option<f64>,
     /// Merged pages that machines wrote.
@@ -93,7 +95,7 @@ impl TriedPolicy {
             policy,
             saved_byte_seconds: mean(|run| run.saved_byte_seconds),
             saved_bytes: mean(|run| run.saved_bytes),
-            ksmd_cores: mean(|run| run.ksmd_cores),
+            cores: mean(RunMeasures::cores),
             seconds_to_90_percent: times
                 .filter(|times| !times.is_empty())
                 .map(|times| times.iter().sum::<f64>() / times.len() as f64),
@@ -106,22 +108,23 @@ impl TriedPolicy {
     fn dominates(&self, other: &Self) -> bool {
         let time = |policy: &Self| policy.seconds_to_90_percent.unwrap_or(f64::INFINITY);
         let is_no_worse = self.saved_byte_seconds >= other.saved_byte_seconds
-            && self.ksmd_cores <= other.ksmd_cores
+            && self.cores <= other.cores
             && time(self) <= time(other);
-        let is_better = self.saved_byte_seconds > other.saved_byte_seconds
-            || self.ksmd_cores < other.ksmd_cores
-            || time(self) < time(other);
+        let is_better =
+            self.saved_byte_seconds > other.saved_byte_seconds || self.cores < other.cores || time(self) < time(other);
         is_no_worse && is_better
     }
 }
 
-/// The first policies of a search on a kernel.
+/// The first policies of a search on a kernel, with the bounds of a daemon if one is given.
 #[must_use]
-pub fn grid(kernel: KernelVersion) -> Vec<ComparedPolicy> {
+pub fn grid(kernel: KernelVersion, daemon: Option<&ComparedPolicy>) -> Vec<ComparedPolicy> {
     let batches = GRID_PAGES.map(|pages| ComparedPolicy::Whole { pages, sleep_millisecs: DEFAULT_SLEEP_MILLISECS });
     let advisors = GRID_TARGET_SECONDS
         .map(|target_scan_time| ComparedPolicy::Advisor(Advisor { target_scan_time, ..Advisor::default() }));
-    let further = batches.into_iter().chain(advisors).filter(|policy| policy.is_present(kernel));
+    let daemons =
+        daemon.into_iter().flat_map(|daemon| GRID_CPU_PERMILLE.map(|permille| daemon.with_cpu_bound(permille)));
+    let further = batches.into_iter().chain(advisors).chain(daemons).filter(|policy| policy.is_present(kernel));
     let mut policies = ComparedPolicy::published(kernel);
     for policy in further {
         if !policies.contains(&policy) {
@@ -149,20 +152,23 @@ pub fn neighbors(policy: &ComparedPolicy, round: u32) -> Vec<ComparedPolicy> {
         ComparedPolicy::Advisor(rule) => near(rule.target_scan_time)
             .map(|target_scan_time| ComparedPolicy::Advisor(Advisor { target_scan_time, ..rule }))
             .into(),
+        ComparedPolicy::Guided { cpu_permille: Some(permille), .. } => {
+            near(permille.into()).map(|permille| policy.with_cpu_bound(permille as u32)).into()
+        }
         ComparedPolicy::Whole { .. }
         | ComparedPolicy::FlatOut
         | ComparedPolicy::Ksmtuned(_)
-        | ComparedPolicy::Guided { .. } => Vec::new(),
+        | ComparedPolicy::Guided { cpu_permille: None, .. } => Vec::new(),
     }
 }
 
-/// The policy to choose for a goal, within a bound on ksmd's CPU time. `None` if no policy saves memory, or if the goal
+/// The policy to choose for a goal, within a bound on CPU time. `None` if no policy saves memory, or if the goal
 /// is time and none reaches 90 %.
 #[must_use]
 pub fn choose(tried: &[TriedPolicy], goal: TuningGoal, max_cores: Option<f64>) -> Option<&TriedPolicy> {
     let permitted: Vec<&TriedPolicy> = tried
         .iter()
-        .filter(|policy| policy.saved_byte_seconds > 0.0 && max_cores.is_none_or(|most| policy.ksmd_cores <= most))
+        .filter(|policy| policy.saved_byte_seconds > 0.0 && max_cores.is_none_or(|most| policy.cores <= most))
         .collect();
     let most = permitted.iter().map(|policy| policy.saved_byte_seconds).fold(0.0, f64::max);
     let fastest = permitted.iter().filter_map(|policy| policy.seconds_to_90_percent).fold(f64::INFINITY, f64::min);
@@ -172,7 +178,7 @@ pub fn choose(tried: &[TriedPolicy], goal: TuningGoal, max_cores: Option<f64>) -
         TuningGoal::Time => policy.seconds_to_90_percent.is_some_and(|time| time <= NEARLY_FASTEST * fastest),
     };
     let cheapest = |a: &&TriedPolicy, b: &&TriedPolicy| {
-        a.ksmd_cores.total_cmp(&b.ksmd_cores).then(b.saved_byte_seconds.total_cmp(&a.saved_byte_seconds))
+        a.cores.total_cmp(&b.cores).then(b.saved_byte_seconds.total_cmp(&a.saved_byte_seconds))
     };
     permitted.into_iter().filter(|policy| reaches(policy)).min_by(cheapest)
 }
@@ -194,7 +200,7 @@ mod tests {
             policy: ComparedPolicy::parse(name).unwrap(),
             saved_byte_seconds: saved,
             saved_bytes: saved,
-            ksmd_cores: cores,
+            cores,
             seconds_to_90_percent: seconds,
             cow_breaks: 0.0,
             huge_pages_split: 0.0,
@@ -246,13 +252,17 @@ mod tests {
     #[test]
     fn grid_has_each_policy_once_and_none_that_the_kernel_lacks() {
         let names = |kernel| -> Vec<String> {
-            grid(KernelVersion::parse(kernel).unwrap()).iter().map(ToString::to_string).collect()
+            grid(KernelVersion::parse(kernel).unwrap(), None).iter().map(ToString::to_string).collect()
         };
         let (old, new) = (names("4.15"), names("6.12"));
         assert_eq!((old.len(), new.len()), (12, 17));
         assert!(old.iter().all(|name| !name.starts_with("advisor")));
         assert_eq!(new.iter().filter(|name| *name == "advisor").count(), 1);
         assert!(!new.contains(&"advisor:200".to_owned()), "200 s is the default");
+        let daemon = ComparedPolicy::parse("guided:across-domains").unwrap();
+        let with_daemon = grid(KernelVersion::parse("6.12").unwrap(), Some(&daemon));
+        let bounds: Vec<String> = with_daemon[17..].iter().map(ToString::to_string).collect();
+        assert_eq!(bounds, ["1%", "3%", "10%", "30%", "100%"].map(|bound| format!("guided:across-domains:{bound}")));
     }
 
     #[test]
@@ -263,6 +273,7 @@ mod tests {
         assert_eq!(names("default", 1), ["whole:67/20", "whole:150/20", "whole:100/13", "whole:100/30"]);
         assert_eq!(names("whole:2000/20", 2), ["whole:1600/20", "whole:2500/20", "whole:2000/16", "whole:2000/25"]);
         assert_eq!(names("advisor:60", 1), ["advisor:40", "advisor:90"]);
+        assert_eq!(names("guided:3%", 1), ["guided:2%", "guided:4.5%"]);
         assert_eq!(names("whole:1/1", 1), ["whole:1/1", "whole:2/1", "whole:1/1", "whole:1/2"]);
         for policy in ["flat-out", "ksmtuned", "whole:100/0"] {
             assert!(names(policy, 1).is_empty());
@@ -275,7 +286,7 @@ mod tests {
             saved_bytes: saved,
             saved_byte_seconds: 2.0 * saved,
             ksmd_cores: 0.5,
-            pagefold_cores: 0.0,
+            pagefold_cores: 0.25,
             seconds_to_share: [Some(1.0), time, None],
             cow_breaks: 0.0,
             huge_pages_split: 0.0,
@@ -285,7 +296,7 @@ mod tests {
         };
         let both = TriedPolicy::new(ComparedPolicy::Default, &[run(1.0, Some(10.0)), run(3.0, Some(20.0))]);
         assert_eq!((both.saved_bytes, both.saved_byte_seconds), (2.0, 4.0));
-        assert_eq!((both.ksmd_cores, both.seconds_to_90_percent), (0.5, Some(15.0)));
+        assert_eq!((both.cores, both.seconds_to_90_percent), (0.75, Some(15.0)));
         let one = TriedPolicy::new(ComparedPolicy::Default, &[run(1.0, Some(10.0)), run(3.0, None)]);
         assert_eq!(one.seconds_to_90_percent, None);
     }

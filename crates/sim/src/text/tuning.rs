@@ -1,6 +1,7 @@
 //! The result of a search for a policy as text.
 
 use super::comparison::{format_gib_hours, format_seconds, format_signed_bytes};
+use crate::decide::policies::ComparedPolicy;
 use crate::decide::tuning::TuningGoal;
 use crate::wire::tuning::{SimTuneReport, TriedPolicyReport};
 use pagefold_output::text::{TextStyle, format_number};
@@ -8,7 +9,7 @@ use pagefold_output::text::{TextStyle, format_number};
 /// The Pareto front, the policy to choose, and how to set it.
 #[must_use]
 pub fn render_tuning(report: &SimTuneReport, goal: TuningGoal, style: TextStyle) -> String {
-    let bound = report.max_ksmd_cores.map_or_else(String::new, |most| format!(", with at most {most} CPUs for ksmd"));
+    let bound = report.max_cores.map_or_else(String::new, |most| format!(", with at most {most} CPUs"));
     let mut text = style.format_paragraph(
         &format!(
             "{}: {}. A model of Linux {}, for {}; {} policies with {}. Goal {}: {}{bound}.",
@@ -37,7 +38,7 @@ pub fn render_tuning(report: &SimTuneReport, goal: TuningGoal, style: TextStyle)
 fn front_table(report: &SimTuneReport, style: TextStyle) -> String {
     let mut table = style.new_table(&[
         "policy",
-        ">ksmd, CPUs",
+        ">CPUs",
         ">saved, GiB*h",
         ">saved at the end",
         ">90 % after",
@@ -48,7 +49,7 @@ fn front_table(report: &SimTuneReport, style: TextStyle) -> String {
     for policy in report.tried.iter().filter(|policy| policy.on_pareto_front) {
         table.add_row([
             policy.policy.clone(),
-            format!("{:.3}", policy.ksmd_cores),
+            format!("{:.3}", policy.cores),
             format_gib_hours(policy.saved_gib_hours),
             format_signed_bytes(policy.saved_bytes),
             policy.seconds_to_90_percent.map_or_else(|| "-".to_owned(), format_seconds),
@@ -89,7 +90,14 @@ fn choice(report: &SimTuneReport, style: TextStyle) -> String {
             "a file with the lines `[ksm]`, `pages_to_scan = {pages}` and `sleep_millisecs = {sleep}`, and \
              `pagefold policy set FILE`"
         ),
-        _ => format!("`pagefold policy set {}`", chosen.policy),
+        _ => match ComparedPolicy::parse(&chosen.policy) {
+            Ok(ComparedPolicy::Guided { across_domains, cpu_permille: Some(permille) }) => format!(
+                "`cpu_rate = \"{}%\"`{} in the section `[daemon]` of its configuration, and `pagefold daemon --mode act`",
+                f64::from(permille) / 10.0,
+                if across_domains { " and `across_domains = true`" } else { "" }
+            ),
+            _ => format!("`pagefold policy set {}`", chosen.policy),
+        },
     };
     style.format_paragraph(&format!("To set {} on a host: {how}.", chosen.policy), 0)
 }

@@ -31,8 +31,8 @@ pub struct SimTuneReport {
     pub seeds: Vec<u64>,
     /// `saved`, `cpu` or `time`.
     pub goal: &'static str,
-    /// The bound on ksmd's CPU time, as a share of one CPU.
-    pub max_ksmd_cores: Option<f64>,
+    /// The bound on CPU time, as a share of one CPU.
+    pub max_cores: Option<f64>,
     /// The policy to choose; none if no policy within the bound saves memory, or if the goal is time and none reaches
     /// 90 %.
     pub choice: Option<String>,
@@ -55,8 +55,8 @@ pub struct TriedPolicyReport {
     pub saved_bytes: f64,
     /// The same over time, in GiB times hours.
     pub saved_gib_hours: f64,
-    /// ksmd's CPU time as a share of one CPU.
-    pub ksmd_cores: f64,
+    /// The CPU time of ksmd and of the daemon as a share of one CPU.
+    pub cores: f64,
     /// Seconds until 90 % of the duplicates at the end are saved; none if a run does not reach that.
     pub seconds_to_90_percent: Option<f64>,
     /// Merged pages that machines wrote.
@@ -80,7 +80,7 @@ impl TriedPolicyReport {
             },
             saved_bytes: tried.saved_bytes,
             saved_gib_hours: tried.saved_byte_seconds / GIB / 3600.0,
-            ksmd_cores: tried.ksmd_cores,
+            cores: tried.cores,
             seconds_to_90_percent: tried.seconds_to_90_percent,
             cow_breaks: tried.cow_breaks,
             huge_pages_split: tried.huge_pages_split,
@@ -96,7 +96,7 @@ impl SimTuneReport {
         let front = pareto_front(tried);
         let mut policies: Vec<TriedPolicyReport> =
             tried.iter().zip(front).map(|(policy, on_front)| TriedPolicyReport::new(policy, on_front)).collect();
-        policies.sort_by(|a, b| a.ksmd_cores.total_cmp(&b.ksmd_cores));
+        policies.sort_by(|a, b| a.cores.total_cmp(&b.cores));
         Self {
             schema: "pagefold.sim-tune/1",
             scenario: name.to_owned(),
@@ -106,7 +106,7 @@ impl SimTuneReport {
             exact: search.plan.exactness == Exactness::Exact,
             seeds: search.plan.seeds.clone(),
             goal: search.goal.name(),
-            max_ksmd_cores: search.max_cores,
+            max_cores: search.max_cores,
             choice: choose(tried, search.goal, search.max_cores).map(|policy| policy.policy.to_string()),
             tried: policies,
         }

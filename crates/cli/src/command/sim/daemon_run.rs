@@ -4,7 +4,7 @@ use crate::command::daemon::scenario_end::ScenarioEnd;
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
 use anyhow::{Context, ensure};
-use pagefold_daemon::decide::{DaemonMode, DaemonState};
+use pagefold_daemon::decide::{CpuRate, DaemonMode, DaemonState};
 use pagefold_daemon::run as daemon;
 use pagefold_host::Host;
 use pagefold_sim::comparison::{DaemonRun, DaemonRunner, SimulationError};
@@ -41,7 +41,8 @@ fn run_daemon(
     note_progress: &mut dyn FnMut(u64),
 ) -> anyhow::Result<()> {
     let scenario = run.scenario;
-    let mut settings = config.daemon_settings(Some(scenario.host.cpus as usize))?;
+    let cpu_rate = run.cpu_permille.map(|permille| CpuRate::OfOneCpu(f64::from(permille) / 1000.0));
+    let mut settings = config.with_cpu_rate(cpu_rate).daemon_settings(Some(scenario.host.cpus as usize))?;
     settings.rules.mode = DaemonMode::Act;
     settings.rules.across_domains |= run.across_domains;
     settings.max_census_threads = 1;
