@@ -1,5 +1,6 @@
 //! `pagefold sim from-recording` and `sim predict`: scenarios of recorded hosts, and of processes with known memory on this
-//! one. They have the mergeable pages that `pagefold census` counts.
+//! one. With `--all-memory` they have the mergeable pages that `pagefold
+//! census` counts.
 
 #![forbid(unsafe_code)]
 
@@ -119,7 +120,7 @@ fn scenarios_of_recorded_hosts_have_the_mergeable_pages_of_their_census() {
         if errors.contains("All memory of the processes that KSM can take counts as enrolled.") {
             assert_eq!(enrolled, expected, "{name}");
         } else {
-            assert!(errors.contains("only enrolled memory counts") && enrolled < expected, "{name}: {errors}");
+            assert!(errors.contains("Only the enrolled memory of") && enrolled < expected, "{name}: {errors}");
             partly_enrolled += 1;
         }
     }
@@ -135,7 +136,7 @@ fn scenario_of_processes_with_enrolled_memory_has_no_other() {
     let selection: Vec<String> = labs.iter().map(|lab| format!("--pid={}", lab.pid())).collect();
     let output = run_pagefold(&["sim", "from-recording"], &selection);
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(errors.contains("Of 2 processes only enrolled memory counts: "), "{errors}");
+    assert!(errors.contains("Only the enrolled memory of 2 processes counts. This leaves out "), "{errors}");
     let scenario = parse_scenario(&String::from_utf8_lossy(&output.stdout)).unwrap();
     assert_eq!(count_mergeable(&scenario), (800, 400), "{errors}");
     assert_eq!(scenario.templates[0].pages, 500, "{errors}");

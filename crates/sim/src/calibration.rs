@@ -72,7 +72,7 @@ pub struct CalibrationScenario {
     pub smart_scan: bool,
     /// `use_zero_pages`.
     pub use_zero_pages: bool,
-    /// `pages_to_scan`: more than a scan has, or pages of a batch that a pause of [`PAUSE_MS`] follows.
+    /// Pages of a batch. If a scan has more, a pause of [`PAUSE_MS`] follows each batch.
     pub batch_pages: u64,
     /// Scans to measure.
     pub scans: u32,

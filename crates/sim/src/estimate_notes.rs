@@ -103,15 +103,14 @@ fn enrollment(observation: &Observation) -> String {
     if enrolled_processes == 0 {
         return "All memory of the processes that KSM can take counts as enrolled.".to_owned();
     }
-    let left_out = format!(
-        "Of {} only enrolled memory counts: {} pages are left out, which --all-memory adds.",
-        count_processes(enrolled_processes),
-        format_number(unenrolled_pages)
-    );
-    match others {
-        0 => left_out,
-        _ => format!("{left_out} Of {} all memory that KSM can take counts as enrolled.", count_processes(others)),
+    let mut text = format!("Only the enrolled memory of {} counts.", count_processes(enrolled_processes));
+    if unenrolled_pages > 0 {
+        text += &format!(" This leaves out {} pages; --all-memory includes them.", format_number(unenrolled_pages));
     }
+    if others > 0 {
+        text += &format!(" All memory of {} that KSM can take counts as enrolled.", count_processes(others));
+    }
+    text
 }
 
 fn writes(pass_seconds: Option<f64>, templates: &[TemplateFacts]) -> String {

@@ -1,8 +1,8 @@
 //! What a census found, as the memory of machines.
 //!
 //! Pages count by what they hold, whether ksmd has merged them or not. A frame that processes share since a fork counts
-//! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out. Of a process that has
-//! enrolled a part of its memory only that part counts, as ksmd takes no other, unless all is wanted.
+//! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out. Where a process has
+//! enrolled memory, only that memory counts, as ksmd takes no other, unless all is wanted.
 
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
@@ -58,7 +58,7 @@ pub enum ObservationError {
 /// Which memory counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObservedMemory {
-    /// Of a process that has enrolled some memory only that, of others all that KSM can take.
+    /// The enrolled memory of a process that has some, and otherwise all that KSM can take.
     EnrolledIfAny,
     /// All that KSM can take.
     All,
@@ -123,7 +123,8 @@ pub fn observe_machines(
             for page in first..first + run.pages {
                 let address = run.address + u64::from(page - first) * PAGE_BYTES.cast_unsigned();
                 if enrolled.as_ref().is_some_and(|ranges| !contain(ranges, address)) {
-                    observation.unenrolled_pages += 1;
+                    let would_count = index.mark(page).class().is_some() && index.first_page_of_frame(page) == page;
+                    observation.unenrolled_pages += u64::from(would_count);
                     continue;
                 }
                 if let Some(content) = observation.content(index, page, &numbers, &mut merged_contents) {
@@ -177,7 +178,7 @@ impl Observation {
     }
 }
 
-/// The enrolled memory of a process, if it has any.
+/// The enrolled regions of a process that have resident pages, if there are any.
 fn enrolled_ranges(subject: &SubjectCensus) -> Option<Vec<AddressRange>> {
     let enrolled = subject.regions.iter().filter(|region| region.region.flags.has(VmFlags::MERGEABLE));
     let ranges: Vec<AddressRange> = enrolled.map(|region| region.region.range).collect();

@@ -164,7 +164,7 @@ fn a_search_finds_a_pace_that_saves_as_much_as_flat_out_for_less() {
     assert!(tried.len() as u64 > 17 && tried.len() as u64 <= most_simulations(&scenario, &plan(TuningGoal::Saved)));
     let best = choose(&tried, TuningGoal::Saved, None).unwrap();
     assert!(best.saved_byte_seconds >= 0.99 * flat_out.saved_byte_seconds, "{best:?}, and {flat_out:?}");
-    assert!(best.cores < 0.9 * flat_out.cores, "{best:?}, and {flat_out:?}");
+    assert!(best.cores < 0.9 * flat_out.cores(), "{best:?}, and {flat_out:?}");
     let cheap = choose(&tried, TuningGoal::Cpu, None).unwrap();
     assert!(cheap.cores < best.cores, "{cheap:?}, and {best:?}");
     let mut names: Vec<String> = tried.iter().map(|tried| tried.policy.to_string()).collect();

@@ -53,7 +53,7 @@ enum SimCommand {
     FromRecording(from_recording::FromRecordingArguments),
     /// Predict what policies would save on this host in the next hours
     Predict(predict::PredictArguments),
-    /// Search ksmd's pace for a simulated host
+    /// Search a policy for a simulated host
     Tune(tune::TuneArguments),
     /// Hold memory with known contents until standard input ends
     #[command(hide = true)]

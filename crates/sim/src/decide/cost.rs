@@ -1,7 +1,7 @@
 //! CPU time of ksmd as a sum over its operations, and the fit of their costs to measured scans.
 //!
-//! The model is linear: each operation has one cost. After a pause, ksmd's data are not in the CPU's caches any more; so a
-//! batch has a cost of its own. The model does not know which comparison of a batch finds its page in the caches.
+//! The model is linear: each operation has one cost. After a pause, ksmd's data are no longer in the CPU's caches; so
+//! a batch has a cost of its own. The model does not know which comparison of a batch finds its page in the caches.
 //!
 //! The costs are the non-negative values with the least sum of squared relative errors over the measured scans (Lawson and
 //! Hanson, "Solving Least Squares Problems", 1974, chapter 23), found by coordinate descent.
@@ -27,7 +27,7 @@ pub enum Operation {
     Split,
     /// Allocating the metadata of a page (`rmap_item`).
     Allocation,
-    /// Beginning a batch, mostly after a pause, in which other data came into the CPU's caches.
+    /// Beginning a batch after a pause, in which other data came into the CPU's caches.
     Batch,
 }
 

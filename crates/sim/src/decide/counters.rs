@@ -106,6 +106,6 @@ pub struct WorkCounts {
     pub zero_pages_of_splits: u64,
     /// Metadata items allocated.
     pub allocated_items: u64,
-    /// Batches begun.
+    /// Batches begun after a pause.
     pub batches: u64,
 }

@@ -124,15 +124,15 @@ impl KsmdTime {
     pub fn advance(&mut self, model: &mut KsmModel, now_ns: u64) {
         loop {
             match self.state {
-                State::Idle if model.ksmd_should_run() => self.begin_batch(model, self.now_ns),
+                State::Idle if model.ksmd_should_run() => self.begin_batch(model, self.now_ns, true),
                 State::Idle => break,
                 State::Working { until_ns, .. } if until_ns > now_ns => break,
                 State::Working { until_ns, remaining } => self.continue_batch(model, until_ns, remaining, now_ns),
                 State::Paused { sleep_millisecs, .. } if sleep_millisecs != model.settings().sleep_millisecs => {
-                    self.begin_batch(model, self.now_ns);
+                    self.begin_batch(model, self.now_ns, true);
                 }
                 State::Paused { until_ns, .. } if until_ns > now_ns => break,
-                State::Paused { until_ns, .. } => self.begin_batch(model, until_ns),
+                State::Paused { until_ns, sleep_millisecs } => self.begin_batch(model, until_ns, sleep_millisecs > 0),
             }
         }
         self.now_ns = self.now_ns.max(now_ns);
@@ -150,8 +150,10 @@ impl KsmdTime {
         self.now_ns
     }
 
-    fn begin_batch(&mut self, model: &mut KsmModel, at_ns: u64) {
-        model.begin_batch();
+    fn begin_batch(&mut self, model: &mut KsmModel, at_ns: u64, has_slept: bool) {
+        if has_slept {
+            model.begin_batch();
+        }
         self.batch_began_ns = at_ns;
         let remaining = if model.ksmd_should_run() { model.settings().pages_to_scan } else { 0 };
         self.state = State::Working { until_ns: at_ns, remaining };

@@ -36,11 +36,12 @@ pub enum ComparedPolicy {
 }
 
 /// Names of policies, for messages.
-const NAMES: &str = "default, ksmtuned, advisor, advisor:SECONDS, flat-out, guided, guided:across-domains, guided:5% or \
-     whole:PAGES/SLEEPMS";
+const NAMES: &str = "default, ksmtuned, advisor, advisor:SECONDS, flat-out, guided, guided:across-domains, \
+     guided:5%, guided:across-domains:5% or whole:PAGES/SLEEPMS";
 
-/// The daemon, and a word of its name if it merges pages across trust domains.
+/// The first word of the daemon's names.
 const GUIDED: &str = "guided";
+/// The word of its name if it merges pages across trust domains.
 const ACROSS_DOMAINS: &str = "across-domains";
 /// The largest bound on CPU time in the name of a policy, in percent of one CPU.
 const MAX_CPU_PERCENT: f64 = 100_000.0;
@@ -75,7 +76,7 @@ impl ComparedPolicy {
         }
         if name.starts_with(GUIDED) {
             return parse_guided(name).ok_or_else(|| {
-                format!("{name}: give guided, guided:across-domains, guided:5% or guided:across-domains:5%")
+                format!("{name}: give guided or guided:across-domains, or add a bound in tenths of a percent of one CPU: guided:2.5%")
             });
         }
         match Policy::from_name(name) {
@@ -156,7 +157,8 @@ fn parse_guided(name: &str) -> Option<ComparedPolicy> {
     let permille = |word: &str| {
         let percent: f64 = word.strip_suffix('%')?.parse().ok()?;
         let permille = (percent * 10.0).round();
-        (permille >= 1.0 && percent <= MAX_CPU_PERCENT).then_some(permille as u32)
+        let is_multiple = (percent * 10.0 - permille).abs() < 1e-6;
+        (is_multiple && permille >= 1.0 && percent <= MAX_CPU_PERCENT).then_some(permille as u32)
     };
     let cpu_permille = match words.next() {
         Some(word) => Some(permille(word)?),
@@ -236,11 +238,19 @@ mod tests {
             assert!(error(name).ends_with("such as whole:2000/20"), "{name}");
         }
         assert!(error("advisor:0").contains("whole seconds"));
-        for name in
-            ["guided:", "guided:5", "guided:0%", "guided:-1%", "guided:5%:across-domains", "guided:nan%", "guided:5%:"]
-        {
-            assert!(error(name).ends_with("or guided:across-domains:5%"), "{name}");
+        for name in [
+            "guided:",
+            "guided:5",
+            "guided:0%",
+            "guided:-1%",
+            "guided:5%:across-domains",
+            "guided:nan%",
+            "guided:0.05%",
+            "guided:200000%",
+            "guided:5%:",
+        ] {
+            assert!(error(name).ends_with("guided:2.5%"), "{name}");
         }
-        assert!(error("guidedly").contains("give guided"));
+        assert!(error("guidedly").contains("give guided or"));
     }
 }

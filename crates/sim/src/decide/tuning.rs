@@ -1,4 +1,4 @@
-//! The search for ksmd's pace on a scenario: which policies to simulate, and which of them to choose.
+//! The search for a policy on a scenario: which policies to simulate, and which of them to choose.
 //!
 //! First a grid: batches with the kernel's pause, targets of the scan-time advisor, the other published policies, and on
 //! request bounds of the daemon's CPU time. Then the neighbors of the best policy in `pages_to_scan`, `sleep_millisecs`,
@@ -33,7 +33,7 @@ pub(crate) const SHARE_OF_90_PERCENT: usize = 1;
 pub enum TuningGoal {
     /// The most memory saved over time.
     Saved,
-    /// The least CPU time of ksmd that saves nearly as much as any policy.
+    /// The least CPU time that saves nearly as much as any policy.
     Cpu,
     /// The shortest time to 90 % of the savings that last.
     Time,

@@ -69,7 +69,7 @@ fn others(report: &SimTuneReport) -> String {
     let others: Vec<&str> =
         report.tried.iter().filter(|policy| !policy.on_pareto_front).map(|policy| policy.policy.as_str()).collect();
     let front = "The table is the Pareto front of savings over time, CPU time and time to 90 % of the duplicates that \
-                 the host has at the end.";
+                 the host has at the end. CPUs are those of ksmd and of the daemon.";
     if others.is_empty() {
         return front.to_owned();
     }
@@ -92,7 +92,8 @@ fn choice(report: &SimTuneReport, style: TextStyle) -> String {
         ),
         _ => match ComparedPolicy::parse(&chosen.policy) {
             Ok(ComparedPolicy::Guided { across_domains, cpu_permille: Some(permille) }) => format!(
-                "`cpu_rate = \"{}%\"`{} in the section `[daemon]` of its configuration, and `pagefold daemon --mode act`",
+                "`cpu_rate = \"{}%\"`{} in the section `[daemon]` of the daemon's configuration, and `pagefold daemon \
+                 --mode act`",
                 f64::from(permille) / 10.0,
                 if across_domains { " and `across_domains = true`" } else { "" }
             ),
@@ -100,4 +101,49 @@ fn choice(report: &SimTuneReport, style: TextStyle) -> String {
         },
     };
     style.format_paragraph(&format!("To set {} on a host: {how}.", chosen.policy), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bound_of_the_daemon_is_set_in_its_configuration() {
+        let chosen = |policy: &str| {
+            let tried = TriedPolicyReport {
+                policy: policy.to_owned(),
+                pages_to_scan: None,
+                sleep_millisecs: None,
+                advisor_target_scan_time: None,
+                saved_bytes: 1.0,
+                saved_gib_hours: 1.0,
+                cores: 0.1,
+                seconds_to_90_percent: None,
+                cow_breaks: 0.0,
+                huge_pages_split: 0.0,
+                on_pareto_front: true,
+            };
+            let report = SimTuneReport {
+                schema: "",
+                scenario: String::new(),
+                description: String::new(),
+                kernel: String::new(),
+                seconds: 1.0,
+                exact: false,
+                seeds: vec![1],
+                goal: TuningGoal::Cpu.name(),
+                max_cores: None,
+                choice: Some(policy.to_owned()),
+                tried: vec![tried],
+            };
+            choice(&report, TextStyle::default()).split_whitespace().collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(
+            chosen("guided:across-domains:2.5%"),
+            "To set guided:across-domains:2.5% on a host: `cpu_rate = \"2.5%\"` and `across_domains = true` in the \
+             section `[daemon]` of the daemon's configuration, and `pagefold daemon --mode act`."
+        );
+        assert!(chosen("guided:5%").contains("`cpu_rate = \"5%\"` in the section"));
+        assert!(chosen("advisor:60").ends_with("`pagefold policy set advisor:60`."));
+    }
 }

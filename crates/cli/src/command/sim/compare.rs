@@ -31,7 +31,8 @@ changed. All figures are those of a model: docs/simulator.md says how exact it i
 Policies: default (100 pages every 20 ms), ksmtuned, advisor or advisor:SECONDS (the kernel's scan-time advisor), \
 flat-out, whole:PAGES/SLEEPMS (fixed pages_to_scan and sleep_millisecs), guided (pagefold's daemon by the \
 configuration, in mode act; each machine is a trust domain by default), guided:across-domains (it merges pages of all \
-machines, as the other policies do). Behind both, :PERCENT% is another bound on the daemon's CPU time: guided:5%.";
+machines, as the other policies do). Append :PERCENT% to either to \
+set the daemon's bound on CPU time, in percent of one CPU: guided:5%.";
 
 /// Arguments of `sim compare`.
 #[derive(Args, Debug)]

@@ -30,7 +30,7 @@ Examples:
 
 The memory of the processes is scanned as by `pagefold census`, without a change. A recording of `pagefold record` has \
 fingerprints of its pages and is read instead. A report or a Parquet file of `pagefold census` has no fingerprints, so \
-it is not enough. The scenario has the processes' mergeable pages, exactly; docs/simulator.md says how the rest is \
+it is not enough. The scenario has exactly the mergeable pages of the memory that counts; docs/simulator.md says how the rest is \
 estimated. What is not known is printed on standard error and stands at the head of the file.
 
 Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
@@ -61,7 +61,7 @@ pub struct ScanArguments {
     /// What ksmd's operations cost: the JSON of `pagefold sim calibrate` [default: as in docs/simulator.md]
     #[arg(long, value_name = "FILE")]
     costs: Option<PathBuf>,
-    /// Count all memory that KSM can take, also of processes that have enrolled only a part
+    /// Count all memory that KSM can take, not only the enrolled memory of processes that have some
     #[arg(long)]
     all_memory: bool,
     #[command(flatten)]

@@ -42,7 +42,8 @@ Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
 
 /// What predictions with the daemon assume beside the others.
 const GUIDED_ASSUMPTION: &str = "With guided, each process is a virtual machine, which is a trust domain of its own by \
-                                 default, and nothing is enrolled at first.";
+                                 default, and nothing is enrolled at first. The daemon could also enroll memory that is \
+                                 left out above: --all-memory includes it.";
 
 /// Arguments of `sim predict`.
 #[derive(Args, Debug)]

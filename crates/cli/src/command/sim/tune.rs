@@ -1,4 +1,4 @@
-//! `pagefold sim tune`: ksmd's pace for a scenario, found by simulations.
+//! `pagefold sim tune`: a policy for a scenario, found by simulations.
 
 use super::compare::{PolicyRunArguments, read_scenario};
 use super::daemon_run::daemon_runner;
@@ -22,8 +22,8 @@ Examples:
 
 SCENARIO is a shipped scenario (`pagefold sim compare --list`) or a TOML file. Policies of a grid are simulated first: \
 batches of 100 to 100000 pages every 20 ms, the kernel's advisor with targets of 20 s to half an hour, ksmtuned and \
-flat-out. With --daemon, bounds of the daemon's CPU time are as well, 1 to 100 % of one CPU. Then policies near the best \
-one are, nearer in each round. Nothing of this host is read or changed.
+flat-out. With --daemon, the grid also has bounds on the daemon's CPU time, which matter once it has spent its burst. \
+Then policies near the best one are simulated, nearer in each round. Nothing of this host is read or changed.
 
 Goals: saved (the most memory over time), cpu (the least CPU time that saves 90 % of that), time (the shortest \
 time to 90 % of the duplicates).
@@ -46,7 +46,7 @@ pub struct TuneArguments {
     /// Rounds of the search after the grid
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=20))]
     rounds: u32,
-    /// Also search the bound on CPU time of the daemon: guided or guided:across-domains, as of `sim compare`
+    /// Also search the bound on CPU time of the daemon: guided or guided:across-domains, as in `sim compare`
     #[arg(long, value_name = "DAEMON", value_parser = parse_daemon)]
     daemon: Option<ComparedPolicy>,
     #[command(flatten)]

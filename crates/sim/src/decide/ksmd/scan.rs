@@ -19,7 +19,7 @@ impl KsmModel {
         self.run_visits(self.settings.pages_to_scan)
     }
 
-    /// Begin a batch that is carried out in parts, by [`Self::run_visits`].
+    /// Begin a batch after a pause. [`Self::run_visits`] carries out its parts.
     pub fn begin_batch(&mut self) {
         if self.ksmd_should_run() {
             self.work.batches += 1;
