@@ -1,9 +1,11 @@
 #!/bin/sh
 # Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel with its KVM
 # modules, unpacked and never installed), an initramfs (busybox and guest/init) and QEMU's guest agent. Also prepares
-# what tests start: compilers for C and C++, Open MPI, the headers of libelf and zlib, pkg-config, groff, the SQLite
-# shell, PostgreSQL (no server is set up), and libvirt (its daemons are not started). It skips steps that are done
-# already, so it may run each time. Needs Debian on amd64 after `apt-get update`, and root only if packages are missing.
+# what tests start: compilers for C, C++ and tables of firmware, Open MPI, the headers of libelf and zlib, pkg-config, groff,
+# the SQLite shell, PostgreSQL (no server is set up), libvirt (its daemons are not started), and the programs that read
+# exported settings: sysctl, kmod, tuned (it is not started), and Ansible with the collection ansible.posix in
+# .cache/ansible. It skips steps that are done already, so it may run each time. Needs Debian on amd64 after
+# `apt-get update`, and root only if packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -24,6 +26,11 @@ command -v pkg-config > /dev/null || missing="$missing pkg-config"
 command -v groff > /dev/null || missing="$missing groff-base"
 command -v sqlite3 > /dev/null || missing="$missing sqlite3"
 command -v numad > /dev/null || missing="$missing numad"
+command -v iasl > /dev/null || missing="$missing acpica-tools"
+command -v modprobe > /dev/null || [ -x /sbin/modprobe ] || missing="$missing kmod"
+command -v sysctl > /dev/null || [ -x /sbin/sysctl ] || missing="$missing procps"
+[ -x /usr/sbin/tuned ] || missing="$missing tuned"
+command -v ansible-playbook > /dev/null || missing="$missing ansible-core"
 set -- /usr/lib/postgresql/*/bin/pg_amcheck
 [ -e "$1" ] || missing="$missing postgresql"
 architecture=$(dpkg --print-architecture)
@@ -60,6 +67,23 @@ install $missing
 if [ -e "$clusters.pagefold" ]; then
     mv "$clusters.pagefold" "$clusters"
     trap - EXIT
+fi
+
+# The collection ansible.posix, of the package of all collections, which is not installed.
+ansible=${labs%/*}/.cache/ansible
+if [ ! -s "$ansible/ansible_collections/ansible/posix/plugins/modules/sysctl.py" ]; then
+    mkdir -p "$ansible"
+    download=$(mktemp -d "$ansible/download.XXXXXX")
+    say "downloading ansible"
+    if (cd "$download" && apt-get -q -o APT::Sandbox::User=root download ansible >&2 && dpkg -x ./*.deb root); then
+        rm -rf "$ansible/ansible_collections"
+        mkdir -p "$ansible/ansible_collections/ansible"
+        mv "$download"/root/usr/lib/python3/dist-packages/ansible_collections/ansible/posix \
+            "$ansible/ansible_collections/ansible/posix"
+    else
+        say "no collection ansible.posix: the test that needs it will be skipped"
+    fi
+    rm -rf "$download"
 fi
 
 if [ "$architecture" != amd64 ]; then
@@ -104,7 +128,7 @@ fi
 
 # A recent kernel, for guests with features that Debian's stable kernel lacks (PAGEMAP_SCAN: Linux 6.7). It comes from
 # Debian's backports, by package lists of its own, so that the system's lists stay as they are.
-if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/mq-deadline.ko" ]; then
+if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/acpi-cpufreq.ko" ]; then
     mkdir -p "$work/apt/lists/partial"
     echo "deb http://deb.debian.org/debian trixie-backports main" > "$work/apt/sources.list"
     set -- -q -o "Dir::Etc::SourceList=$work/apt/sources.list" -o Dir::Etc::SourceParts=/dev/null \
@@ -122,7 +146,8 @@ if [ ! -s "$cache/vmlinuz-recent" ] || [ ! -s "$cache/modules-recent/mq-deadline
             for file in ./*.deb; do dpkg -x "$file" kernel; done)
         mkdir "$work/modules-recent"
         for module in virt/lib/irqbypass arch/x86/kvm/kvm arch/x86/kvm/kvm-amd drivers/net/tun drivers/net/tap \
-            drivers/vhost/vhost_iotlb drivers/vhost/vhost drivers/vhost/vhost_net block/mq-deadline; do
+            drivers/vhost/vhost_iotlb drivers/vhost/vhost drivers/vhost/vhost_net block/mq-deadline \
+            drivers/cpufreq/acpi-cpufreq; do
             xz -dc "$work"/recent/kernel/usr/lib/modules/*/kernel/"$module".ko.xz > "$work/modules-recent/${module##*/}.ko"
         done
         rm -rf "$cache/modules-recent"

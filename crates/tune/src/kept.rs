@@ -82,7 +82,28 @@ pub fn load(host: &dyn Host, state_directory: &Path) -> Result<Vec<KeptChange>, 
         let entries = load_entries(host, &directory, class)?;
         kept.extend(entries.iter().filter_map(|entry| read_change(host, entry)));
     }
-    Ok(kept)
+    Ok(join_successive(kept))
+}
+
+/// Joins changes of one file, module or definition that follow each other: a later one starts from what the earlier one
+/// wrote, so only the last one can be compared with what is there.
+fn join_successive(changes: Vec<KeptChange>) -> Vec<KeptChange> {
+    let mut joined: Vec<KeptChange> = Vec::new();
+    for mut change in changes {
+        let is_earlier = |earlier: &&mut KeptChange| earlier.name == change.name && earlier.written == change.before;
+        let Some(earlier) = joined.iter_mut().rev().find(is_earlier) else {
+            joined.push(change);
+            continue;
+        };
+        change.before = std::mem::take(&mut earlier.before);
+        change.counters.splice(0..0, std::mem::take(&mut earlier.counters));
+        if matches!(change.state, KeptState::ChangedBack | KeptState::ChangedByOthers) {
+            let is_before = change.current.as_ref() == Ok(&change.before);
+            change.state = if is_before { KeptState::ChangedBack } else { KeptState::ChangedByOthers };
+        }
+        *earlier = change;
+    }
+    joined
 }
 
 /// The directory of a class's journals, if it exists.

@@ -1,7 +1,7 @@
 //! Kills pagefold with SIGKILL at every step of each kind of change that it makes to a host. The processes it works on
 //! must continue undisturbed, and `recover` must restore the rest. This covers memory ([`memory_changes`], [`guests`]),
-//! placement ([`placement`]), persistent settings ([`setting_changes`]), tuning ([`tuning`], [`modules`]), and programs
-//! that pagefold starts and accompanies ([`started_programs`]).
+//! placement ([`placement`]), persistent settings ([`setting_changes`]), tuning ([`tuning`], [`tuned_rules`],
+//! [`modules`]), and programs that pagefold starts and accompanies ([`started_programs`]).
 //!
 //! Each kind of change lists the fault points that it reaches, and all fault points in the code are listed. Each day
 //! they are distributed anew among the kinds, so that every run hits each point. `PAGEFOLD_DAY` repeats the
@@ -16,6 +16,7 @@ mod modules;
 mod placement;
 mod setting_changes;
 mod started_programs;
+mod tuned_rules;
 mod tuning;
 
 use pagefold_labs::fault_points::{JOURNAL_POINTS, PLACEMENT_POINTS, VISIT_POINTS};

@@ -91,6 +91,8 @@ fn all_module_options(settings: &Settings) -> ModuleOptions {
     all
 }
 
+/// tuned has a plugin for sysctls and one for files below /sys. It cannot remove a parameter from the kernel's command line:
+/// `-` removes one that a profile has added.
 fn render_tuned(settings: &Settings) -> String {
     let mut text = format!("# {NOTE}\n[main]\nsummary=Settings of pagefold tune\n");
     let mut section = |name: &str, lines: Vec<String>| {
@@ -102,24 +104,28 @@ fn render_tuned(settings: &Settings) -> String {
         true => format!("{name}={value}"),
         false => format!("# not a value for tuned: {name}={value}"),
     };
+    let file = |(path, value): (&String, &String)| match path.starts_with("sys/") {
+        true => line(&format!("/{path}"), value),
+        false => format!("# not a file for tuned: /{path}={value}"),
+    };
     section("sysctl", sysctls(settings).map(|(name, value)| line(&name, value)).collect());
-    section("sysfs", other_writes(settings).map(|(path, value)| line(&format!("/{path}"), value)).collect());
-    section(
-        "modules",
-        settings.modules.iter().map(|(module, options)| format!("{module}={}", join(options))).collect(),
-    );
+    section("sysfs", other_writes(settings).map(file).collect());
+    section("modules", settings.modules.iter().map(|(module, options)| line(module, &join(options))).collect());
     let (removed, added) = &settings.boot;
-    let parameters: Vec<String> =
-        added.iter().map(|add| format!("+{add}")).chain(removed.iter().map(|remove| format!("-{remove}"))).collect();
-    let lines = parameters.iter().enumerate().map(|(number, word)| format!("cmdline_pagefold{number}={word}"));
+    let lines =
+        added.iter().enumerate().map(|(number, word)| line(&format!("cmdline_pagefold{number}"), &format!("+{word}")));
     section("bootloader", lines.collect());
+    for parameter in removed {
+        let _ = writeln!(text, "# for the kernel command line: without {parameter}");
+    }
     text
 }
 
-/// Whether tuned takes a value as it is: it evaluates variables, and removes quotes (2.24, `tuned/profiles/variables.py`).
+/// Whether tuned takes a value as it is: it evaluates variables, removes quotes and comments, and takes a sign at the
+/// beginning as a condition (2.24, `tuned/profiles/variables.py`, `tuned/profiles/loader.py`, `tuned/plugins/base.py`).
 pub fn is_plain_for_tuned(value: &str) -> bool {
     let is_quoted = value.len() > 1 && value.starts_with('"') && value.ends_with('"');
-    !is_quoted && !value.contains("${")
+    !is_quoted && !value.contains("${") && !value.contains('#') && !value.starts_with(['<', '>'])
 }
 
 fn join(options: &BTreeMap<String, String>) -> String {
@@ -151,8 +157,17 @@ fn push_boot_comments(settings: &Settings, text: &mut String) {
 
 fn render_modprobe(settings: &Settings) -> String {
     let mut text = format!("# {NOTE}\n");
-    for (module, options) in all_module_options(settings) {
-        let _ = writeln!(text, "options {module} {}", join(&options));
+    for (module, mut options) in all_module_options(settings) {
+        options.retain(|name, value| {
+            let is_plain = is_plain_for_modprobe(value);
+            if !is_plain {
+                let _ = writeln!(text, "# not a value for modprobe: {module} {name}={value}");
+            }
+            is_plain
+        });
+        if !options.is_empty() {
+            let _ = writeln!(text, "options {module} {}", join(&options));
+        }
     }
     for (path, value) in settings.writes.iter().filter(|(path, _)| !path.starts_with("sys/module/")) {
         let _ = writeln!(text, "# not a parameter of a module: /{path} = {value}");
@@ -161,9 +176,28 @@ fn render_modprobe(settings: &Settings) -> String {
     text
 }
 
+/// Whether modprobe hands a value to the kernel as it is: words end at white space, and quotes and backslashes have a meaning
+/// (modprobe.d(5); kernel/params.c, `next_arg`).
+fn is_plain_for_modprobe(value: &str) -> bool {
+    !value.is_empty() && !value.contains(|c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '\\'))
+}
+
 /// A text as a scalar of YAML in double quotes, whose escapes are those of JSON (YAML 1.2, section 5.7).
 fn yaml_string(text: &str) -> String {
     serde_json::Value::from(text).to_string()
+}
+
+/// Whether Ansible and what it starts take the value of a setting as it is. Ansible evaluates expressions of Jinja; its module
+/// `ansible.posix.sysctl` takes words for truth values as 1 and 0 (`ansible/module_utils/parsing/convert_bool.py`); in
+/// tmpfiles.d(5) a dash stands for no argument.
+pub(super) fn is_plain_for_ansible(path: &str, value: &str) -> bool {
+    const TRUTH_VALUES: [&str; 10] = ["y", "yes", "on", "true", "t", "n", "no", "off", "false", "f"];
+    let is_expression = ["{{", "{%", "{#"].iter().any(|start| value.contains(start));
+    !is_expression
+        && match path.starts_with("proc/sys/") {
+            true => !TRUTH_VALUES.contains(&value.to_ascii_lowercase().as_str()),
+            false => value != "-",
+        }
 }
 
 /// A value as an argument of tmpfiles.d(5), in which a percent sign begins a specifier and a backslash an escape.
@@ -172,6 +206,9 @@ fn tmpfiles_argument(value: &str) -> String {
 }
 
 fn render_ansible(settings: &Settings) -> String {
+    let (plain, odd): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        settings.writes.clone().into_iter().partition(|(path, value)| is_plain_for_ansible(path, value));
+    let settings = &Settings { writes: plain, ..settings.clone() };
     let mut text = format!("# {NOTE} Tasks for hosts with Linux; the collection ansible.posix is needed.\n---\n");
     let length = text.len();
     for (name, value) in sysctls(settings) {
@@ -215,6 +252,9 @@ fn render_ansible(settings: &Settings) -> String {
     if text.len() == length {
         text.push_str("[]\n");
     }
+    for (path, value) in odd {
+        let _ = writeln!(text, "# not a value for Ansible: /{path} = {value}");
+    }
     text
 }
 
@@ -256,7 +296,8 @@ mod tests {
             })
             .collect();
         assert_eq!(writes, settings.writes);
-        assert_eq!(imported.changes.len(), settings.writes.len() + 3);
+        // A parameter of a module, and one that is added to the kernel's command line.
+        assert_eq!(imported.changes.len(), settings.writes.len() + 2);
         let sysctl = parse(&render(&settings, ExportFormat::Sysctl), ImportFormat::Sysctl);
         assert_eq!((sysctl.changes.len(), sysctl.ignored), (1, Vec::new()));
         let modprobe = parse(&render(&settings, ExportFormat::Modprobe), ImportFormat::Modprobe);
@@ -282,7 +323,7 @@ mod tests {
             "# not a parameter of a module: /sys/block/nvme0n1/queue/scheduler = none",
         ];
         assert_eq!(comments(ExportFormat::Modprobe), [&modprobe[..], &boot, &[omitted]].concat());
-        assert_eq!(comments(ExportFormat::Tuned), [omitted]);
+        assert_eq!(comments(ExportFormat::Tuned), [boot[0], omitted]);
         assert_eq!(comments(ExportFormat::Ansible), [omitted]);
     }
 
@@ -312,7 +353,8 @@ mod tests {
             };
             let tasks: Vec<serde_json::Value> =
                 serde_norway::from_str(&render(&settings, ExportFormat::Ansible)).unwrap();
-            prop_assert_eq!(tasks[0]["ansible.posix.sysctl"]["value"].as_str(), Some(&*value));
+            let exported = tasks.first().and_then(|task| task["ansible.posix.sysctl"]["value"].as_str());
+            prop_assert_eq!(exported, is_plain_for_ansible("proc/sys/vm/x", &value).then_some(&*value));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The settings that rules change: their counters, and their paths.
+//! The settings that rules change: their counters, their paths, and what is in force of those that share a file.
 
 use super::*;
 use pagefold_doctor::decide::change::SettingChange;
@@ -77,4 +77,34 @@ fn other_rules_have_no_change_that_is_made_now() {
             assert!(!is_made || is_applicable(finding.details.method), "{finding:?}");
         }
     }
+}
+
+/// Each rule changes the file of modprobe.d, and the later one starts from what the earlier one wrote.
+#[test]
+fn changes_of_two_rules_about_one_module_are_in_force_together() {
+    let (host, directory) = (host_of(&CASES[0]), tempfile::tempdir().unwrap());
+    host.put_file("sys/module/kvm_amd/parameters/npt", "N\n");
+    host.put_file("sys/module/kvm_amd/parameters/avic", "N\n");
+    let before = host.state();
+    let findings = ["kvm-ept", "kvm-apicv"].map(|rule| finding_of(&host, rule));
+    let proposals = Proposal::from_findings(&findings, &[]);
+    let changes: Vec<_> = proposals.iter().flat_map(|proposal| &proposal.changes).collect();
+    let facts = gather_host_facts(&host, &[], &TrustPolicy::default());
+    let plan = plan(&proposals, None, &read_state(&host, &facts, &changes, &[]));
+    let applied = apply(&host, directory.path(), &plan, ApplyScope::Host).unwrap();
+    assert_eq!((applied.done.len(), applied.failed), (2, Vec::new()));
+    let files = || {
+        let kept = kept::load(&host, directory.path()).unwrap();
+        kept.into_iter().filter(|kept| kept.name == format!("/{MODULE_FILE}")).collect::<Vec<_>>()
+    };
+    let [file] = &files()[..] else { panic!("{:?}", files()) };
+    assert_eq!((file.before.as_str(), file.state), ("absent", KeptState::InForce));
+    assert!(file.written.contains("options kvm_amd avic=1 npt=1\n"), "{}", file.written);
+    let written = host.state();
+    host.put_file(MODULE_FILE, "# other\n");
+    assert_eq!(files()[0].state, KeptState::ChangedByOthers);
+
+    let host = FakeHost::from_state(&written);
+    assert_eq!(kept::undo(&host, directory.path()).failed, []);
+    assert!(host.state() == before);
 }
