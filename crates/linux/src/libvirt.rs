@@ -181,7 +181,8 @@ pub fn define(
         Err(Absent::NotOnThisKernel) => return Err(ActionError::Vanished),
         current => current?,
     };
-    if !definition.must_define(String::from_utf8_lossy(&current).into_owned(), name)? {
+    let current = String::from_utf8_lossy(&current).into_owned();
+    if !definition.must_define(current.clone(), name)? {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
     let unsent = |error: LibvirtError| ActionError::Failed(error.to_string());
@@ -194,8 +195,8 @@ pub fn define(
     fault::point("after defining a domain");
     match defined {
         Ok(()) => connection.close(),
-        Err(error @ LibvirtError::Refused(_)) => return Err(unsent(error)),
-        Err(error) if !is_replaced(host, &path, &definition.from) => return Err(ActionError::Busy(error.to_string())),
+        Err(error @ LibvirtError::Refused { .. }) => return Err(unsent(error)),
+        Err(error) if !is_replaced(host, &path, &current) => return Err(ActionError::Busy(error.to_string())),
         Err(_) => {}
     }
     Ok(ActionOutcome::default())

@@ -421,19 +421,29 @@ fn check_definitions(libvirt: &mut LibvirtSession) {
         libvirt.run_shell(&end);
         assert_eq!(file(libvirt), before, "killed: {is_killed}");
     }
-    for (point, is_stored) in [("before defining a domain", false), ("after defining a domain", true)] {
-        let recovered = libvirt.run_shell(&format!(
+    let kill = |libvirt: &mut LibvirtSession, point: &str| {
+        libvirt.run_shell(&format!(
             "PAGEFOLD_FAULT_POINT='1 {point}' {lab} place $pid --state $state --definition '{title}' < /dev/null \
-             > $directory/defined 2>&1 || true; grep 'fault point 1: {point}' $directory/defined; \
-             {pagefold} recover --state $state 2>&1 || true"
+             > $directory/defined 2>&1 || true; grep 'fault point 1: {point}' $directory/defined"
         ));
-        assert!(recovered.contains(&format!("fault point 1: {point}")), "{recovered}");
-        // Right after the definition, the journal does not have libvirt's form of it yet.
-        assert_eq!(recovered.contains(&format!("{name}.xml")), is_stored, "{recovered}");
+    };
+    // Right after the definition, the journal does not have libvirt's form of it yet.
+    for (point, is_stored) in [("before defining a domain", false), ("after defining a domain", true)] {
+        kill(libvirt, point);
         assert_eq!(file(libvirt).contains("<title>kept</title>"), is_stored, "{point}");
-        libvirt.run_shell("virsh define $directory/definition.xml");
+        libvirt.run_shell(&format!("{pagefold} recover --state $state"));
         assert_eq!(file(libvirt), before, "{point}");
     }
+    // What another program defines after the kill stays.
+    kill(libvirt, "after defining a domain");
+    libvirt.run_shell(
+        "sed 's|<title>kept<|<title>changed<|' $file > $directory/changed.xml; virsh define $directory/changed.xml",
+    );
+    let recovered = libvirt.run_shell(&format!("{pagefold} recover --state $state 2>&1 || true"));
+    assert!(recovered.contains(&format!("{name}.xml")), "{recovered}");
+    assert!(file(libvirt).contains("<title>changed</title>"), "{recovered}");
+    libvirt.run_shell("virsh define $directory/definition.xml");
+    assert_eq!(file(libvirt), before);
     let refused = libvirt
         .run_shell(&format!("{}; exec 9>&-; wait $defining || true", define("</name>=</name><nosuch/>", "refuses")));
     assert!(refused.contains("libvirt refuses"), "{refused}");
