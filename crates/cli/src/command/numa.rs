@@ -94,7 +94,7 @@ enum NumaCommand {
     Apply(ApplyArguments),
     /// Compare the machines that were placed with the plan, and advise on NUMA balancing
     Verify(VerifyArguments),
-    /// Undo all placements since boot
+    /// Undo placements since boot, of all machines or of some
     Undo(UndoArguments),
 }
 
