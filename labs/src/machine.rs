@@ -30,7 +30,8 @@ pub struct EmulatedMachine<'a> {
 }
 
 /// The kernel's options: no timer checks that an emulated clock fails, power off after a panic.
-const MACHINE_KERNEL_OPTIONS: &str = "console=ttyS0 mitigations=off no_timer_check panic=-1 quiet cryptomgr.notests";
+pub const MACHINE_KERNEL_OPTIONS: &str =
+    "console=ttyS0 mitigations=off no_timer_check panic=-1 quiet cryptomgr.notests";
 
 /// The path of busybox.
 ///
@@ -80,7 +81,11 @@ impl EmulatedMachine<'_> {
         Ok(String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).replace('\r', ""))
     }
 
-    fn build_initramfs(&self, work_directory: &Path) -> io::Result<PathBuf> {
+    /// Build its initramfs in a directory. Returns the path of the archive.
+    ///
+    /// # Errors
+    /// If a file cannot be copied.
+    pub fn build_initramfs(&self, work_directory: &Path) -> io::Result<PathBuf> {
         let root = work_directory.join("root");
         for directory in ["dev", "proc", "sys", "run", "tmp"] {
             fs::create_dir_all(root.join(directory))?;

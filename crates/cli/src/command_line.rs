@@ -6,6 +6,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use pagefold_base::Bytes;
 use pagefold_base::domain::DomainRule;
 use pagefold_census::tally::MatrixRowKind;
+use pagefold_host::guest_agent::AgentAccess;
+use pagefold_host::qemu_monitor::MonitorAccess;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -147,6 +149,44 @@ impl ProcessOptions {
     pub fn selects_some(&self) -> bool {
         let Self { pid, name, cgroup, user, vm, all: _ } = self;
         !(pid.is_empty() && name.is_empty() && cgroup.is_empty() && user.is_empty() && vm.is_empty())
+    }
+}
+
+/// Which of QEMU's monitors are asked.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct MonitorOptions {
+    /// Also ask QEMU's monitors of libvirt's domains, through libvirt: it marks these domains as tainted
+    #[arg(long)]
+    libvirt_monitor: bool,
+}
+
+impl MonitorOptions {
+    /// The ways to monitors that may be used.
+    pub fn access(self) -> MonitorAccess {
+        if self.libvirt_monitor { MonitorAccess::SocketOrLibvirt } else { MonitorAccess::Socket }
+    }
+}
+
+/// Which agents within guests are asked.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub struct GuestAgentOptions {
+    /// Also ask the guest agent of each QEMU machine. It serves one client at a time, so another program has to wait
+    /// meanwhile
+    #[arg(long)]
+    guest_agent: bool,
+    /// As --guest-agent, and also ask the agents of libvirt's domains, through libvirt: it marks these domains as tainted
+    #[arg(long)]
+    libvirt_agent: bool,
+}
+
+impl GuestAgentOptions {
+    /// The ways to agents that may be used; `None` if none is to be asked.
+    pub fn access(self) -> Option<AgentAccess> {
+        match (self.guest_agent, self.libvirt_agent) {
+            (_, true) => Some(AgentAccess::SocketOrLibvirt),
+            (true, false) => Some(AgentAccess::Socket),
+            (false, false) => None,
+        }
     }
 }
 

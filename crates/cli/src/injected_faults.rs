@@ -19,7 +19,7 @@ use pagefold_doctor::doctor_facts;
 use pagefold_doctor::wire::DoctorReport;
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
-use pagefold_host::guest_agent::GuestQuestion;
+use pagefold_host::guest_agent::{AgentAccess, GuestQuestion};
 use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use pagefold_host::{FrameFlags, Hasher, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_output::text::TextStyle;
@@ -346,7 +346,7 @@ impl ProcessHandle for ReusedPidProcess<'_> {
             fn links(&self, directory: &str) -> Reading<Vec<String>>;
             fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
             fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
-            fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>>;
+            fn ask_guest_agent(&self, questions: &[GuestQuestion], access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>>;
             fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>>;
             fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
         }

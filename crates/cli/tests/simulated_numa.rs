@@ -216,7 +216,7 @@ fn applied_plan_is_on_the_host_page_by_page_and_is_undone() {
         assert_eq!(machine.now.as_ref().map(|now| now.state()), Some(PlacementState::AsPlanned));
     }
 
-    let (_, failed) = sessions.undo_kept().unwrap();
+    let (_, failed) = sessions.undo_kept(None).unwrap();
     assert_eq!(failed, Vec::new());
     let restored = machine_map(&host);
     assert_eq!(placements(&restored), before);

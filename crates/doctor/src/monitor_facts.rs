@@ -4,7 +4,8 @@
 //! virtual CPUs without names of their own. It is separate from the other facts because the daemon, which examines a
 //! host often, asks no monitor.
 //!
-//! Limits: monitors that another client uses are left alone, so those of libvirt's domains are not asked.
+//! Limits: monitors that another client uses are left alone. Those of libvirt's domains are asked through libvirt, and only
+//! at the operator's request, because libvirt marks the domain as tainted then.
 
 use crate::decide::audit::facts::VmFacts;
 use crate::setting_facts::read_threads;
@@ -15,10 +16,10 @@ use pagefold_host::Host;
 use pagefold_host::qemu_monitor::{MonitorAccess, ask_monitors};
 
 /// Asks the monitor of each machine that is QEMU's, and adds the answers to its facts.
-pub fn gather_monitor_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>) {
+pub fn gather_monitor_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>, access: MonitorAccess) {
     let mut vms: Vec<&mut VmFacts> = vms.filter(|vm| vm.definition.is_some()).collect();
     let processes: Vec<ProcessId> = vms.iter().map(|vm| vm.process).collect();
-    let answers = ask_monitors(host, &processes, MonitorAccess::Socket);
+    let answers = ask_monitors(host, &processes, access);
     for (vm, answers) in vms.iter_mut().zip(answers) {
         if let Ok(MonitorAnswers { vcpus: Ok(vcpus), .. }) = &answers {
             add_vcpu_threads(host, vm, vcpus);

@@ -9,14 +9,18 @@ use pagefold_doctor::guest_facts::gather_guest_facts;
 use pagefold_doctor::wire::DoctorReport;
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::fake_host::FakeHost;
+use pagefold_host::guest_agent::AgentAccess;
 use pagefold_host::{FrameFlags, Host, ProcessHandle};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
+use std::time::Duration;
 
 /// A host that counts the reads of each file, and fails the test when it is to be changed.
 struct AuditedHost {
     host: FakeHost,
     reads: Mutex<BTreeMap<String, u32>>,
+    /// Processes that are opened now, each for a moment, and the most at once.
+    opened: Mutex<(usize, usize)>,
 }
 
 impl Host for AuditedHost {
@@ -46,6 +50,14 @@ impl Host for AuditedHost {
     }
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        let count = |change: &dyn Fn(&mut usize)| {
+            let mut opened = self.opened.lock().unwrap();
+            change(&mut opened.0);
+            opened.1 = opened.1.max(opened.0);
+        };
+        count(&|now| *now += 1);
+        std::thread::sleep(Duration::from_millis(1));
+        count(&|now| *now -= 1);
         self.host.open(pid)
     }
 
@@ -101,7 +113,7 @@ fn host() -> AuditedHost {
         host.put_file(&format!("proc/7/task/{tid}/stat"), &stat(tid, name, 3));
         host.put_file(&format!("proc/7/task/{tid}/status"), "Cpus_allowed_list:\t2-3\n");
     }
-    AuditedHost { host, reads: Mutex::default() }
+    AuditedHost { host, reads: Mutex::default(), opened: Mutex::default() }
 }
 
 fn gather(host: &AuditedHost) -> HostFacts {
@@ -229,7 +241,7 @@ fn guests_are_asked_only_on_request() {
     let mut facts = gather(&host);
     assert_eq!(facts.settings.vms[0].guest, None);
     assert!(host.reads.lock().unwrap().keys().all(|path| !path.contains("guest_agent")));
-    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    gather_guest_facts(&host, facts.settings.vms.iter_mut(), AgentAccess::Socket);
     let guest = facts.settings.vms[0].guest.clone().unwrap().unwrap();
     assert_eq!(guest.vcpus.map(|vcpus| (vcpus.online, vcpus.offline)), Ok((1, 1)));
     let verdicts: BTreeMap<&str, Verdict> = examine_host(&facts)
@@ -251,29 +263,33 @@ fn guests_are_asked_only_on_request() {
 fn machines_without_an_agent_and_ended_machines_are_not_judged() {
     let host = host();
     let mut facts = gather(&host);
-    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    gather_guest_facts(&host, facts.settings.vms.iter_mut(), AgentAccess::Socket);
     assert_eq!(facts.settings.vms[0].guest, Some(Err(Absent::NotOnThisKernel)));
     // Another process has its PID now.
     facts.settings.vms[0].process.start_time += 1;
-    gather_guest_facts(&host_with_agent(), facts.settings.vms.iter_mut());
+    gather_guest_facts(&host_with_agent(), facts.settings.vms.iter_mut(), AgentAccess::Socket);
     assert_eq!(facts.settings.vms[0].guest, Some(Err(Absent::Vanished)));
 }
 
 #[test]
 fn each_of_many_guests_is_asked() {
     let host = host_with_agent();
-    let mut vms = vec![gather(&host).settings.vms[0].clone(); 100];
-    vms[99].definition = None;
-    gather_guest_facts(&host, vms.iter_mut());
-    assert!(vms[..99].iter().all(|vm| matches!(vm.guest, Some(Ok(_)))));
-    assert_eq!(vms[99].guest, None, "another monitor");
+    for access in [AgentAccess::Socket, AgentAccess::SocketOrLibvirt] {
+        let mut vms = vec![gather(&host).settings.vms[0].clone(); 100];
+        vms[99].definition = None;
+        *host.opened.lock().unwrap() = (0, 0);
+        gather_guest_facts(&host, vms.iter_mut(), access);
+        assert!(vms[..99].iter().all(|vm| matches!(vm.guest, Some(Ok(_)))));
+        assert_eq!(vms[99].guest, None, "another monitor");
+    }
+    assert!((1..=4).contains(&host.opened.lock().unwrap().1), "libvirt has few threads for agents that hang");
 }
 
 #[test]
 fn findings_about_a_guest_belong_to_its_process() {
     let host = host_with_agent();
     let mut facts = gather(&host);
-    gather_guest_facts(&host, facts.settings.vms.iter_mut());
+    gather_guest_facts(&host, facts.settings.vms.iter_mut(), AgentAccess::Socket);
     let process = facts.processes.iter().find(|process| process.process.id.pid == Pid(7)).unwrap();
     let report = DoctorReport::from_processes("x".to_owned(), &facts, &[process]).retain_topics(&["guest"]);
     assert_eq!(report.findings.len(), 5);

@@ -13,6 +13,8 @@ use pagefold_doctor::monitor_facts::gather_monitor_facts;
 use pagefold_doctor::wire::{DoctorReport, FindingReport, ScopeName, VerdictName};
 use pagefold_host::Host;
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::guest_agent::AgentAccess;
+use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_recording::Recording;
 use rayon::prelude::*;
 use serde::Deserialize;
@@ -269,8 +271,8 @@ fn open_recording(folder: &Path) -> Recording {
 /// What `pagefold doctor --guest-agent` tells of a host, and `--pid` of each of its processes.
 fn examine(host: &dyn Host) -> Verdicts {
     let mut facts = gather_host_facts(host, &[], &TrustPolicy::default());
-    gather_monitor_facts(host, facts.settings.vms.iter_mut());
-    gather_guest_facts(host, facts.settings.vms.iter_mut());
+    gather_monitor_facts(host, facts.settings.vms.iter_mut(), MonitorAccess::Socket);
+    gather_guest_facts(host, facts.settings.vms.iter_mut(), AgentAccess::Socket);
     let mut findings = DoctorReport::from_host(String::new(), &facts).findings;
     for process in facts.processes.iter().filter(|process| process.process.id.pid.0 > 0) {
         findings.extend(DoctorReport::from_processes(String::new(), &facts, &[process]).findings);

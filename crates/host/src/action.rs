@@ -252,11 +252,15 @@ pub fn domain_definition_path(name: &str) -> String {
 }
 
 impl Exchange<String> {
-    /// Whether the definition of a domain must be replaced. Messages do not contain the texts.
+    /// Whether the definition of a domain must be replaced. The expected one may have another form, because libvirt stores
+    /// definitions in its own. Messages do not contain the texts.
     ///
     /// # Errors
     /// `ChangedByOthers` if the current text is neither of the two.
     pub fn must_define(&self, current: String, name: &str) -> Result<bool, ActionError> {
+        if current != self.to && parse::is_same_definition(&current, &self.from) {
+            return Ok(true);
+        }
         let content = |text: &String| ConfigContent(Some(text.clone()));
         let contents = Exchange { from: content(&self.from), to: content(&self.to) };
         contents.must_write(&ConfigContent(Some(current)), format!("/{}", domain_definition_path(name)))

@@ -1,7 +1,7 @@
 //! A wrapper that counts the answers of a host, so that another thread can see whether its user makes progress.
 
 use crate::action::{Action, ActionError, ActionOutcome};
-use crate::guest_agent::GuestQuestion;
+use crate::guest_agent::{AgentAccess, GuestQuestion};
 use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::resource::ResourceClass;
 use crate::scheduler_trace::{SchedulerTrace, SchedulerTraceError};
@@ -98,7 +98,7 @@ impl ProcessHandle for CountingProcess<'_> {
                 runs: &[PageRun],
                 sink: &mut dyn FnMut(usize, PageView<'_>),
             ) -> Reading<()>;
-            fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>>;
+            fn ask_guest_agent(&self, questions: &[GuestQuestion], access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>>;
             fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>>;
             fn ask_merge_any(&self) -> Result<bool, ActionError>;
         }

@@ -11,7 +11,7 @@ mod virtual_clock;
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
-use crate::guest_agent::GuestQuestion;
+use crate::guest_agent::{AgentAccess, GuestQuestion};
 use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
@@ -776,7 +776,7 @@ impl ProcessHandle for FakeHostProcess<'_> {
     }
 
     /// The answers are files at the paths that recordings have. A machine without any of them has no channel.
-    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+    fn ask_guest_agent(&self, questions: &[GuestQuestion], _: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         let answers: Vec<_> = questions.iter().map(|question| self.read(&question.record_path())).collect();
         if answers.iter().any(Result::is_ok) { Ok(answers) } else { Err(Absent::NotOnThisKernel) }
     }

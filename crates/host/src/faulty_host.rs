@@ -2,7 +2,7 @@
 
 use crate::access_monitor::KDAMONDS_DIRECTORY;
 use crate::action::{Action, ActionError, ActionOutcome};
-use crate::guest_agent::GuestQuestion;
+use crate::guest_agent::{AgentAccess, GuestQuestion};
 use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use delegate::delegate;
@@ -204,9 +204,9 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
         }
     }
 
-    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+    fn ask_guest_agent(&self, questions: &[GuestQuestion], access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         self.host.check_for_fault(&self.path("#guest_agent"))?;
-        let answers = self.process.ask_guest_agent(questions)?;
+        let answers = self.process.ask_guest_agent(questions, access)?;
         let path = |question: &GuestQuestion| self.path(&format!("/{}", question.record_path()));
         let changed = |(answer, question)| self.host.bytes_or_fault(&path(question), || answer);
         Ok(answers.into_iter().zip(questions).map(changed).collect())

@@ -21,6 +21,17 @@ pub enum GuestQuestion {
     TimerConfiguration,
 }
 
+/// Which ways to an agent may be used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AgentAccess {
+    /// A socket on which QEMU listens.
+    #[default]
+    Socket,
+    /// Also libvirt, for its own domains. libvirt marks a domain as tainted when its agent is asked (`custom-ga-command`
+    /// in its log and state), until the domain ends.
+    SocketOrLibvirt,
+}
+
 impl GuestQuestion {
     /// The file that holds the answer in a recording, below the directory of the process.
     pub fn record_path(&self) -> String {

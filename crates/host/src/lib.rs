@@ -30,7 +30,7 @@ pub mod scheduler_trace;
 pub mod transaction;
 
 use action::{Action, ActionError, ActionOutcome};
-use guest_agent::GuestQuestion;
+use guest_agent::{AgentAccess, GuestQuestion};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 pub use pagefold_sys::fingerprint::Hasher;
@@ -290,8 +290,9 @@ pub trait ProcessHandle: Send + Sync {
 
     /// Asks the agent in the guest of this virtual machine, with one answer for each question, in the order of the
     /// questions. The agent serves one client at a time, so ask only at the operator's request. `NotOnThisKernel` if
-    /// the machine has no channel for an agent. By default there are no answers.
-    fn ask_guest_agent(&self, _questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+    /// the machine has no channel for an agent, `NotAsked` if `access` does not permit the way to it. By default there
+    /// are no answers.
+    fn ask_guest_agent(&self, _questions: &[GuestQuestion], _access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         Err(Absent::NotOnThisKernel)
     }
 

@@ -1,28 +1,23 @@
-//! The agent within a guest (qemu-ga, docs/interop/qemu-ga.rst of QEMU), reached by the socket on which QEMU listens
-//! for the guest's virtio-serial port. Only commands that read are sent: `guest-sync-delimited`, `guest-get-osinfo`,
-//! `guest-get-vcpus`, and `guest-file-open` for reading, `guest-file-read`, `guest-file-close`.
+//! The agent within a guest (qemu-ga, docs/interop/qemu-ga.rst of QEMU), reached by the [`socket`] on which QEMU listens
+//! for the guest's virtio-serial port, or through libvirt ([`libvirt::agent`](crate::libvirt)). Only commands that read
+//! are sent: `guest-sync-delimited`, `guest-get-osinfo`, `guest-get-vcpus`, and `guest-file-open` for reading,
+//! `guest-file-read`, `guest-file-close`.
 //!
-//! A session begins with the byte 0xFF, which ends any half command of an earlier client. The agent answers
-//! `guest-sync-delimited` with 0xFF and the number that was sent; answers to earlier clients are skipped.
-//!
-//! The guest writes the answers, so they are not trusted: the length of a line and of a file, and the time of the whole
-//! session are limited. As for QMP, nothing is sent unless the process that listens is QEMU itself.
-//!
-//! Limits: QEMU serves one client of the channel at a time, and does not tell whether an agent listens in the guest. So
-//! a channel in use, a missing agent and a hung agent look the same: there is no answer within [`SESSION_TIMEOUT`]. An
-//! agent that starts later reads what was sent meanwhile, and its answers stay in the channel until the next client's
-//! synchronization.
+//! The guest writes the answers, so they are not trusted: the length of an answer and of a file, and the time of the whole
+//! session are limited.
 
-use crate::unix_socket::{ConnectError, check_peer, connect_with_timeout, reachable_path};
+mod socket;
+
+use crate::unix_socket::reachable_path;
+use crate::{LiveHost, libvirt};
 use pagefold_base::identity::guest_agent::{AgentChannel, agent_channel};
 use pagefold_base::{Absent, ProcessId, Reading};
-use pagefold_host::guest_agent::GuestQuestion;
+use pagefold_host::guest_agent::{AgentAccess, GuestQuestion};
 use pagefold_host::{ProcessHandle, parse};
 use serde_json::{Value, json};
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::net::UnixStream;
+use socket::AgentSocket;
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 /// How long a session with one guest may take, from the connection to the last answer.
 pub(crate) const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
@@ -32,25 +27,60 @@ const READ_BYTES: usize = 48 << 10;
 
 /// The maximum length of an answer, and of what earlier clients left in the channel: more than a read, and more than
 /// the list of 4096 virtual CPUs.
-const MAX_LINE_BYTES: usize = 512 << 10;
+pub(crate) const MAX_LINE_BYTES: usize = 512 << 10;
 
 /// The maximum length of a kernel's configuration that is searched. Those of distributions have about 300 KiB.
 const MAX_CONFIGURATION_BYTES: usize = 1 << 20;
 
-/// The byte that separates a synchronization from anything before it.
-const DELIMITER: u8 = 0xff;
+/// A way to one agent.
+pub(crate) trait AgentChannelSession {
+    /// Sends a command and waits for its result.
+    fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, CommandError>;
+
+    /// Sends a command after the session has failed. Its answer is not awaited.
+    fn send_without_answer(&mut self, command: &str, arguments: &Value);
+}
+
+/// Why a command has no result.
+#[derive(Debug)]
+pub(crate) enum CommandError {
+    /// The agent refuses it, for this reason. Others may follow.
+    Refused(String),
+    /// The session has failed: answers that follow could not be told apart, or would come too late.
+    SessionFailed(Absent),
+}
+
+impl From<Absent> for CommandError {
+    fn from(why: Absent) -> Self {
+        Self::SessionFailed(why)
+    }
+}
+
+/// A command as the agent reads it.
+pub(crate) fn command_text(command: &str, arguments: &Value) -> String {
+    json!({"execute": command, "arguments": arguments}).to_string()
+}
 
 /// Asks the agent in the guest that a process runs. Each question has an answer of its own, in the same order.
 ///
 /// # Errors
-/// `NotOnThisKernel` if the machine has no channel for an agent; `NoAnswer` if there is no session with an agent.
-pub(crate) fn ask(process: &dyn ProcessHandle, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+/// `NotOnThisKernel` if the machine has no channel for an agent; `NotAsked` if it is left alone; `NoAnswer` if there is no
+/// session with an agent.
+pub(crate) fn ask(
+    host: &LiveHost,
+    process: &dyn ProcessHandle,
+    questions: &[GuestQuestion],
+    access: AgentAccess,
+) -> Reading<Vec<Reading<Vec<u8>>>> {
     let arguments = parse::arguments(&process.read("cmdline")?);
     match agent_channel(&arguments).ok_or(Absent::NotOnThisKernel)? {
         AgentChannel::Socket(path) => ask_at(&reachable_path(process, &path), process.id(), questions, SESSION_TIMEOUT),
-        AgentChannel::Managed => Err(Absent::NoAnswer(
-            "the program that started QEMU, such as libvirt, has the channel, which serves one client at a time; use \
-             virsh qemu-agent-command"
+        AgentChannel::Managed if access == AgentAccess::SocketOrLibvirt => {
+            let channel = libvirt::agent::open(host, process.id(), SESSION_TIMEOUT)?;
+            Ok(AgentSession::new(channel).answer_all(questions))
+        }
+        AgentChannel::Managed => Err(Absent::NotAsked(
+            "the program that started QEMU, such as libvirt, has the channel, which serves one client at a time"
                 .to_owned(),
         )),
         AgentChannel::OtherDevice(kind) => {
@@ -66,18 +96,12 @@ fn ask_at(
     questions: &[GuestQuestion],
     timeout: Duration,
 ) -> Reading<Vec<Reading<Vec<u8>>>> {
-    let mut session = AgentSession::open(path, process, timeout)?;
-    Ok(questions.iter().map(|question| session.answer(question)).collect())
+    Ok(AgentSession::new(AgentSocket::open(path, process, timeout)?).answer_all(questions))
 }
 
 /// A session with an agent.
-struct AgentSession {
-    stream: UnixStream,
-    /// Received bytes after the last complete line.
-    receive_buffer: Vec<u8>,
-    /// When the session ends in any case.
-    deadline: Instant,
-    timeout: Duration,
+pub(crate) struct AgentSession<C: AgentChannelSession> {
+    channel: C,
     /// Why the session cannot go on.
     failure: Option<Absent>,
     /// The file that is open in the guest.
@@ -86,60 +110,14 @@ struct AgentSession {
     kernel_release: Option<String>,
 }
 
-impl AgentSession {
-    fn open(path: &Path, process: ProcessId, timeout: Duration) -> Reading<Self> {
-        let deadline = Instant::now() + timeout;
-        let stream = connect_with_timeout(path, timeout).map_err(|error| match error {
-            ConnectError::Busy => no_answer(timeout),
-            ConnectError::Failed(error) if error.kind() == ErrorKind::PermissionDenied => Absent::Denied,
-            ConnectError::Failed(error) => {
-                Absent::NoAnswer(format!("cannot connect to {}: {error}", path.display().to_string().escape_debug()))
-            }
-        })?;
-        match check_peer(&stream, process) {
-            Ok(Ok(())) => {}
-            Ok(Err(found)) => {
-                let expected = process.pid;
-                return Err(Absent::NoAnswer(format!(
-                    "process {found} listens at the socket, not QEMU's process {expected}; nothing was sent"
-                )));
-            }
-            Err(error) => return Err(Absent::NoAnswer(error.to_string())),
-        }
-        let mut session = Self {
-            stream,
-            receive_buffer: Vec::new(),
-            deadline,
-            timeout,
-            failure: None,
-            open_file: None,
-            kernel_release: None,
-        };
-        session.synchronize()?;
-        Ok(session)
+impl<C: AgentChannelSession> AgentSession<C> {
+    pub(crate) fn new(channel: C) -> Self {
+        Self { channel, failure: None, open_file: None, kernel_release: None }
     }
 
-    /// Makes the agent forget half commands, and skips what it wrote to earlier clients.
-    fn synchronize(&mut self) -> Reading<()> {
-        // Another number than earlier sessions sent; it need not be secret.
-        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let id = since_epoch.as_micros() as u64 & ((1 << 52) - 1);
-        let command = json!({"execute": "guest-sync-delimited", "arguments": {"id": id}});
-        self.send([&[DELIMITER][..], format!("{command}\n").as_bytes()].concat().as_slice())?;
-        // Each round takes at least one byte, and the session ends at its deadline.
-        loop {
-            let delimiter = self.find_received(|byte| byte == DELIMITER)?;
-            self.receive_buffer.drain(..=delimiter);
-            let end = self.find_received(|byte| byte == b'\n' || byte == DELIMITER)?;
-            if self.receive_buffer[end] == DELIMITER {
-                continue;
-            }
-            let line: Vec<u8> = self.receive_buffer.drain(..=end).collect();
-            let answer: Option<Value> = serde_json::from_slice(&line).ok();
-            if answer.and_then(|answer| answer.get("return")?.as_u64()) == Some(id) {
-                return Ok(());
-            }
-        }
+    /// The answer to each question, in the same order.
+    pub(crate) fn answer_all(mut self, questions: &[GuestQuestion]) -> Vec<Reading<Vec<u8>>> {
+        questions.iter().map(|question| self.answer(question)).collect()
     }
 
     fn answer(&mut self, question: &GuestQuestion) -> Reading<Vec<u8>> {
@@ -205,110 +183,25 @@ impl AgentSession {
         Ok(bytes)
     }
 
-    /// Sends a command and waits for its answer.
+    /// Sends a command and waits for its result.
     fn execute(&mut self, command: &str, arguments: &Value) -> Reading<Value> {
-        let line = format!("{}\n", json!({"execute": command, "arguments": arguments}));
-        self.send(line.as_bytes())?;
-        let line = self.receive_line()?;
-        let mut message: Value = match serde_json::from_slice(&line) {
-            Ok(message) => message,
-            Err(_) => {
-                let excerpt: String = String::from_utf8_lossy(&line).chars().take(60).collect();
-                return Err(self.fail(&format!("it does not speak the agent's protocol: {excerpt:?}")));
-            }
-        };
-        if let Some(error) = message.get("error") {
-            let reason = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
-            return Err(refusal(command, reason));
-        }
-        match message.get_mut("return") {
-            Some(result) => Ok(result.take()),
-            None => Err(self.fail(&format!("it does not speak the agent's protocol: {}", excerpt(&message)))),
-        }
-    }
-
-    /// The next line, with its newline.
-    fn receive_line(&mut self) -> Reading<Vec<u8>> {
-        let end = self.find_received(|byte| byte == b'\n')?;
-        Ok(self.receive_buffer.drain(..=end).collect())
-    }
-
-    /// The position of the next byte of this kind, once it has been received.
-    fn find_received(&mut self, is_wanted: impl Fn(u8) -> bool) -> Reading<usize> {
-        let mut searched = 0;
-        loop {
-            if let Some(position) = self.receive_buffer[searched..].iter().position(|&byte| is_wanted(byte)) {
-                return Ok(searched + position);
-            }
-            searched = self.receive_buffer.len();
-            if searched > MAX_LINE_BYTES {
-                return Err(self.fail("its answer is too long"));
-            }
-            self.receive()?;
-        }
-    }
-
-    fn receive(&mut self) -> Reading<()> {
-        let timeout = self.remaining_time()?;
-        let mut buffer = [0; 16 << 10];
-        match self.stream.set_read_timeout(Some(timeout)).and_then(|()| self.stream.read(&mut buffer)) {
-            Ok(0) => return Err(self.fail("QEMU closed the connection")),
-            Ok(count) => self.receive_buffer.extend_from_slice(&buffer[..count]),
-            // The remaining time is checked before the next read.
-            Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-            Err(error) => return Err(self.fail(&error.to_string())),
-        }
-        Ok(())
-    }
-
-    fn send(&mut self, mut bytes: &[u8]) -> Reading<()> {
-        while !bytes.is_empty() {
-            let timeout = self.remaining_time()?;
-            match self.stream.set_write_timeout(Some(timeout)).and_then(|()| self.stream.write(bytes)) {
-                Ok(count) => bytes = &bytes[count..],
-                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-                Err(error) => return Err(self.fail(&error.to_string())),
-            }
-        }
-        Ok(())
-    }
-
-    /// The time until the deadline, which is not zero; after a failure, that failure.
-    fn remaining_time(&mut self) -> Reading<Duration> {
         if let Some(why) = &self.failure {
             return Err(why.clone());
         }
-        let remaining = self.deadline.saturating_duration_since(Instant::now());
-        if remaining.is_zero() {
-            self.failure = Some(no_answer(self.timeout));
-            return Err(no_answer(self.timeout));
-        }
-        Ok(remaining)
-    }
-
-    /// Ends the session: the answers that follow cannot be told apart any more.
-    fn fail(&mut self, why: &str) -> Absent {
-        let why = Absent::NoAnswer(why.to_owned());
-        self.failure = Some(why.clone());
-        why
+        self.channel.execute(command, arguments).map_err(|error| match error {
+            CommandError::Refused(reason) => refusal(command, &reason),
+            CommandError::SessionFailed(why) => self.failure.insert(why).clone(),
+        })
     }
 }
 
-impl Drop for AgentSession {
-    /// Closes the file that a failed session left open in the guest. Its answer is not awaited.
+impl<C: AgentChannelSession> Drop for AgentSession<C> {
+    /// Closes the file that a failed session left open in the guest.
     fn drop(&mut self) {
         if let Some(handle) = self.open_file {
-            let line = format!("{}\n", json!({"execute": "guest-file-close", "arguments": {"handle": handle}}));
-            let _ = self.stream.set_nonblocking(true).and_then(|()| self.stream.write(line.as_bytes()));
+            self.channel.send_without_answer("guest-file-close", &json!({"handle": handle}));
         }
     }
-}
-
-fn no_answer(timeout: Duration) -> Absent {
-    Absent::NoAnswer(format!(
-        "nothing within {} ms: no agent runs in the guest, it hangs, or another program uses the channel",
-        timeout.as_millis()
-    ))
 }
 
 /// What an error of the agent means. Its texts are those of qga/commands-posix.c, with the error of the system.
@@ -337,4 +230,4 @@ fn excerpt(answer: &Value) -> String {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -1,12 +1,14 @@
 //! libvirt's remote protocol over its local socket: pins threads of a domain, so that libvirt's definition of the running
 //! domain agrees with the CPUs that the kernel gives them, replaces the definition with which a domain starts, and asks
-//! the monitor of a domain.
+//! the monitor of a domain and the [`agent`] in its guest.
 //!
 //! Messages are XDR (RFC 4506) behind a length (src/rpc/virnetprotocol.x). Numbers of calls and their arguments are
 //! those of src/remote/remote_protocol.x; they are never changed, so any version of libvirt from 1.0 on answers them (to
 //! define domains: from 1.2.12 on; to pin iothreads: from 1.2.14 on). Which domain a process belongs to comes from
 //! libvirt's own state files ([`observe::libvirt_domains`]). The socket's peer must be root. Its answers are not trusted:
 //! their length, their number and the time for them are bounded.
+
+pub(crate) mod agent;
 
 use crate::LiveHost;
 use crate::unix_socket::{ConnectError, connect_with_timeout};
@@ -62,6 +64,7 @@ const PROC_DOMAIN_DEFINE_XML_FLAGS: u32 = 350;
 const PROC_DOMAIN_PIN_IOTHREAD: u32 = 352;
 
 const QEMU_PROC_DOMAIN_MONITOR_COMMAND: u32 = 1;
+const QEMU_PROC_DOMAIN_AGENT_COMMAND: u32 = 3;
 
 /// `VIR_DOMAIN_AFFECT_LIVE`: the running domain, not the definition with which it starts next time.
 const AFFECT_LIVE: u32 = 1;
@@ -95,8 +98,16 @@ pub enum LibvirtError {
     #[error("libvirt's answer is malformed: {0}")]
     Malformed(&'static str),
     /// It refused the call.
-    #[error("libvirt refuses: {0}")]
-    Refused(String),
+    #[error("libvirt refuses: {} (error {code})", text.escape_debug())]
+    Refused {
+        /// Its text, which may be that of a guest.
+        text: String,
+        /// The number of the error (include/libvirt/virterror.h).
+        code: u32,
+    },
+    /// QEMU's monitor refused the command.
+    #[error("QEMU refuses: {}", .0.escape_debug())]
+    RefusedByMonitor(String),
 }
 
 impl From<LibvirtError> for ActionError {
@@ -139,26 +150,42 @@ pub fn pin(host: &LiveHost, process: ProcessId, pin: &LibvirtPin, cpus: &IdSet) 
 /// of its own, in the same order.
 ///
 /// # Errors
-/// `Vanished` if the process has ended; otherwise why libvirt cannot be asked within the time limit.
+/// As [`open_domain`].
 pub(crate) fn ask_monitor(
     host: &LiveHost,
     process: ProcessId,
     questions: &[MonitorQuestion],
     timeout: Duration,
-) -> Result<Vec<Reading<Vec<u8>>>, ActionError> {
-    hold(host, process)?;
-    let domains = observe::libvirt_domains(host)?;
-    let domain = domains.iter().find(|domain| domain.pid == process.pid);
-    let uuid = domain.and_then(|domain| parse_uuid(&domain.uuid));
-    let uuid = uuid.ok_or_else(|| ActionError::Failed("libvirt does not know the process".to_owned()))?;
-    let mut connection = Connection::open_any(timeout)?;
-    let domain = connection.look_up(uuid)?;
+) -> Reading<Vec<Reading<Vec<u8>>>> {
+    let (mut connection, domain) = open_domain(host, process, timeout)?;
     let answers = questions.iter().map(|question| {
         connection.ask_monitor(&domain, *question).map_err(|error| Absent::NoAnswer(error.to_string()))
     });
     let answers = answers.collect();
     connection.close();
     Ok(answers)
+}
+
+/// A connection for questions about the domain that a process runs, and the domain.
+///
+/// # Errors
+/// `Vanished` if the process has ended; `Denied` if libvirt may not be used; `NotAsked` with the reason if the domain cannot
+/// be asked.
+fn open_domain(host: &LiveHost, process: ProcessId, timeout: Duration) -> Reading<(Connection, DomainHandle)> {
+    hold(host, process)?;
+    let domains = observe::libvirt_domains(host)?;
+    let domain = domains.iter().find(|domain| domain.pid == process.pid);
+    let uuid = domain.and_then(|domain| parse_uuid(&domain.uuid));
+    let uuid = uuid.ok_or_else(|| Absent::NotAsked("libvirt does not know the process".to_owned()))?;
+    let open = || {
+        let mut connection = Connection::open_any(timeout)?;
+        let domain = connection.look_up(uuid)?;
+        Ok((connection, domain))
+    };
+    open().map_err(|error: LibvirtError| match error {
+        LibvirtError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Absent::Denied,
+        error => Absent::NotAsked(error.to_string()),
+    })
 }
 
 /// Replace the persistent definition of a domain.
@@ -181,7 +208,8 @@ pub fn define(
         Err(Absent::NotOnThisKernel) => return Err(ActionError::Vanished),
         current => current?,
     };
-    if !definition.must_define(String::from_utf8_lossy(&current).into_owned(), name)? {
+    let current = String::from_utf8_lossy(&current).into_owned();
+    if !definition.must_define(current.clone(), name)? {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
     let unsent = |error: LibvirtError| ActionError::Failed(error.to_string());
@@ -194,8 +222,8 @@ pub fn define(
     fault::point("after defining a domain");
     match defined {
         Ok(()) => connection.close(),
-        Err(error @ LibvirtError::Refused(_)) => return Err(unsent(error)),
-        Err(error) if !is_replaced(host, &path, &definition.from) => return Err(ActionError::Busy(error.to_string())),
+        Err(error @ LibvirtError::Refused { .. }) => return Err(unsent(error)),
+        Err(error) if !is_replaced(host, &path, &current) => return Err(ActionError::Busy(error.to_string())),
         Err(_) => {}
     }
     Ok(ActionOutcome::default())
@@ -310,7 +338,7 @@ impl Connection {
             .map_err(|_| LibvirtError::Malformed("no JSON of QEMU's monitor"))?;
         if let Some(error) = answer.get("error") {
             let why = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given");
-            return Err(LibvirtError::Refused(why.escape_debug().to_string()));
+            return Err(LibvirtError::RefusedByMonitor(why.to_owned()));
         }
         let result = answer.get_mut("return").ok_or(LibvirtError::Malformed("no result of QEMU's monitor"))?;
         Ok(result.take().to_string().into_bytes())
@@ -340,15 +368,9 @@ impl Connection {
     }
 
     fn call_program(&mut self, program: u32, procedure: u32, arguments: &[u8]) -> Result<Vec<u8>, LibvirtError> {
-        self.serial += 1;
-        let mut message = XdrWriter::default();
-        let length = (HEADER_BYTES + arguments.len()) as u32;
-        for number in [length, program, PROTOCOL_VERSION, procedure, MESSAGE_CALL, self.serial, STATUS_OK] {
-            message.put_number(number);
-        }
-        message.0.extend(arguments);
+        let message = self.next_call(program, procedure, arguments);
         self.set_timeouts()?;
-        self.stream.write_all(&message.0)?;
+        self.stream.write_all(&message)?;
         for _ in 0..MAX_SKIPPED_MESSAGES {
             let answer = self.read_message()?;
             if let Some(content) = parse_answer(&answer, (program, procedure, self.serial))? {
@@ -356,6 +378,18 @@ impl Connection {
             }
         }
         Err(LibvirtError::Malformed("too many messages before the answer"))
+    }
+
+    /// The message of a call, with a serial number of its own.
+    fn next_call(&mut self, program: u32, procedure: u32, arguments: &[u8]) -> Vec<u8> {
+        self.serial += 1;
+        let mut message = XdrWriter::default();
+        let length = (HEADER_BYTES + arguments.len()) as u32;
+        for number in [length, program, PROTOCOL_VERSION, procedure, MESSAGE_CALL, self.serial, STATUS_OK] {
+            message.put_number(number);
+        }
+        message.0.extend(arguments);
+        message.0
     }
 
     fn read_message(&mut self) -> Result<Vec<u8>, LibvirtError> {
@@ -410,7 +444,7 @@ fn parse_answer(message: &[u8], call: (u32, u32, u32)) -> Result<Option<&[u8]>, 
     // `virNetMessageError`: code, domain, an optional text.
     let (code, _domain, has_text) = (reader.take_number()?, reader.take_number()?, reader.take_number()?);
     let text = if has_text == 1 { String::from_utf8_lossy(reader.take_bytes()?).into_owned() } else { String::new() };
-    Err(LibvirtError::Refused(format!("{} (error {code})", text.escape_debug())))
+    Err(LibvirtError::Refused { text, code })
 }
 
 /// A map of CPUs: bit N of the map is CPU N.

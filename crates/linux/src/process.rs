@@ -7,7 +7,7 @@
 use crate::{LiveHost, absence_reason, apply, page_reader, read_whole_file};
 use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
-use pagefold_host::guest_agent::GuestQuestion;
+use pagefold_host::guest_agent::{AgentAccess, GuestQuestion};
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
@@ -354,8 +354,8 @@ impl ProcessHandle for LiveProcess<'_> {
         crate::page_nodes::page_nodes(self, range)
     }
 
-    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
-        crate::guest_agent::ask(self, questions)
+    fn ask_guest_agent(&self, questions: &[GuestQuestion], access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        crate::guest_agent::ask(self.host, self, questions, access)
     }
 
     fn ask_monitor(&self, questions: &[MonitorQuestion], access: MonitorAccess) -> Reading<Vec<Reading<Vec<u8>>>> {

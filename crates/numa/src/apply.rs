@@ -26,7 +26,7 @@ use pagefold_host::transaction::Session;
 use pagefold_host::transaction::journal::{self, Journal, StateDirectory};
 use pagefold_host::transaction::session::{self, ChangeLifetime, Error, FailedUndo};
 use pagefold_host::{Host, PageRun, ProcessHandle, elapsed_since, memory_headroom, observe, parse};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -79,13 +79,18 @@ impl<'h> PlacementSessions<'h> {
         Ok(failed)
     }
 
-    /// Undoes the kept changes: memory first, so that new pages of the threads come to where the memory is.
+    /// Undoes the kept changes, of all machines or of those that run as some processes: memory first, so that new pages of
+    /// the threads come to where the memory is.
     ///
     /// # Errors
     /// If a journal cannot be used.
-    pub fn undo_kept(&mut self) -> Result<UndoneChanges, Error> {
-        let (mut undone, mut failed) = self.memory.undo_kept_changes()?;
-        let (undone_cpus, failed_cpus) = self.cpus.undo_kept_changes()?;
+    pub fn undo_kept(&mut self, only: Option<&BTreeSet<ProcessId>>) -> Result<UndoneChanges, Error> {
+        let undo = |session: &mut Session<'h>| match only {
+            Some(processes) => session.undo_kept_changes_of(processes),
+            None => session.undo_kept_changes(),
+        };
+        let (mut undone, mut failed) = undo(&mut self.memory)?;
+        let (undone_cpus, failed_cpus) = undo(&mut self.cpus)?;
         undone.extend(undone_cpus);
         failed.extend(failed_cpus);
         Ok((undone, failed))

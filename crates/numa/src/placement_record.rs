@@ -128,12 +128,13 @@ impl PlacementRecord {
         self.machines.retain(|machine| !has_ended(machine));
     }
 
-    /// Drops the machines whose placement was undone, after an undo in which some changes failed. A change that another
-    /// program has overwritten is none of the placement any more.
-    pub fn forget_undone(&mut self, failed: &[FailedUndo]) {
+    /// Drops the machines whose placement was undone, of all machines or of those that run as some processes, after an undo
+    /// in which some changes failed. A change that another program has overwritten is none of the placement any more.
+    pub fn forget_undone(&mut self, only: Option<&BTreeSet<ProcessId>>, failed: &[FailedUndo]) {
         let remaining = failed.iter().filter(|failed| !failed.is_overwritten);
         let remaining: BTreeSet<ProcessId> = remaining.filter_map(|failed| failed.undo.process()).collect();
-        self.machines.retain(|machine| remaining.contains(&machine.process()));
+        let was_undone = |process| only.is_none_or(|only| only.contains(&process)) && !remaining.contains(&process);
+        self.machines.retain(|machine| !was_undone(machine.process()));
     }
 
     /// Adds machines, in place of their earlier records.
@@ -408,9 +409,13 @@ mod tests {
             machines: vec![machine(7, &[]), machine(17, &[]), machine(27, &[])],
             counters: BTreeMap::new(),
         };
-        record.forget_undone(&[failed(17, false), failed(27, true)]);
+        record.forget_undone(None, &[failed(17, false), failed(27, true)]);
         assert_eq!(record.machines, [machine(17, &[])], "what another program has changed is not Pagefold's");
-        record.forget_undone(&[]);
+        record.machines.push(machine(7, &[]));
+        let only = [7, 27].map(|pid| ProcessId { pid: Pid(pid), start_time: 1 }).into();
+        record.forget_undone(Some(&only), &[]);
+        assert_eq!(record.machines, [machine(17, &[])], "the placements of other machines stay");
+        record.forget_undone(None, &[]);
         assert!(record.machines.is_empty());
     }
 

@@ -37,7 +37,7 @@ use lines::{FrameLine, PageLine};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
-use pagefold_host::guest_agent::{self, GuestQuestion};
+use pagefold_host::guest_agent::{self, AgentAccess, GuestQuestion};
 use pagefold_host::observe::NumaNodes;
 use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
@@ -307,7 +307,7 @@ impl ProcessHandle for RecordedProcess<'_> {
         Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
     }
 
-    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
+    fn ask_guest_agent(&self, questions: &[GuestQuestion], _: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
         self.read_answers(guest_agent::RECORD_FOLDER, questions.iter().map(GuestQuestion::record_path))
     }
 

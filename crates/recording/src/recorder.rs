@@ -5,7 +5,7 @@ use delegate::delegate;
 use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
-use pagefold_host::guest_agent::{self, GuestQuestion};
+use pagefold_host::guest_agent::{self, AgentAccess, GuestQuestion};
 use pagefold_host::observe::LIBVIRT_STATE_DIRECTORY;
 use pagefold_host::parse;
 use pagefold_host::qemu_monitor::{self, MonitorAccess, MonitorQuestion};
@@ -361,8 +361,8 @@ impl ProcessHandle for ProcessRecorder<'_> {
         answer
     }
 
-    fn ask_guest_agent(&self, questions: &[GuestQuestion]) -> Reading<Vec<Reading<Vec<u8>>>> {
-        let answers = self.process.ask_guest_agent(questions);
+    fn ask_guest_agent(&self, questions: &[GuestQuestion], access: AgentAccess) -> Reading<Vec<Reading<Vec<u8>>>> {
+        let answers = self.process.ask_guest_agent(questions, access);
         self.save_answers(guest_agent::RECORD_FOLDER, questions.iter().map(GuestQuestion::record_path), &answers);
         answers
     }
@@ -466,7 +466,7 @@ mod tests {
             GuestQuestion::File { path: "/proc/stat", max_bytes: 10 },
             GuestQuestion::TimerConfiguration,
         ];
-        let ask = |host: &dyn Host, pid| host.open(Pid(pid)).unwrap().ask_guest_agent(&questions);
+        let ask = |host: &dyn Host, pid| host.open(Pid(pid)).unwrap().ask_guest_agent(&questions, AgentAccess::Socket);
         let live = Recording::open(&root).unwrap();
         let kept = folder.path().join("kept");
         let recorder = HostRecorder::new(&live, &kept, |_, _| true).unwrap();

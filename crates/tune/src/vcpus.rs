@@ -27,14 +27,15 @@ pub struct VcpuCheck {
 /// The field `guest_time` of `/proc/PID/task/TID/stat` (proc(5)), counted from the state, which is field 3.
 const GUEST_TIME_FIELD: usize = 43 - 3;
 
-/// Checks the vCPUs of all QEMU machines that run by KVM. Their threads are those with names of vCPUs. Where QEMU does not
-/// name them, its monitor is asked.
-pub fn check_vcpus(host: &dyn Host) -> Vec<VcpuCheck> {
+/// Checks the vCPUs of the selected QEMU machines that run by KVM. Their threads are those with names of vCPUs. Where QEMU
+/// does not name them, its monitor is asked.
+pub fn check_vcpus(host: &dyn Host, is_selected: impl Fn(ProcessId) -> bool, access: MonitorAccess) -> Vec<VcpuCheck> {
     let mut machines = find_machines(host);
+    machines.retain(|(process, ..)| is_selected(process.id));
     let unnamed: Vec<usize> =
         machines.iter().enumerate().filter(|(_, (.., ticks))| ticks.is_empty()).map(|(position, _)| position).collect();
     let processes: Vec<ProcessId> = unnamed.iter().map(|&position| machines[position].0.id).collect();
-    let mut answers = ask_monitors(host, &processes, MonitorAccess::Socket).into_iter();
+    let mut answers = ask_monitors(host, &processes, access).into_iter();
     let uptime = read_uptime(host);
     let mut checks = Vec::new();
     for (position, (process, declared, named)) in machines.drain(..).enumerate() {
@@ -135,9 +136,10 @@ mod tests {
         );
         put_machine(&host, 9, "-accel kvm -smp 2", &[("qemu-system-x86", 5), ("qemu-system-x86", 3)]);
         put_machine(&host, 10, "-accel tcg -smp 2", &[("CPU 0/TCG", 0)]);
-        let checks = check_vcpus(&host);
+        put_machine(&host, 11, "-accel kvm -smp 1", &[("CPU 0/KVM", 5)]);
+        let checks = check_vcpus(&host, |process| process.pid != Pid(11), MonitorAccess::Socket);
         let names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
-        assert_eq!(names, ["vm7", "vm8", "vm9"], "not an emulated machine");
+        assert_eq!(names, ["vm7", "vm8", "vm9"], "no emulated machine, and none that is not selected");
         assert_eq!(checks[0].verdict, VcpuVerdict::AllRan);
         assert!(matches!(&checks[1].verdict, VcpuVerdict::NotAllRan(why) if why.starts_with("1 of 4 ")), "{checks:?}");
         assert!(matches!(&checks[2].verdict, VcpuVerdict::Unknown(why) if why.contains("debug-threads")), "{checks:?}");

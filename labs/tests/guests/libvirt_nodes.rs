@@ -23,8 +23,11 @@ const FILES: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu/qemu/accel-tcg-x86_64.so",
 ];
 
-/// Pages of the memory of a domain.
+/// Pages of the memory of a domain, and of the first virtual node of one with two.
 const DOMAIN_PAGES: usize = 12_288;
+
+/// Pages of the second virtual node.
+const SECOND_NODE_PAGES: usize = 8192;
 
 const MACHINE_OPTIONS: &[&str] = &[
     "-smp",
@@ -127,4 +130,39 @@ fn domains_are_placed_with_their_pins_and_cpusets() {
     assert_done(&scenes, "strict-undo");
     assert_eq!(scenes.line("PINS", "strict-undone"), undone);
     assert_eq!(page_nodes(&scenes, "strict-undone"), [vec![0; DOMAIN_PAGES]]);
+    check_virtual_nodes(&scenes);
+}
+
+/// Each virtual node has its virtual CPU and its memory on a node of its own, by libvirt, by its definition of the running
+/// domain, and by the kernel. The undo restores all of it.
+fn check_virtual_nodes(scenes: &Scenes) {
+    let memory = |name: &str| ["node0", "node1"].map(|node| page_nodes(scenes, &format!("{name}-{node}")));
+    let state = |name: &str| (scenes.line("PINS", name), scenes.line("XML", name), memory(name));
+    let assert_nodes = |name: &str, cpus: [&str; 2], nodes: [u64; 2]| {
+        let [first, second] = cpus;
+        assert_eq!(
+            scenes.line("PINS", name),
+            format!("libvirt: {first} {second} 0-3 0-3 threads: {first} {second} cpusets: {first} {second}"),
+            "{name}: {}",
+            scenes.output
+        );
+        let pins = format!("<vcpupin vcpu='0' cpuset='{first}'/> <vcpupin vcpu='1' cpuset='{second}'/> ");
+        assert!(scenes.line("XML", name).starts_with(&pins), "{name}: {}", scenes.line("XML", name));
+        let pages = [DOMAIN_PAGES, SECOND_NODE_PAGES];
+        assert_eq!(memory(name), [0, 1].map(|node| vec![vec![nodes[node]; pages[node]]]), "{name}");
+    };
+    let before = state("wide-before");
+    assert!(before.0.starts_with("libvirt: 0-3 0-3 0-3 0-3 threads: 0-3 0-3 "), "{before:?}");
+    assert_eq!(before.2.each_ref().map(|nodes| nodes[0].len()), [DOMAIN_PAGES, SECOND_NODE_PAGES]);
+    assert_done(scenes, "wide");
+    assert_nodes("wide", ["2-3", "0-1"], [1, 0]);
+    assert_done(scenes, "wide-verify");
+    assert_done(scenes, "wide-again");
+    assert_nodes("wide-again", ["0-1", "2-3"], [0, 1]);
+    // Undone for another process only, it stays.
+    assert_done(scenes, "wide-other");
+    assert_eq!(state("wide-other"), state("wide-again"));
+    assert_done(scenes, "wide-undo");
+    assert_eq!(state("wide-undone"), before, "{}", scenes.output);
+    assert_eq!(scenes.json("wide-undone-verify")["machines"], serde_json::json!([]));
 }

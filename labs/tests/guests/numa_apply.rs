@@ -203,6 +203,7 @@ fn machines_are_placed_verified_and_restored() {
     check_virtual_nodes(&scenes);
     check_daemon(&scenes);
     check_full_node(&scenes);
+    check_undo_of_one_process(&scenes);
     nodes_and_traps::check_four_nodes(&scenes);
     nodes_and_traps::check_hugetlb(&scenes);
     nodes_and_traps::check_pinned_memory(&scenes);
@@ -404,4 +405,21 @@ fn check_full_node(scenes: &Scenes) {
     );
     assert_eq!(scenes.exit("full-undo"), 0);
     assert!(state(scenes, "large-undone").is_as(&before), "{:?}", state(scenes, "large-undone"));
+}
+
+fn check_undo_of_one_process(scenes: &Scenes) {
+    let before = state(scenes, "alone-before");
+    assert_eq!(scenes.exit("alone"), 0, "{}", scenes.output);
+    assert_eq!(scenes.exit("alone-undo"), 0);
+    assert!(state(scenes, "alone-undone").is_as(&before), "{:?}", state(scenes, "alone-undone"));
+    let kept = state(scenes, "alone-kept");
+    assert!(kept.node_pages[1] >= 3000 && kept.cpus.contains("2-3"), "{kept:?}");
+    let verified = scenes.json("alone-verify");
+    assert_eq!(verified["machines"].as_array().unwrap().len(), 1, "{verified}");
+    assert_eq!((scenes.exit("alone-verify"), scenes.exit("alone-again")), (0, 0), "{verified}");
+    assert_eq!(scenes.json("alone-again")["undone"], serde_json::json!([]));
+    assert_eq!(scenes.exit("alone-missing"), 2);
+    assert!(scenes.line("ERROR", "alone-missing").contains("nosuch"), "{}", scenes.output);
+    assert_eq!(scenes.exit("alone-last"), 0);
+    assert!(state(scenes, "alone-last").node_pages[1] < 3000);
 }

@@ -1,7 +1,7 @@
 //! `pagefold doctor`: why KSM merges nothing although it is on, and which settings of a host and of its virtual machines
 //! are worth a change.
 
-use crate::command_line::GlobalOptions;
+use crate::command_line::{GlobalOptions, GuestAgentOptions, MonitorOptions};
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::bail;
@@ -23,12 +23,15 @@ Examples:
   pagefold doctor --topic vm          audit the definitions of virtual machines only
   sudo pagefold doctor --pid 1234     find out why nothing of this process merges
   sudo pagefold doctor --guest-agent  also ask the agents within guests
+  sudo pagefold doctor --libvirt-monitor --libvirt-agent
+                                      also ask monitors and agents of libvirt's machines
   pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
 
 Nothing is changed: remedies are printed, not applied. The QMP monitor of each QEMU is asked for at most a second, \
 unless another client uses it, as libvirt does. With --guest-agent only commands that read are sent to QEMU's \
-guest agents, and an agent has one second. Agents of libvirt's machines are not asked: libvirt is connected to them.
+guest agents, and an agent has one second. Monitors and agents of libvirt's machines are asked through libvirt, and \
+only with --libvirt-monitor and --libvirt-agent: libvirt marks these machines as tainted until they end.
 
 Exit status: 0 no finding fails, 1 a finding fails, 2 no such process or another error, 3 no finding \
 fails but some are unknown, for lack of privilege, because ksmd has not scanned enough, or because an agent does not \
@@ -44,10 +47,10 @@ pub struct DoctorArguments {
     /// Show only findings of this topic; may be given several times
     #[arg(long, value_name = "TOPIC", value_parser = PossibleValuesParser::new(Topic::ALL.map(Topic::name)))]
     topic: Vec<String>,
-    /// Also ask the guest agent of each QEMU machine. It serves one client at a time, so another program has to wait
-    /// meanwhile
-    #[arg(long)]
-    guest_agent: bool,
+    #[command(flatten)]
+    monitors: MonitorOptions,
+    #[command(flatten)]
+    agents: GuestAgentOptions,
     /// Also show findings that are ok in full
     #[arg(long, short)]
     verbose: bool,
@@ -65,9 +68,10 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
     let is_selected = |vm: &VmFacts| pids.is_empty() || pids.contains(&vm.process.pid);
-    monitor_facts::gather_monitor_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));
-    if options.guest_agent {
-        guest_facts::gather_guest_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)));
+    let monitors = options.monitors.access();
+    monitor_facts::gather_monitor_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)), monitors);
+    if let Some(agents) = options.agents.access() {
+        guest_facts::gather_guest_facts(&*host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm)), agents);
     }
     let mut processes = Vec::new();
     for pid in &pids {

@@ -3,7 +3,8 @@
 use super::numa_placement::{self, ApplyArguments, UndoArguments, VerifyArguments};
 use super::recover;
 use crate::command_line::{
-    GlobalOptions, ProcessOptions, parse_bandwidth, parse_cpu_share, parse_duration, parse_vcpus_per_cpu,
+    GlobalOptions, MonitorOptions, ProcessOptions, parse_bandwidth, parse_cpu_share, parse_duration,
+    parse_vcpus_per_cpu,
 };
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output, stop_signal};
@@ -41,9 +42,9 @@ Examples:
   sudo pagefold numa map --pid 4711 --json
 
 It reads page tables, and asks the QMP monitor of each QEMU for at most a second, unless another client uses it. It \
-changes nothing, but with --libvirt-monitor libvirt marks its domains as tainted. \"remote\" is the expected share of accesses to other nodes than that of the \
-CPU, and \"distance\" their mean distance relative to local memory, if each vCPU (or each thread of another program) \
-reads all of its memory equally often.";
+changes nothing, but with --libvirt-monitor libvirt marks its domains as tainted. \"remote\" is the expected share of \
+accesses to other nodes than that of the CPU, and \"distance\" their mean distance relative to local memory, if each \
+vCPU (or each thread of another program) reads all of its memory equally often.";
 
 const PLAN_EXAMPLES: &str = "\
 Examples:
@@ -94,7 +95,7 @@ enum NumaCommand {
     Apply(ApplyArguments),
     /// Compare the machines that were placed with the plan, and advise on NUMA balancing
     Verify(VerifyArguments),
-    /// Undo all placements since boot
+    /// Undo placements since boot, of all machines or of some
     Undo(UndoArguments),
 }
 
@@ -104,9 +105,8 @@ struct MapArguments {
     /// Processes in the tables
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
-    /// Also ask QEMU's monitors of libvirt's domains, through libvirt: it marks these domains as tainted
-    #[arg(long)]
-    libvirt_monitor: bool,
+    #[command(flatten)]
+    monitors: MonitorOptions,
     /// Print JSON (see `pagefold schema numa-map`)
     #[arg(long)]
     json: bool,
@@ -226,7 +226,7 @@ fn explain_map_error(error: MapError, global: &GlobalOptions) -> anyhow::Error {
 fn run_map(options: &MapArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let started = Instant::now();
-    let monitors = if options.libvirt_monitor { MonitorAccess::SocketOrLibvirt } else { MonitorAccess::Socket };
+    let monitors = options.monitors.access();
     let (map, readers) = read_map_and_frames(&*host, &options.targets, Some(monitors), global)?;
     let owners = map::read_frame_owners(&*host, &readers)
         .map_err(|source| explain_map_error(MapError::Nodes { host: host.describe(), source }, global))?;

@@ -6,7 +6,8 @@ use crate::command_line::{GlobalOptions, ProcessOptions, parse_bandwidth};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_base::{Absent, Bytes, PageSize};
+use pagefold_base::{Absent, Bytes, PageSize, ProcessId};
+use pagefold_census::scan_scope;
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_host::transaction::session::{self, FailedUndo};
@@ -21,7 +22,7 @@ use pagefold_numa::wire::apply::{NumaApplyReport, NumaVerifyReport};
 use pagefold_output::wire;
 use pagefold_tune::decide::conflict::{Conflict, find_placement_rivals};
 use pagefold_tune::facts::running_tuners;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -56,11 +57,12 @@ Exit status: 0 all machines that run are as planned, 1 one has changed or is inc
 
 const UNDO_EXAMPLES: &str = "\
 Examples:
-  sudo pagefold numa undo
+  sudo pagefold numa undo              the placements of all machines
+  sudo pagefold numa undo --vm db1     that of db1 only
 
 Memory moves back to the nodes from which it was moved, and threads get back their CPUs, also those that `pagefold vcpu \
-spread` has changed, of all machines. CPUs that another program has changed since stay. A machine of which a change could \
-not be undone stays in the record of `numa verify`.
+spread` has changed. CPUs that another program has changed since stay. A machine of which a change could not be undone \
+stays in the record of `numa verify`.
 
 Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
 
@@ -106,6 +108,9 @@ pub struct UndoArguments {
     /// Print JSON (see `pagefold schema recover`)
     #[arg(long)]
     json: bool,
+    // Last, because its help heading applies to all options after it.
+    #[command(flatten)]
+    targets: ProcessOptions,
 }
 
 /// Place machines.
@@ -378,15 +383,35 @@ fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> a
     Ok(report(&machines, counters, &all_machines))
 }
 
-/// Undo all placements since boot.
+/// Undo placements since boot.
 pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
+    let only = match options.targets.selects_some() {
+        true => Some(select_processes(&*host, &options.targets, global)?),
+        false => None,
+    };
     let mut sessions = begin_sessions(&*host, global)?;
-    let (undone, failed) = sessions.undo_kept().map_err(with_remedy)?;
+    let (undone, failed) = sessions.undo_kept(only.as_ref()).map_err(with_remedy)?;
     let boot = session::read_boot_id(&*host).map_err(|why| explain_unreadable_boot(&why))?;
     let directory = StateDirectory::open(&global.state).context("cannot open the state directory")?;
     let mut record = PlacementRecord::load(&directory, &boot).context("cannot read the record of placements")?;
-    record.forget_undone(&failed);
+    record.forget_undone(only.as_ref(), &failed);
     record.store(&directory).context("cannot store the record of placements")?;
-    recover::print_result(&undone, &failed, options.json, "No machine was placed since boot.")
+    let empty_text = match only {
+        Some(_) => "None of these machines was placed since boot.",
+        None => "No machine was placed since boot.",
+    };
+    recover::print_result(&undone, &failed, options.json, empty_text)
+}
+
+/// The selected processes, of which there must be one at least.
+fn select_processes(
+    host: &dyn Host,
+    targets: &ProcessOptions,
+    global: &GlobalOptions,
+) -> anyhow::Result<BTreeSet<ProcessId>> {
+    let selection = host_selection::process_selection(targets, global)?;
+    let (processes, unscanned) = scan_scope::inspect_selected(host, &selection, |_, process| Ok(process.id))?;
+    host_selection::check_any_seen(host, !processes.is_empty(), &selection, &unscanned, global)?;
+    Ok(processes.into_iter().collect())
 }

@@ -4,7 +4,9 @@ mod page_lines;
 
 use crate::command::numa_placement::NUMA_BALANCING_FILE;
 use crate::command::record::page_lines::PageLineBuilder;
-use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_duration};
+use crate::command_line::{
+    GlobalOptions, GuestAgentOptions, MonitorOptions, ProcessOptions, parse_bytes, parse_duration,
+};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
@@ -20,6 +22,7 @@ use pagefold_census::{Hasher, PageIndex, ProcessSelection};
 use pagefold_daemon::run::utc_offset;
 use pagefold_doctor::decide::examine_host;
 use pagefold_doctor::{doctor_facts, guest_facts};
+use pagefold_host::guest_agent::AgentAccess;
 use pagefold_host::knob::Knob;
 use pagefold_host::ksmd_thread::KsmdThread;
 use pagefold_host::observe::{self, NumaNodes};
@@ -58,9 +61,12 @@ Examples:
 The recording has fingerprints instead of page contents, under a key that is thrown away. From environments it has \
 only the variables that name a job. It has the labels of containers, which may be sensitive. From command lines it has \
 only the first word, except for virtual machines and programs that tune KSM. It has the vCPUs and memory backends that \
-QEMU's monitors list. From libvirt's domains it has no \
-passwords, secrets or metadata. Only you may read the directory; check \
-its files before you share it.";
+QEMU's monitors list. From libvirt's domains it has no passwords, secrets or metadata. Only you may read the \
+directory; check its files before you share it.
+
+With --guest-agent it has the answers of guest agents, for `doctor --guest-agent`. Monitors and agents of libvirt's \
+machines are asked through libvirt, and only with --libvirt-monitor and --libvirt-agent: libvirt marks these machines \
+as tainted until they end.";
 
 /// The number of most frequent page contents whose kinds are recorded.
 const MAX_CONTENT_KINDS: usize = 256;
@@ -83,9 +89,10 @@ pub struct RecordArguments {
     /// With --interval: end when the trace has this size
     #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "interval")]
     max_bytes: Bytes,
-    /// Also ask the guest agent of each QEMU machine, for `doctor --guest-agent`
-    #[arg(long)]
-    guest_agent: bool,
+    #[command(flatten)]
+    monitors: MonitorOptions,
+    #[command(flatten)]
+    agents: GuestAgentOptions,
     #[command(flatten)]
     targets: ProcessOptions,
 }
@@ -102,7 +109,8 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
         hasher: host.page_hasher().context("cannot create a key for fingerprints")?,
         pass_interval: options.pass_interval,
         selection: host_selection::process_selection(&options.targets, global)?,
-        asks_guests: options.guest_agent,
+        monitors: options.monitors.access(),
+        agents: options.agents.access(),
         stop: &stop,
         global,
     };
@@ -136,8 +144,10 @@ struct RecordingSession<'a> {
     hasher: Hasher,
     pass_interval: Duration,
     selection: ProcessSelection,
-    /// Whether to ask the agents within guests.
-    asks_guests: bool,
+    /// The ways to QEMU's monitors that may be used.
+    monitors: MonitorAccess,
+    /// The ways to agents within guests that may be used, if they are to be asked.
+    agents: Option<AgentAccess>,
     stop: &'a AtomicBool,
     global: &'a GlobalOptions,
 }
@@ -246,7 +256,7 @@ impl RecordingSession<'_> {
             self.global,
         )?;
         recorder.restrict_to_pids(recorded_pids(host, &census));
-        read_for_other_commands(host, &recorder, &census, self.asks_guests);
+        self.read_for_other_commands(&recorder, &census);
         let nodes = NumaNodes::read(&recorder).unwrap_or_default();
         let line_count = write_pages(&recorder, &census, &index, &nodes, root)?;
         write_lines(
@@ -265,59 +275,60 @@ impl RecordingSession<'_> {
         let is_complete = !census.partial && census.unscanned.is_empty();
         Ok(RecordingSummary { process_count: census.subjects.len(), line_count, is_complete })
     }
-}
 
-/// Read the files that other commands read beyond a census. The recorder stores them, also if they are absent.
-fn read_for_other_commands(host: &dyn Host, recorder: &HostRecorder<'_>, census: &Census, asks_guests: bool) {
-    let mut facts = doctor_facts::gather_host_facts(recorder, &[], &Default::default());
-    if asks_guests {
-        guest_facts::gather_guest_facts(recorder, facts.settings.vms.iter_mut());
-    }
-    for process in &facts.processes {
-        if let Ok(handle) = recorder.open(process.process.id.pid) {
-            let _ = observe::rollup(&*handle);
-            let _ = handle.read("statm");
+    /// Read the files that other commands read beyond a census. The recorder stores them, also if they are absent.
+    fn read_for_other_commands(&self, recorder: &HostRecorder<'_>, census: &Census) {
+        let mut facts = doctor_facts::gather_host_facts(recorder, &[], &Default::default());
+        if let Some(agents) = self.agents {
+            guest_facts::gather_guest_facts(recorder, facts.settings.vms.iter_mut(), agents);
         }
-    }
-    let _ = observe::huge_page_bytes(recorder);
-    // For `tune`.
-    let machines: Vec<ProcessId> = facts.settings.vms.iter().map(|vm| vm.process).collect();
-    let _ = tune_facts::read_possible_state(recorder, &facts, &examine_host(&facts), &machines);
-    let _ = pagefold_tune::vcpus::check_vcpus(recorder);
-    // For `numa`.
-    let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));
-    let _ = (read_boot_id(recorder), read_counters(recorder), recorder.read(NUMA_BALANCING_FILE));
-    for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
-        for address in passed_through_devices(arguments) {
-            let _ = read_device_node(recorder, &address);
+        for process in &facts.processes {
+            if let Ok(handle) = recorder.open(process.process.id.pid) {
+                let _ = observe::rollup(&*handle);
+                let _ = handle.read("statm");
+            }
         }
-    }
-    for subject in &census.subjects {
-        if let Ok(handle) = recorder.open(subject.process.id.pid) {
-            let _ = read_threads(recorder, &*handle, true);
+        let _ = observe::huge_page_bytes(recorder);
+        // For `tune`.
+        let machines: Vec<ProcessId> = facts.settings.vms.iter().map(|vm| vm.process).collect();
+        let _ = tune_facts::read_possible_state(recorder, &facts, &examine_host(&facts), &machines);
+        let _ = pagefold_tune::vcpus::check_vcpus(recorder, |_| true, self.monitors);
+        // For `numa`.
+        let _ = (read_uptime_ticks(recorder), observe::libvirt_domains(recorder), Topology::read(recorder));
+        let _ = (read_boot_id(recorder), read_counters(recorder), recorder.read(NUMA_BALANCING_FILE));
+        for arguments in census.subjects.iter().filter_map(|subject| subject.process.arguments.as_deref().ok()) {
+            for address in passed_through_devices(arguments) {
+                let _ = read_device_node(recorder, &address);
+            }
         }
+        for subject in &census.subjects {
+            if let Ok(handle) = recorder.open(subject.process.id.pid) {
+                let _ = read_threads(recorder, &*handle, true);
+            }
+        }
+        let is_qemu = |vm: &Vm| vm.monitor == Monitor::Qemu;
+        let machines =
+            census.subjects.iter().filter(|subject| subject.process.identity.vm.as_ref().is_some_and(is_qemu));
+        let machines: Vec<ProcessId> = machines.map(|subject| subject.process.id).collect();
+        let _ = ask_monitors(recorder, &machines, self.monitors);
+        // For `vcpu status`, whose counters of two recordings are compared.
+        let pids = census.subjects.iter().map(|subject| subject.process.id.pid).collect();
+        if let Ok((machines, _)) = find_machines(recorder, &ProcessSelection { pids, ..ProcessSelection::default() }) {
+            let _ = (read_cpus(recorder), read_recorded_sample(recorder, &machines));
+        }
+        // For `policy show` and `unmerge --dry-run`.
+        for setting in Setting::ALL {
+            let _ = Knob::from(setting).read(recorder);
+        }
+        let _ = policy::observe_host(recorder);
+        // For the daemon.
+        let _ = observe::pressure(recorder);
+        if let Ok(ksmd) = KsmdThread::find(self.host).and_then(|ksmd| recorder.open(ksmd.pid)) {
+            let _ = ksmd.read("schedstat");
+        }
+        let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
+        let _ = memory_headroom::cgroup_shortages(recorder, &cgroups);
     }
-    let is_qemu = |vm: &Vm| vm.monitor == Monitor::Qemu;
-    let machines = census.subjects.iter().filter(|subject| subject.process.identity.vm.as_ref().is_some_and(is_qemu));
-    let machines: Vec<ProcessId> = machines.map(|subject| subject.process.id).collect();
-    let _ = ask_monitors(recorder, &machines, MonitorAccess::Socket);
-    // For `vcpu status`, whose counters of two recordings are compared.
-    let pids = census.subjects.iter().map(|subject| subject.process.id.pid).collect();
-    if let Ok((machines, _)) = find_machines(recorder, &ProcessSelection { pids, ..ProcessSelection::default() }) {
-        let _ = (read_cpus(recorder), read_recorded_sample(recorder, &machines));
-    }
-    // For `policy show` and `unmerge --dry-run`.
-    for setting in Setting::ALL {
-        let _ = Knob::from(setting).read(recorder);
-    }
-    let _ = policy::observe_host(recorder);
-    // For the daemon.
-    let _ = observe::pressure(recorder);
-    if let Ok(ksmd) = KsmdThread::find(host).and_then(|ksmd| recorder.open(ksmd.pid)) {
-        let _ = ksmd.read("schedstat");
-    }
-    let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
-    let _ = memory_headroom::cgroup_shortages(recorder, &cgroups);
 }
 
 /// The processes of the census, and ksmd, whose CPU time the doctor reads.

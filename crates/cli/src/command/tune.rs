@@ -1,7 +1,7 @@
 //! `pagefold tune`: carry out what the findings of `doctor` ask for, and undo it.
 
 use crate::command::recover::{open_live_host, print_partial_result, with_daemon_hint, with_remedy};
-use crate::command_line::{GlobalOptions, parse_duration};
+use crate::command_line::{GlobalOptions, GuestAgentOptions, MonitorOptions, parse_duration};
 use crate::config::Config;
 use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, bail};
@@ -15,6 +15,7 @@ use pagefold_doctor::guest_facts::gather_guest_facts;
 use pagefold_doctor::monitor_facts::gather_monitor_facts;
 use pagefold_doctor::wire::{DoctorReport, FindingReport, VerdictName};
 use pagefold_host::Host;
+use pagefold_host::guest_agent::AgentAccess;
 use pagefold_output::wire;
 use pagefold_tune::apply::{Applied, ApplyScope, apply};
 use pagefold_tune::decide::export::{self, ExportFormat};
@@ -68,8 +69,9 @@ Examples:
   sudo pagefold tune verify --guest-agent
                                          also ask the guests, for example whether they see all their CPUs
 
-With --guest-agent only commands that read are sent to QEMU's guest agents, and an agent has one second. Agents of \
-libvirt's machines are not asked: libvirt is connected to them.
+With --guest-agent only commands that read are sent to QEMU's guest agents, and an agent has one second. Monitors and \
+agents of libvirt's machines are asked through libvirt, and only with --libvirt-monitor and --libvirt-agent: libvirt \
+marks these machines as tainted until they end.
 
 A machine of KVM fails if its guest has not run all of its virtual CPUs 30 s after its start.
 
@@ -132,6 +134,8 @@ struct SourceOptions {
     /// Only the changes of this rule (see `pagefold doctor --json`); may be given several times
     #[arg(long, value_name = "ID")]
     rule: Vec<String>,
+    #[command(flatten)]
+    monitors: MonitorOptions,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -208,10 +212,10 @@ struct VerifyArguments {
     /// Time between two readings of the counters
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = parse_duration)]
     wait: Duration,
-    /// Also ask the guest agent of each QEMU machine. It serves one client at a time, so another program has to wait
-    /// meanwhile
-    #[arg(long)]
-    guest_agent: bool,
+    #[command(flatten)]
+    monitors: MonitorOptions,
+    #[command(flatten)]
+    agents: GuestAgentOptions,
     /// Only the virtual machine with this process; may be given several times
     #[arg(long, value_name = "N")]
     pid: Vec<u32>,
@@ -260,6 +264,8 @@ struct ImportArguments {
     /// Its format; without it, its first line decides
     #[arg(long, value_enum)]
     format: Option<ImportFormatName>,
+    #[command(flatten)]
+    monitors: MonitorOptions,
     /// Print JSON (see `pagefold schema tune-plan`)
     #[arg(long)]
     json: bool,
@@ -298,7 +304,8 @@ pub fn run(options: &TuneArguments, global: &GlobalOptions) -> anyhow::Result<Co
         }
         TuneCommand::Import(options) => {
             let host = host_selection::open_host(global)?;
-            let prepared = plan_file(&*host, &options.file, options.format.map(Into::into), global)?;
+            let format = options.format.map(Into::into);
+            let prepared = plan_file(&*host, &options.file, format, options.monitors, global)?;
             print_plan(&*host, &prepared, options.json, global)
         }
         TuneCommand::Apply(options) => run_apply(options, global),
@@ -324,7 +331,7 @@ impl PreparedPlan {
 
 /// Plan the changes that findings and a profile ask for.
 fn plan_findings(host: &dyn Host, source: &SourceOptions, global: &GlobalOptions) -> anyhow::Result<PreparedPlan> {
-    let facts = gather_facts(host, global)?;
+    let facts = gather_facts(host, source.monitors, global)?;
     let findings = examine_host(&facts);
     check_rules(&source.rule, &findings)?;
     let profile = source.profile.map(Profile::from);
@@ -351,10 +358,10 @@ fn changes_of(proposals: &[Proposal]) -> Vec<&SettingChange> {
 }
 
 /// What the rules read of the host and its machines.
-fn gather_facts(host: &dyn Host, global: &GlobalOptions) -> anyhow::Result<HostFacts> {
+fn gather_facts(host: &dyn Host, monitors: MonitorOptions, global: &GlobalOptions) -> anyhow::Result<HostFacts> {
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
-    gather_monitor_facts(host, facts.settings.vms.iter_mut());
+    gather_monitor_facts(host, facts.settings.vms.iter_mut(), monitors.access());
     Ok(facts)
 }
 
@@ -372,11 +379,12 @@ fn plan_file(
     host: &dyn Host,
     path: &Path,
     format: Option<ImportFormat>,
+    monitors: MonitorOptions,
     global: &GlobalOptions,
 ) -> anyhow::Result<PreparedPlan> {
     let (imported, format) = read_file(path, format)?;
     let patterns: Vec<&str> = imported.patterns.iter().map(|(pattern, _)| pattern.as_str()).collect();
-    let facts = gather_facts(host, global)?;
+    let facts = gather_facts(host, monitors, global)?;
     let state = facts::read_state(host, &facts, &imported.changes.iter().collect::<Vec<_>>(), &patterns);
     let proposal = imported.proposal(&format!("{format}, {}", path.display()), &state);
     Ok(PreparedPlan {
@@ -418,7 +426,7 @@ fn print_plan(
 fn run_apply(options: &ApplyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
     let mut prepared = match &options.import {
-        Some(path) => plan_file(&*host, path, None, global)?,
+        Some(path) => plan_file(&*host, path, None, options.source.monitors, global)?,
         None => plan_findings(&*host, &options.source, global)?,
     };
     let scope = match (options.only, options.define) {
@@ -467,9 +475,11 @@ fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Resu
     let kept = if global.host == "live" { kept::load(&*host, &global.state)? } else { Vec::new() };
     let counters = kept::observe_effects(&*host, &kept, options.wait);
     let is_selected = |process: ProcessId| options.pid.is_empty() || options.pid.contains(&process.pid.0);
-    let mut machines = vcpus::check_vcpus(&*host);
-    machines.retain(|machine| is_selected(machine.process));
-    let guests = if options.guest_agent { examine_guests(&*host, global, is_selected)? } else { Vec::new() };
+    let machines = vcpus::check_vcpus(&*host, is_selected, options.monitors.access());
+    let guests = match options.agents.access() {
+        Some(agents) => examine_guests(&*host, agents, global, is_selected)?,
+        None => Vec::new(),
+    };
     let report = TuneVerifyReport::new(host.describe(), &kept, &counters, &machines, guests);
     let style = output::stdout_style(global);
     output::print_stdout(&if options.json { wire::to_json(&report) } else { text::render_verified(&report, style) })?;
@@ -483,12 +493,13 @@ fn run_verify(options: &VerifyArguments, global: &GlobalOptions) -> anyhow::Resu
 /// Asks the agents in the guests of the selected machines, and judges their answers.
 fn examine_guests(
     host: &dyn Host,
+    agents: AgentAccess,
     global: &GlobalOptions,
     is_selected: impl Fn(ProcessId) -> bool,
 ) -> anyhow::Result<Vec<FindingReport>> {
     let Config { domains, exclusions, .. } = Config::load(global)?;
     let mut facts = gather_host_facts(host, &[], &TrustPolicy { domains, exclusions });
-    gather_guest_facts(host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm.process)));
+    gather_guest_facts(host, facts.settings.vms.iter_mut().filter(|vm| is_selected(vm.process)), agents);
     Ok(DoctorReport::from_host(host.describe(), &facts).retain_topics(&[Topic::Guest.name()]).findings)
 }
 

@@ -19,6 +19,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
+mod guest_agent;
 mod tuned_definitions;
 
 /// Memory sizes of each domain in MiB; its name comes first. All hold the same 24 MiB, and 4 MiB of their own; the
@@ -294,7 +295,8 @@ fn check_pins(libvirt: &mut LibvirtSession, thread: &PinnedThread, cpus: &Online
     assert!(map.contains(uuid.lines().next().unwrap()), "{map} {uuid}");
 }
 
-/// vCPUs come from libvirt's state, and from QEMU's monitor only on request, because libvirt marks the domain then.
+/// vCPUs come from libvirt's state, and from QEMU's monitor only on request, because libvirt marks the domain then. The same
+/// holds for `doctor` and recordings.
 fn check_monitor(libvirt: &mut LibvirtSession) {
     let name = libvirt.domain_names[1].clone();
     let machine = |libvirt: &mut LibvirtSession, option: &str| {
@@ -307,7 +309,29 @@ fn check_monitor(libvirt: &mut LibvirtSession) {
     let thread = |machine: &Value| machine["vcpus"][0]["thread"].as_u64().unwrap_or_else(|| panic!("{machine}"));
     let by_state = machine(libvirt, "");
     assert_eq!((&by_state["vcpu_source"], &by_state["conflicts"]), (&"libvirt".into(), &Value::Null), "{by_state}");
+    let audit = |libvirt: &mut LibvirtSession, options: &str| {
+        let pagefold = env!("CARGO_BIN_EXE_pagefold");
+        let pid = format!("$(cat /run/libvirt/qemu/{name}.pid)");
+        let arguments = options.replace("PID", &format!("--pid {pid}"));
+        let output = libvirt.run_shell(&format!("{pagefold} {arguments} --topic vm --json || true; echo"));
+        let (json, _) = output.rsplit_once("END 0").unwrap();
+        let report: Value = serde_json::from_str(json).unwrap_or_else(|why| panic!("{why}: {output}"));
+        let is_it = |finding: &&Value| finding["rule"] == "vm-monitor" && finding.to_string().contains(&*name);
+        let finding = report["findings"].as_array().unwrap().iter().find(is_it).cloned();
+        finding.unwrap_or_else(|| panic!("{report}"))
+    };
+    let unasked = audit(libvirt, "doctor PID");
+    assert_eq!(unasked["verdict"], "not_applicable", "{unasked}");
     libvirt.assert_domains_unharmed();
+    let asked = audit(libvirt, "doctor --libvirt-monitor PID");
+    assert_eq!(asked["verdict"], "ok", "{asked}");
+    assert!(asked["value"].as_str().unwrap().starts_with("1 virtual CPU"), "{asked}");
+    libvirt.run_shell(&format!(
+        "rm -rf $directory/recording; {} record --libvirt-monitor --pass-interval 0 --vm {name} $directory/recording",
+        env!("CARGO_BIN_EXE_pagefold")
+    ));
+    let replayed = audit(libvirt, "--host recording:$directory/recording doctor");
+    assert_eq!((&replayed["verdict"], &replayed["value"]), (&asked["verdict"], &asked["value"]), "{replayed}");
     let by_monitor = machine(libvirt, "--libvirt-monitor");
     assert_eq!(
         (&by_monitor["vcpu_source"], &by_monitor["conflicts"]),
@@ -421,19 +445,29 @@ fn check_definitions(libvirt: &mut LibvirtSession) {
         libvirt.run_shell(&end);
         assert_eq!(file(libvirt), before, "killed: {is_killed}");
     }
-    for (point, is_stored) in [("before defining a domain", false), ("after defining a domain", true)] {
-        let recovered = libvirt.run_shell(&format!(
+    let kill = |libvirt: &mut LibvirtSession, point: &str| {
+        libvirt.run_shell(&format!(
             "PAGEFOLD_FAULT_POINT='1 {point}' {lab} place $pid --state $state --definition '{title}' < /dev/null \
-             > $directory/defined 2>&1 || true; grep 'fault point 1: {point}' $directory/defined; \
-             {pagefold} recover --state $state 2>&1 || true"
+             > $directory/defined 2>&1 || true; grep 'fault point 1: {point}' $directory/defined"
         ));
-        assert!(recovered.contains(&format!("fault point 1: {point}")), "{recovered}");
-        // Right after the definition, the journal does not have libvirt's form of it yet.
-        assert_eq!(recovered.contains(&format!("{name}.xml")), is_stored, "{recovered}");
+    };
+    // Right after the definition, the journal does not have libvirt's form of it yet.
+    for (point, is_stored) in [("before defining a domain", false), ("after defining a domain", true)] {
+        kill(libvirt, point);
         assert_eq!(file(libvirt).contains("<title>kept</title>"), is_stored, "{point}");
-        libvirt.run_shell("virsh define $directory/definition.xml");
+        libvirt.run_shell(&format!("{pagefold} recover --state $state"));
         assert_eq!(file(libvirt), before, "{point}");
     }
+    // What another program defines after the kill stays.
+    kill(libvirt, "after defining a domain");
+    libvirt.run_shell(
+        "sed 's|<title>kept<|<title>changed<|' $file > $directory/changed.xml; virsh define $directory/changed.xml",
+    );
+    let recovered = libvirt.run_shell(&format!("{pagefold} recover --state $state 2>&1 || true"));
+    assert!(recovered.contains(&format!("{name}.xml")), "{recovered}");
+    assert!(file(libvirt).contains("<title>changed</title>"), "{recovered}");
+    libvirt.run_shell("virsh define $directory/definition.xml");
+    assert_eq!(file(libvirt), before);
     let refused = libvirt
         .run_shell(&format!("{}; exec 9>&-; wait $defining || true", define("</name>=</name><nosuch/>", "refuses")));
     assert!(refused.contains("libvirt refuses"), "{refused}");
@@ -540,5 +574,6 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     assert_eq!(daemon.0.wait().unwrap().code(), Some(0));
     libvirt.assert_domains_unharmed();
     check_monitor(&mut libvirt);
+    guest_agent::check_guest_agent(&mut libvirt);
     assert_eq!(ksm.changed_settings(), []);
 }

@@ -13,6 +13,7 @@
 
 mod cgroup;
 mod connector;
+mod definition_equality;
 mod guest;
 mod ksm;
 mod labels;
@@ -29,6 +30,7 @@ pub use cgroup::{
     throttled_periods,
 };
 pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request, proc_event};
+pub use definition_equality::is_same_definition;
 pub use guest::{base64, guest_system, guest_vcpus, steal_percent};
 pub use ksm::{ksm, process_ksm};
 pub use labels::{labels, strip_to_labels};

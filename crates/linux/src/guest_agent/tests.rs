@@ -1,11 +1,14 @@
 //! Agents that answer well, late, falsely or not at all. The listener is this process, as QEMU's would be.
 
+use super::socket::DELIMITER;
 use super::*;
 use pagefold_base::Pid;
 use std::collections::BTreeMap;
-use std::os::unix::net::UnixListener;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Mutex;
 use std::thread;
+use std::time::Instant;
 
 /// Short, because some agents here never answer.
 const SHORT_TIMEOUT: Duration = Duration::from_millis(300);
@@ -54,13 +57,15 @@ fn encode(bytes: &[u8]) -> String {
 
 /// An agent with files, and the commands that it got.
 #[derive(Default)]
-struct Agent {
+pub(crate) struct Agent {
     files: BTreeMap<String, Vec<u8>>,
     commands: Mutex<Vec<String>>,
+    /// The path of the open file, and how much of it was read.
+    open_file: Mutex<(String, usize)>,
 }
 
 impl Agent {
-    fn new(files: &[(&str, &str)]) -> Self {
+    pub(crate) fn new(files: &[(&str, &str)]) -> Self {
         let files = files.iter().map(|(path, text)| ((*path).to_owned(), text.as_bytes().to_vec())).collect();
         Self { files, ..Self::default() }
     }
@@ -68,50 +73,53 @@ impl Agent {
     /// Answers until the client leaves. `change` may replace the answer to a command.
     fn serve(&self, mut stream: UnixStream, change: impl Fn(&str, Value) -> Vec<u8>) {
         let (mut received, mut buffer) = (Vec::new(), [0; 4096]);
-        let (mut open_path, mut position) = (String::new(), 0);
         while let Ok(count @ 1..) = stream.read(&mut buffer) {
             received.extend_from_slice(&buffer[..count]);
             while let Some(end) = received.iter().position(|&byte| byte == b'\n') {
                 let line: Vec<u8> = received.drain(..=end).collect();
                 let command: Value = serde_json::from_slice(line.strip_prefix(&[DELIMITER]).unwrap_or(&line)).unwrap();
-                let (name, arguments) = (command["execute"].as_str().unwrap(), &command["arguments"]);
-                self.commands.lock().unwrap().push(name.to_owned());
-                let answer = match name {
-                    "guest-sync-delimited" => {
-                        assert_eq!(line[0], DELIMITER);
-                        json!({"return": arguments["id"]})
-                    }
-                    "guest-get-osinfo" => json!({"return": {"id": "debian", "kernel-release": "6.12.1-amd64"}}),
-                    "guest-get-vcpus" => json!({"return": [{"logical-id": 0, "online": true}]}),
-                    "guest-file-open" => {
-                        assert_eq!(arguments["mode"], "r", "files are opened for reading only");
-                        open_path = arguments["path"].as_str().unwrap().to_owned();
-                        position = 0;
-                        match self.files.contains_key(&open_path) {
-                            true => json!({"return": 1000}),
-                            false => json!({"error": {"class": "GenericError", "desc": format!(
-                                "failed to open file '{open_path}' (mode: 'r'): No such file or directory"
-                            )}}),
-                        }
-                    }
-                    "guest-file-read" => {
-                        assert_eq!(arguments["handle"], 1000);
-                        let rest = &self.files[&open_path][position..];
-                        let part = &rest[..rest.len().min(arguments["count"].as_u64().unwrap() as usize)];
-                        position += part.len();
-                        let eof = part.len() == rest.len();
-                        json!({"return": {"count": part.len(), "buf-b64": encode(part), "eof": eof}})
-                    }
-                    "guest-file-close" => json!({"return": {}}),
-                    other => panic!("{other}"),
-                };
+                let name = command["execute"].as_str().unwrap();
+                assert_eq!(line[0] == DELIMITER, name == "guest-sync-delimited");
                 // The client may have left, with commands that are still to be read.
-                let _ = stream.write_all(&change(name, answer));
+                let _ = stream.write_all(&change(name, self.answer(&command)));
             }
         }
     }
 
-    fn commands(&self, name: &str) -> usize {
+    /// Notes a command, and answers it.
+    pub(crate) fn answer(&self, command: &Value) -> Value {
+        let (name, arguments) = (command["execute"].as_str().unwrap(), &command["arguments"]);
+        self.commands.lock().unwrap().push(name.to_owned());
+        let mut open_file = self.open_file.lock().unwrap();
+        let (open_path, position) = &mut *open_file;
+        match name {
+            "guest-sync-delimited" => json!({"return": arguments["id"]}),
+            "guest-get-osinfo" => json!({"return": {"id": "debian", "kernel-release": "6.12.1-amd64"}}),
+            "guest-get-vcpus" => json!({"return": [{"logical-id": 0, "online": true}]}),
+            "guest-file-open" => {
+                assert_eq!(arguments["mode"], "r", "files are opened for reading only");
+                (*open_path, *position) = (arguments["path"].as_str().unwrap().to_owned(), 0);
+                match self.files.contains_key(open_path) {
+                    true => json!({"return": 1000}),
+                    false => json!({"error": {"class": "GenericError", "desc": format!(
+                        "failed to open file '{open_path}' (mode: 'r'): No such file or directory"
+                    )}}),
+                }
+            }
+            "guest-file-read" => {
+                assert_eq!(arguments["handle"], 1000);
+                let rest = &self.files[open_path][*position..];
+                let part = &rest[..rest.len().min(arguments["count"].as_u64().unwrap() as usize)];
+                *position += part.len();
+                let eof = part.len() == rest.len();
+                json!({"return": {"count": part.len(), "buf-b64": encode(part), "eof": eof}})
+            }
+            "guest-file-close" => json!({"return": {}}),
+            other => panic!("{other}"),
+        }
+    }
+
+    pub(crate) fn commands(&self, name: &str) -> usize {
         self.commands.lock().unwrap().iter().filter(|command| *command == name).count()
     }
 }
@@ -441,9 +449,11 @@ impl ProcessHandle for QemuProcess {
 fn channel_is_found_on_the_command_line() {
     let ask = |device: &str| {
         let port = "-device virtserialport,chardev=a,name=org.qemu.guest_agent.0";
-        super::ask(&QemuProcess(format!("qemu-system-x86_64 -chardev {device} {port}")), &[GuestQuestion::Vcpus])
+        let process = QemuProcess(format!("qemu-system-x86_64 -chardev {device} {port}"));
+        super::ask(&LiveHost::new(), &process, &[GuestQuestion::Vcpus], AgentAccess::Socket)
     };
-    assert!(is_no_answer(&ask("socket,id=a,fd=3,server=on"), "libvirt"));
+    let managed = ask("socket,id=a,fd=3,server=on");
+    assert!(matches!(&managed, Err(Absent::NotAsked(why)) if why.contains("libvirt")), "{managed:?}");
     assert!(is_no_answer(&ask("pty,id=a"), "no Unix socket but: pty"));
     assert_eq!(ask("socket,id=b,path=/x,server=on"), Err(Absent::NotOnThisKernel));
     let directory = tempfile::tempdir().unwrap();

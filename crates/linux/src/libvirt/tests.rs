@@ -5,11 +5,31 @@ use proptest::prelude::*;
 use std::os::unix::net::UnixListener;
 use std::thread;
 
-const UUID: &str = "c7a5fdbd-cdaf-9455-926a-d65c16db1809";
+pub(super) const UUID: &str = "c7a5fdbd-cdaf-9455-926a-d65c16db1809";
+
+/// Short, because some daemons here never answer.
+pub(super) const SHORT_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A call that a daemon got.
+pub(super) struct Call<'a> {
+    pub(super) program: u32,
+    pub(super) procedure: u32,
+    pub(super) serial: u32,
+    pub(super) arguments: &'a [u8],
+}
 
 /// A daemon that answers each message by `answer`, which gets procedure and serial, and returns the bytes to send.
 fn with_daemon<T>(
     answer: impl Fn(u32, u32) -> Option<Vec<u8>> + Send + 'static,
+    ask: impl FnOnce(Result<Connection, LibvirtError>) -> T,
+) -> T {
+    with_answering_daemon(SHORT_TIMEOUT, move |call: &Call<'_>| answer(call.procedure, call.serial), ask)
+}
+
+/// The same with a time limit of the connection, and with all of each call.
+pub(super) fn with_answering_daemon<T>(
+    timeout: Duration,
+    answer: impl Fn(&Call<'_>) -> Option<Vec<u8>> + Send + 'static,
     ask: impl FnOnce(Result<Connection, LibvirtError>) -> T,
 ) -> T {
     let folder = tempfile::tempdir().unwrap();
@@ -28,23 +48,24 @@ fn with_daemon<T>(
             }
             let mut reader = XdrReader(&message);
             let numbers: Vec<u32> = (0..6).map(|_| reader.take_number().unwrap()).collect();
-            let Some(bytes) = answer(numbers[2], numbers[4]) else { continue };
+            let [program, _, procedure, _, serial, _] = numbers[..] else { panic!("{numbers:?}") };
+            let Some(bytes) = answer(&Call { program, procedure, serial, arguments: reader.0 }) else { continue };
             if stream.write_all(&bytes).is_err() {
                 return;
             }
         }
     });
     let user = rustix::process::geteuid().as_raw();
-    let result = ask(Connection::open(path.to_str().unwrap(), user, Duration::from_millis(500)));
+    let result = ask(Connection::open(path.to_str().unwrap(), user, timeout));
     daemon.join().unwrap();
     result
 }
 
-fn reply(procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
+pub(super) fn reply(procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
     reply_of_program(REMOTE_PROGRAM, procedure, serial, status, content)
 }
 
-fn reply_of_program(program: u32, procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
+pub(super) fn reply_of_program(program: u32, procedure: u32, serial: u32, status: u32, content: &[u8]) -> Vec<u8> {
     let mut message = XdrWriter::default();
     let length = (HEADER_BYTES + content.len()) as u32;
     for number in [length, program, PROTOCOL_VERSION, procedure, MESSAGE_REPLY, serial, status] {
@@ -54,7 +75,7 @@ fn reply_of_program(program: u32, procedure: u32, serial: u32, status: u32, cont
     message.0
 }
 
-fn domain(uuid: &str) -> Vec<u8> {
+pub(super) fn domain(uuid: &str) -> Vec<u8> {
     let mut content = XdrWriter::default();
     content.put_bytes(b"db numa,x=1");
     content.0.extend(parse_uuid(uuid).unwrap());
@@ -83,7 +104,7 @@ fn monitor_of_a_domain_is_asked() {
         })
     };
     assert_eq!(ask(r#"{"return":[{"cpu-index":0}],"id":"libvirt-7"}"#), Ok(r#"[{"cpu-index":0}]"#.to_owned()));
-    assert_eq!(ask(r#"{"error":{"desc":"not now"}}"#), Err("libvirt refuses: not now".to_owned()));
+    assert_eq!(ask(r#"{"error":{"desc":"not now"}}"#), Err("QEMU refuses: not now".to_owned()));
     for text in ["", "[[[", "{}", "7"] {
         assert!(ask(text).unwrap_err().contains("malformed"), "{text}");
     }

@@ -68,8 +68,7 @@ pub(crate) fn ask(
         return ask_at(&reachable_path(process, path), process.id(), questions, SESSION_TIMEOUT);
     }
     if access == MonitorAccess::SocketOrLibvirt && channels.contains(&MonitorChannel::Managed) {
-        return libvirt::ask_monitor(host, process.id(), questions, SESSION_TIMEOUT)
-            .map_err(|error| Absent::NoAnswer(error.to_string()));
+        return libvirt::ask_monitor(host, process.id(), questions, SESSION_TIMEOUT);
     }
     if is_in_use {
         return Err(Absent::NotAsked("another client uses the monitor".to_owned()));

@@ -147,7 +147,33 @@ fn placement_is_kept_and_undone() {
     let kept = read_kept_cpus(&host, directory.path()).unwrap();
     assert_eq!(kept.len(), 4);
     let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
-    assert_eq!(sessions.undo_kept().unwrap().1, Vec::new());
+    assert_eq!(sessions.undo_kept(None).unwrap().1, Vec::new());
+    assert_eq!(state(&host), before);
+}
+
+#[test]
+fn placement_of_one_machine_is_undone_and_that_of_another_stays() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = state(&host);
+    place(&host, directory.path(), LIMITS).unwrap();
+    let placed = state(&host);
+    let process = |pid| BTreeSet::from([ProcessId { pid: Pid(pid), start_time: 1 }]);
+    let undo = |only: Option<&BTreeSet<ProcessId>>| {
+        let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
+        let (undone, failed) = sessions.undo_kept(only).unwrap();
+        assert_eq!(failed, Vec::new());
+        undone
+    };
+    let undone = undo(Some(&process(7)));
+    assert!(!undone.is_empty() && undone.iter().all(|action| action.process().unwrap().pid == Pid(7)), "{undone:?}");
+    let now = state(&host);
+    assert_eq!((&now.0[..2], &now.1[0], &now.2[0]), (&before.0[..2], &before.1[0], &before.2[0]));
+    assert_eq!((&now.0[2..], &now.1[1], &now.2[1]), (&placed.0[2..], &placed.1[1], &placed.2[1]));
+    for pid in [7, 27] {
+        assert_eq!(undo(Some(&process(pid))), Vec::new(), "nothing of {pid} is left to undo");
+    }
+    assert_eq!(state(&host), now);
+    assert!(!undo(None).is_empty());
     assert_eq!(state(&host), before);
 }
 
@@ -206,7 +232,7 @@ fn policies_of_others_stay() {
     place_machines(&host, directory.path(), machine);
     host.put_file("proc/17/numa_maps", &policy_line("interleave:0-1"));
     let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
-    let (_, failed) = sessions.undo_kept().unwrap();
+    let (_, failed) = sessions.undo_kept(None).unwrap();
     assert!(matches!(&failed[..], [failed] if !failed.will_retry), "{failed:?}");
     assert_eq!(read_policies(&host, 17), policy_line("interleave:0-1"));
 }
@@ -234,7 +260,7 @@ fn each_refused_step_is_reported_and_the_rest_is_undone() {
         let expected = [(1, 0), (1, 0), (2, 1), (0, 1)][refused % 4];
         assert_eq!((kept_threads, failures), expected, "step {refused}");
         let (mut sessions, _) = PlacementSessions::begin(&fake, directory.path()).unwrap();
-        assert_eq!(sessions.undo_kept().unwrap().1, Vec::new());
+        assert_eq!(sessions.undo_kept(None).unwrap().1, Vec::new());
         assert_eq!(state(&fake), before, "step {refused}");
     }
 }
@@ -270,7 +296,7 @@ fn machine_that_ends_at_any_action_does_not_stop_the_other_one() {
         assert!(other.is_complete() && other.placed_threads.len() == 2 && other.moved_pages == Pages(8), "{outcome:?}");
         assert_eq!(read_policies(&fake, 17), policy_line("prefer:1"), "{last}");
         let (mut sessions, _) = PlacementSessions::begin(&fake, directory.path()).unwrap();
-        assert_eq!(sessions.undo_kept().unwrap().1, Vec::new(), "{last}");
+        assert_eq!(sessions.undo_kept(None).unwrap().1, Vec::new(), "{last}");
         assert_eq!(read_policies(&fake, 17), policy_line("default"), "{last}");
     }
 }
@@ -302,7 +328,7 @@ fn unreadable_host_leaves_nothing_changed() {
         if let Ok(outcome) = &result {
             assert!(!outcome.is_complete(), "{file}: {outcome:?}");
             let (mut sessions, _) = PlacementSessions::begin(&fake, directory.path()).unwrap();
-            sessions.undo_kept().unwrap();
+            sessions.undo_kept(None).unwrap();
         }
         assert_eq!(state(&fake), before, "{file}");
     }
@@ -484,7 +510,7 @@ fn cpus_of_a_thread_whose_owner_has_restricted_it_since_stay() {
     place(&host, directory.path(), LIMITS).unwrap();
     host.put_file("proc/7/task/8/cpus", "2");
     let (mut sessions, _) = PlacementSessions::begin(&host, directory.path()).unwrap();
-    let (_, failed) = sessions.undo_kept().unwrap();
+    let (_, failed) = sessions.undo_kept(None).unwrap();
     assert_eq!(failed.len(), 1, "{failed:?}");
     assert_eq!(state(&host).0, ["0-3", "2", "0-3", "0-3"]);
 }

@@ -148,10 +148,16 @@ pub(super) fn judge(
     };
     result.or_else(|missing| {
         let finding = rule.unknown(&missing, "pagefold doctor --guest-agent");
-        let is_unanswered = matches!(missing.absent, Absent::NoAnswer(_));
-        Ok(if is_unanswered { finding.remedy([REMEDY_WITHOUT_ANSWER]) } else { finding })
+        Ok(match missing.absent {
+            Absent::NoAnswer(_) => finding.remedy([REMEDY_WITHOUT_ANSWER]),
+            Absent::NotAsked(_) => finding.remedy([REMEDY_FOR_LIBVIRT]),
+            _ => finding,
+        })
     })
 }
+
+const REMEDY_FOR_LIBVIRT: &str =
+    "pagefold doctor --libvirt-agent --topic guest # libvirt marks its machines as tainted until they end";
 
 const REMEDY_WITHOUT_ANSWER: &str =
     "# check in the guest that qemu-guest-agent runs and which commands it allows, and that no other program uses it";

@@ -8,6 +8,8 @@ use super::{Error, FailedUndo, Session, is_entry_of_knob};
 use crate::action::Action;
 use crate::resource::ResourceClass;
 use crate::transaction::journal::{self, CounterSample, Journal, JournalEntry, StateDirectory};
+use pagefold_base::ProcessId;
+use std::collections::BTreeSet;
 
 /// The purpose of changes by a policy of KSM. Which policy it is, is the purpose of the whole journal.
 pub const POLICY_PURPOSE: &str = "policy";
@@ -143,6 +145,23 @@ impl Session<'_> {
         let Some(kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
         let remaining = Journal { entries: Vec::new(), ..kept.clone() };
         self.undo_kept_entries(kept.entries, &remaining)
+    }
+
+    /// Undoes all kept changes of these processes, newest first, and keeps those of others. Changes of different processes
+    /// do not depend on each other. Returns the undone actions and the failed ones.
+    ///
+    /// # Errors
+    /// If a journal cannot be used.
+    pub fn undo_kept_changes_of(
+        &mut self,
+        processes: &BTreeSet<ProcessId>,
+    ) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
+        let Some(mut kept) = self.load_kept_changes()? else { return Ok((Vec::new(), Vec::new())) };
+        let is_selected =
+            |entry: &JournalEntry| entry.undo.process().is_some_and(|process| processes.contains(&process));
+        let (to_undo, remaining) = kept.entries.into_iter().partition(is_selected);
+        kept.entries = remaining;
+        self.undo_kept_entries(to_undo, &kept)
     }
 
     /// Undoes the changes that were kept for one purpose, newest first, and keeps all others. Where a setting or the CPUs

@@ -179,6 +179,12 @@ pub(super) fn guests_without_an_answer_are_unknown_with_the_reason() {
         let silent = judge_absence(Absent::NoAnswer("nothing within 1000 ms".to_owned()));
         assert!(silent.verdict == Unknown && silent.value.contains("nothing within 1000 ms"), "{silent:?}");
         assert!(silent.remedy[0].contains("qemu-guest-agent"), "{silent:?}");
+        let of_libvirt = judge_absence(Absent::NotAsked("libvirt has the channel".to_owned()));
+        assert!(
+            of_libvirt.verdict == Unknown && of_libvirt.value.contains("libvirt has the channel"),
+            "{of_libvirt:?}"
+        );
+        assert!(of_libvirt.remedy[0].contains("--libvirt-agent"), "{of_libvirt:?}");
         assert_eq!(judge_absence(Absent::Denied).remedy, ["sudo pagefold doctor --guest-agent"]);
         assert_eq!(judge_absence(Absent::Vanished).verdict, Unknown);
         assert_eq!(judge_absence(Absent::NotOnThisKernel).verdict, NotApplicable, "{rule}");

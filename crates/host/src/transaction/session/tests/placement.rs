@@ -326,6 +326,34 @@ fn refused_definition_is_not_kept() {
     assert_eq!(session.load_kept_changes().unwrap(), None);
 }
 
+/// The process ends after libvirt has stored the definition, and before the journal has libvirt's form of it.
+#[test]
+fn definition_that_a_killed_session_left_is_undone_unless_another_program_changed_it() {
+    let path = crate::action::domain_definition_path("db");
+    for is_changed in [false, true] {
+        let (host, directory) = (crate::fake_host::FakeHost::booted(), tempfile::tempdir().unwrap());
+        host.put_file(&path, "<domain a='1'/>");
+        let definition = Exchange { from: "<domain a='1'/>".to_owned(), to: "<domain a=\"2\"/>".to_owned() };
+        let define = Action::DefineDomain { uuid: "uuid".to_owned(), name: "db".to_owned(), definition };
+        let killed = FaultyHost::new(&host, |read| {
+            let is_stored = read == path && host.read(&path).is_ok_and(|text| text == b"<domain a='2'/>");
+            is_stored.then_some(crate::faulty_host::InjectedFault::Absent(Absent::Vanished))
+        });
+        let begin = || Session::begin(&host, directory.path(), ResourceClass::Configuration).unwrap();
+        let (mut session, ..) = Session::begin(&killed, directory.path(), ResourceClass::Configuration).unwrap();
+        session.apply(&define, ChangeLifetime::Temporary).unwrap_err();
+        let journal_file = directory.path().join(ResourceClass::Configuration.journal_file());
+        let journal = fs::read(&journal_file).unwrap();
+        drop(session);
+        host.put_file(&path, if is_changed { "<domain a='2' b='3'/>" } else { "<domain a='2'/>" });
+        fs::write(&journal_file, journal).unwrap();
+        let (_, undone, failed) = begin();
+        assert_eq!((undone.len(), failed.len()), if is_changed { (0, 1) } else { (1, 0) }, "{failed:?}");
+        let expected = if is_changed { "<domain a='2' b='3'/>" } else { "<domain a='1'/>" };
+        assert_eq!(host.read(&path).unwrap(), expected.as_bytes());
+    }
+}
+
 #[test]
 fn definition_that_libvirt_stored_in_its_own_form_is_undone() {
     let (host, directory) = (crate::fake_host::FakeHost::booted(), tempfile::tempdir().unwrap());
