@@ -78,9 +78,10 @@ pub struct CalibrationScenario {
     pub scans: u32,
 }
 
-/// The scenarios, with `pages` pages in most processes: each separates one cost from the others. A scan is one batch, but
-/// for one scenario. The last one mixes all kinds of pages, and is left out of the fit. Zero pages are scanned twice only: once they are mapped to the zero page,
-/// ksmd passes their page table entries without a visit, which no operation counts.
+/// The scenarios, with `pages` pages in most processes: each separates one cost from the others. A scan is one batch,
+/// but for one scenario. The last one mixes all kinds of pages, and is left out of the fit. Zero pages are scanned
+/// twice only: once they are mapped to the zero page, ksmd passes their page table entries without a visit, which no
+/// operation counts.
 pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
     let process = |contents, pages| StandIn { contents, pages, is_huge: false };
     let (unique, common) = (process(StandInContents::Unique, pages), process(StandInContents::Common, pages));

@@ -1,6 +1,6 @@
-//! Changes the setting of each rule that `tune apply` carries out on a real kernel: an emulated machine with SVM, NUMA nodes,
-//! an NVMe disk, frequencies and idle states. All rules are applied together and undone, then each one is applied, undone
-//! and killed. A rule without a row fails, unless [`NOT_TESTED`] names why.
+//! Changes the setting of each rule that `tune apply` carries out on a real kernel: an emulated machine with SVM, NUMA
+//! nodes, an NVMe disk, frequencies and idle states. All rules are applied together and undone, then each one is
+//! applied, undone and killed. A rule without a row fails, unless [`NOT_TESTED`] names why.
 
 use crate::modules::compile_guest_program;
 use crate::{PAGEFOLD_BINARY, SETTING_POINTS, SHORT_JOURNAL_POINTS};
@@ -56,8 +56,8 @@ const fn row(
     Row { rule, files, written, wrong, tuned, kills: Kills::Few }
 }
 
-/// Live changes take the same steps, so one of them is killed at each point. The reload of a module, and undos, are killed at
-/// each point by [`crate::modules`] and [`crate::tuning`].
+/// Live changes take the same steps, so one of them is killed at each point. The reload of a module, and undos, are
+/// killed at each point by [`crate::modules`] and [`crate::tuning`].
 const ROWS: &[Row] = &[
     row("ksm-nodes", "/sys/kernel/mm/ksm/merge_across_nodes", "1", "1", "0"),
     row("ksm-run", "/sys/kernel/mm/ksm/run", "0", "0", "1"),

@@ -76,7 +76,10 @@ impl ComparedPolicy {
         }
         if name.starts_with(GUIDED) {
             return parse_guided(name).ok_or_else(|| {
-                format!("{name}: give guided or guided:across-domains, or add a bound in tenths of a percent of one CPU: guided:2.5%")
+                format!(
+                    "{name}: give guided or guided:across-domains, or add a bound in tenths of a percent of one CPU: \
+                     guided:2.5%"
+                )
             });
         }
         match Policy::from_name(name) {

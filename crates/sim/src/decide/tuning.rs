@@ -1,8 +1,9 @@
 //! The search for a policy on a scenario: which policies to simulate, and which of them to choose.
 //!
-//! First a grid: batches with the kernel's pause, targets of the scan-time advisor, the other published policies, and on
-//! request bounds of the daemon's CPU time. Then the neighbors of the best policy in `pages_to_scan`, `sleep_millisecs`,
-//! the advisor's target or the daemon's bound, nearer in each round (a compass search: Kolda, Lewis and Torczon, SIAM Review 45, 2003, with a fixed number of rounds).
+//! First a grid: batches with the kernel's pause, targets of the scan-time advisor, the other published policies, and
+//! on request bounds of the daemon's CPU time. Then the neighbors of the best policy in `pages_to_scan`,
+//! `sleep_millisecs`, the advisor's target or the daemon's bound, nearer in each round (a compass search: Kolda, Lewis
+//! and Torczon, SIAM Review 45, 2003, with a fixed number of rounds).
 //!
 //! Limits: the best policy of the grid may lead to a local optimum. `max_page_sharing`, `use_zero_pages` and the other
 //! settings stay those of the scenario.

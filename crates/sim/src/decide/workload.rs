@@ -8,9 +8,9 @@
 //! contents that no page has; so a class with longer runs is written less often, with more pages at once, and each of its
 //! pages as often.
 //!
-//! Huge pages are spread evenly. A machine begins with base pages unless all of it is in huge pages, so that it seldom meets a
-//! rare case of ksmd: if the first page of the unstable tree is one of zeros in a huge page that is split, the page is gone
-//! (Linux 6.12 and later map it to the zero page), and all walks of the scan end there.
+//! Huge pages are spread evenly. A machine begins with base pages unless all of it is in huge pages, so that it seldom
+//! meets a rare case of ksmd: if the first page of the unstable tree is one of zeros in a huge page that is split, the
+//! page is gone (Linux 6.12 and later map it to the zero page), and all walks of the scan end there.
 //!
 //! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
 //! templates in turn, so that each machine has as many as the others, but for one.

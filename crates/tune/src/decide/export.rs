@@ -176,8 +176,8 @@ fn render_modprobe(settings: &Settings) -> String {
     text
 }
 
-/// Whether modprobe hands a value to the kernel as it is: words end at white space, and quotes and backslashes have a meaning
-/// (modprobe.d(5); kernel/params.c, `next_arg`).
+/// Whether modprobe hands a value to the kernel as it is: words end at white space, and quotes and backslashes have a
+/// meaning (modprobe.d(5); kernel/params.c, `next_arg`).
 fn is_plain_for_modprobe(value: &str) -> bool {
     !value.is_empty() && !value.contains(|c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '\\'))
 }
@@ -187,9 +187,9 @@ fn yaml_string(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// Whether Ansible and what it starts take the value of a setting as it is. Ansible evaluates expressions of Jinja; its module
-/// `ansible.posix.sysctl` takes words for truth values as 1 and 0 (`ansible/module_utils/parsing/convert_bool.py`); in
-/// tmpfiles.d(5) a dash stands for no argument.
+/// Whether Ansible and what it starts take the value of a setting as it is. Ansible evaluates expressions of Jinja; its
+/// module `ansible.posix.sysctl` takes words for truth values as 1 and 0
+/// (`ansible/module_utils/parsing/convert_bool.py`); in tmpfiles.d(5) a dash stands for no argument.
 pub(super) fn is_plain_for_ansible(path: &str, value: &str) -> bool {
     const TRUTH_VALUES: [&str; 10] = ["y", "yes", "on", "true", "t", "n", "no", "off", "false", "f"];
     let is_expression = ["{{", "{%", "{#"].iter().any(|start| value.contains(start));

@@ -30,8 +30,8 @@ Examples:
 
 The memory of the processes is scanned as by `pagefold census`, without a change. A recording of `pagefold record` has \
 fingerprints of its pages and is read instead. A report or a Parquet file of `pagefold census` has no fingerprints, so \
-it is not enough. The scenario has exactly the mergeable pages of the memory that counts; docs/simulator.md says how the rest is \
-estimated. What is not known is printed on standard error and stands at the head of the file.
+it is not enough. The scenario has exactly the mergeable pages of the memory that counts; docs/simulator.md says how \
+the rest is estimated. What is not known is printed on standard error and stands at the head of the file.
 
 Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
 
