@@ -33,7 +33,10 @@ const LIBVIRT_FOLDERS: [&str; 2] = ["files/run/libvirt/qemu", "files/etc/libvirt
 const FIRST_PID: u32 = 100_000;
 
 /// Memory of a process on this host, in MiB, in base pages; the machine has 24 GiB.
-const LIVE_MIB: [usize; 2] = [16, 48];
+const LIVE_MIB: [usize; 2] = [16, 96];
+
+/// Threads of virtual CPUs in each.
+const LIVE_VCPUS: u32 = 8;
 
 const MAX_SECONDS: f64 = 2.0;
 const MAX_MIB: f64 = 100.0;
@@ -112,9 +115,15 @@ fn start_live_machines(folder: &Path, machines: u32, mebibytes: usize) -> Result
         std::os::unix::fs::symlink(std::env::current_exe()?, &program)?;
     }
     let target = |number: u32| {
-        let layout =
-            TargetLayout { bytes: mebibytes << 20, copies: true, seed: u64::from(number), ..TargetLayout::default() };
-        let options = format!("-name guest=live-{number} -accel kvm -cpu host -smp 2 -m {mebibytes}");
+        let layout = TargetLayout {
+            bytes: mebibytes << 20,
+            copies: true,
+            seed: u64::from(number),
+            vcpus: LIVE_VCPUS,
+            ..TargetLayout::default()
+        };
+        let options =
+            format!("-name guest=live-{number},debug-threads=on -accel kvm -cpu host -smp {LIVE_VCPUS} -m {mebibytes}");
         (layout, options.split(' ').map(str::to_owned).collect())
     };
     TargetProcesses::start_as(&program, (0..machines).map(target))

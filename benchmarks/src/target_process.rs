@@ -28,6 +28,8 @@ pub struct TargetLayout {
     pub copies: bool,
     /// The seed of the unique content: different for each process.
     pub seed: u64,
+    /// Idle threads with the names of QEMU's virtual CPUs.
+    pub vcpus: u32,
     /// The activity after the memory is filled.
     pub then: TargetActivity,
 }
@@ -121,6 +123,14 @@ pub fn run_target(layout: TargetLayout) -> Result<()> {
         for start in (page..memory.len()).step_by(2 * page) {
             memory.protect(start..start + page, Access::Read).context("cannot split regions")?;
         }
+    }
+    for vcpu in 0..layout.vcpus {
+        let thread = std::thread::Builder::new().name(format!("CPU {vcpu}/KVM"));
+        thread.spawn(|| {
+            loop {
+                std::thread::park();
+            }
+        })?;
     }
     println!("{}", memory.address());
     let until_released = || io::stdin().read_to_end(&mut Vec::new());
