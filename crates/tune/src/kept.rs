@@ -51,6 +51,8 @@ pub struct KeptChange {
     pub current: Result<String, String>,
     /// Whether it is in force.
     pub state: KeptState,
+    /// Whether it is the definition of a domain; its values have no secrets then.
+    pub is_definition: bool,
     /// The paths of the settings that it changed, also of parameters of a module.
     pub changed_settings: Vec<String>,
     /// Their counters before the change.
@@ -82,7 +84,8 @@ pub fn load(host: &dyn Host, state_directory: &Path) -> Result<Vec<KeptChange>, 
         let entries = load_entries(host, &directory, class)?;
         kept.extend(entries.iter().filter_map(|entry| read_change(host, entry)));
     }
-    Ok(join_successive(kept))
+    let joined = join_successive(kept).into_iter();
+    Ok(joined.map(|change| if change.is_definition { without_secrets_of(change) } else { change }).collect())
 }
 
 /// Joins changes of one file, module or definition that follow each other: a later one starts from what the earlier one
@@ -124,6 +127,16 @@ fn load_entries(host: &dyn Host, directory: &StateDirectory, class: ResourceClas
     Ok(entries.filter(|entry| entry.purpose.as_deref() == Some(TUNE_PURPOSE)).collect())
 }
 
+/// A change of a definition as it is shown.
+fn without_secrets_of(change: KeptChange) -> KeptChange {
+    KeptChange {
+        before: without_secrets(&change.before),
+        written: without_secrets(&change.written),
+        current: change.current.as_deref().map(without_secrets).map_err(Clone::clone),
+        ..change
+    }
+}
+
 /// The definition of a domain as it is shown.
 fn without_secrets(definition: &str) -> String {
     let stripped = parse::strip_libvirt_secrets(definition.as_bytes());
@@ -156,21 +169,20 @@ fn read_change(host: &dyn Host, entry: &JournalEntry) -> Option<KeptChange> {
         }
         _ => return None,
     };
-    let is_definition = matches!(entry.undo, Action::DefineDomain { .. });
     let state = match &current {
         Ok(current) if *current == written => KeptState::InForce,
         Ok(current) if *current == before => KeptState::ChangedBack,
         Ok(_) => KeptState::ChangedByOthers,
         Err(_) => KeptState::Unknown,
     };
-    let shown = |text: String| if is_definition { without_secrets(&text) } else { text };
     Some(KeptChange {
         name,
         setting,
-        before: shown(before),
-        written: shown(written),
-        current: current.map(shown).map_err(|why| why.to_string()),
+        before,
+        written,
+        current: current.map_err(|why| why.to_string()),
         state,
+        is_definition: matches!(entry.undo, Action::DefineDomain { .. }),
         changed_settings: changed_settings(&entry.undo),
         counters: entry.counters.clone(),
     })

@@ -606,6 +606,7 @@ mod tests {
             written: "10".to_owned(),
             current: Err("permission denied".to_owned()),
             state,
+            is_definition: false,
             changed_settings: Vec::new(),
             counters: Vec::new(),
         };

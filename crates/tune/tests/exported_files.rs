@@ -1,5 +1,5 @@
 //! The programs for which settings are exported read the files: sysctl, modprobe, tuned and Ansible, which runs sysctl and
-//! systemd-tmpfiles. They run in a mount namespace in which /proc/sys, /proc/irq, /sys and configuration are scratch files,
+//! systemd-tmpfiles. They run in a mount namespace in which /proc/sys, /proc/irq, /sys, /etc and /usr/lib are scratch files,
 //! and the values that they write there are compared. Each needs root and its program.
 
 #![forbid(unsafe_code)]
@@ -67,6 +67,11 @@ fn missing_need(programs: &[&str]) -> Option<String> {
     if fs::metadata("/proc/self").is_ok_and(|process| process.uid() != 0) {
         return Some("it needs root for a mount namespace".to_owned());
     }
+    let may_mount =
+        Command::new("unshare").args(["--mount", "true"]).output().is_ok_and(|output| output.status.success());
+    if !may_mount {
+        return Some("unshare --mount is not permitted".to_owned());
+    }
     let exists = |program: &&&str| {
         ["usr/sbin", "usr/bin", "sbin", "bin"].iter().any(|folder| Path::new("/").join(folder).join(program).exists())
     };
@@ -80,15 +85,21 @@ set -e
 mount -t tmpfs none /proc/sys
 mount -t tmpfs none /proc/irq
 mount -t tmpfs none /sys
-for directory in sysctl.d tmpfiles.d modprobe.d tuned; do
-    mkdir -p "/etc/$directory" 2> /dev/null || continue
-    mount -t tmpfs none "/etc/$directory"
-done
 mount -t tmpfs none /boot
 mount -t tmpfs none /run
 mount -t tmpfs none /var/log
-mkdir -p "/lib/modules/$(uname -r)"
-mount -t tmpfs none "/lib/modules/$(uname -r)"
+# What is written to these directories stays in memory.
+for directory in etc usr/lib; do
+    layers="/run/layers/$directory"
+    mkdir -p "$layers/upper" "$layers/work"
+    mount -t overlay -o "lowerdir=/$directory,upperdir=$layers/upper,workdir=$layers/work" none "/$directory"
+done
+for directory in sysctl.d tmpfiles.d modprobe.d tuned; do
+    mkdir -p "/etc/$directory"
+    mount -t tmpfs none "/etc/$directory"
+done
+mkdir -p "/usr/lib/modules/$(uname -r)"
+mount -t tmpfs none "/usr/lib/modules/$(uname -r)"
 while read -r path; do
     mkdir -p "/${path%/*}"
     # tuned reads the previous value.
@@ -121,7 +132,10 @@ impl Scene {
         let mut shell = Command::new("unshare");
         shell.args(["--mount", "--propagation", "private", "sh", "-c", SCENE]).current_dir(folder.path());
         shell.env("out", &out).env("commands", commands).env("HOME", folder.path()).env("LC_ALL", "C.UTF-8");
-        shell.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("ANSIBLE_COLLECTIONS_PATHS", collections());
+        shell.env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("ANSIBLE_COLLECTIONS_PATH", collections());
+        // The host's configuration would apply instead.
+        fs::write(folder.path().join("ansible.cfg"), "").unwrap();
+        shell.env("ANSIBLE_CONFIG", folder.path().join("ansible.cfg"));
         let output: Output = shell.output().unwrap();
         assert!(output.status.success(), "{output:?}");
         Self { folder }
@@ -144,7 +158,8 @@ impl Scene {
 /// Whether a comment of an export names a setting with its value.
 fn is_named(export: &str, path: &str, value: &str) -> bool {
     let name = path.rsplit('/').next().unwrap();
-    export.lines().any(|line| line.starts_with('#') && line.contains(name) && line.ends_with(value))
+    let ends = ["=", " = "].map(|sign| format!("{name}{sign}{value}"));
+    export.lines().any(|line| line.starts_with('#') && ends.iter().any(|end| line.ends_with(end)))
 }
 
 /// Asserts that the program wrote each setting, and for odd values that it wrote it, or that a comment names it.
@@ -209,7 +224,7 @@ fn modprobe_reads_the_exported_options() {
         let is_set = options.contains(&format!("odd{number}={value}").as_str());
         // The kernel removes quotes (kernel/params.c, `next_arg`).
         let is_plain = !value.contains(['"', ' ']);
-        assert!(is_set && is_plain || is_named(&export, &format!("odd{number}="), value), "{value}: {options:?}");
+        assert!(is_set && is_plain || is_named(&export, &format!("odd{number}"), value), "{value}: {options:?}");
     }
 }
 

@@ -13,9 +13,23 @@ use std::collections::BTreeMap;
 /// The most XML nodes that are compared.
 const MAX_XML_NODES: u32 = 200_000;
 
-/// Attributes that libvirt adds: element, attribute and default.
-const ADDED_DEFAULTS: [(&str, &str, &str); 3] =
-    [("cpu", "check", "none"), ("cpu", "migratable", "on"), ("hyperv", "mode", "custom")];
+/// The deepest nesting of elements that is compared: libxml2, which libvirt uses, refuses more (`xmlParserMaxDepth`).
+const MAX_DEPTH: u32 = 256;
+
+/// Whether libvirt adds an attribute with this value where there is none.
+fn is_added_default(element: Node<'_, '_>, attribute: &str, value: &str) -> bool {
+    match (element.tag_name().name(), attribute, value) {
+        // The defaults depend on the mode (src/qemu/qemu_domain.c, `qemuDomainDefCPUPostParse`).
+        ("cpu", "check", "none") => match element.attribute("mode") {
+            Some("host-passthrough" | "maximum") => true,
+            Some("custom") => element.document().root_element().attribute("type") == Some("qemu"),
+            _ => false,
+        },
+        ("cpu", "migratable", "on") => element.attribute("mode") == Some("host-passthrough"),
+        ("hyperv", "mode", "custom") => true,
+        _ => false,
+    }
+}
 
 /// Whether two texts are the same definition. Texts that are no XML are not.
 pub fn is_same_definition(one: &str, other: &str) -> bool {
@@ -24,18 +38,19 @@ pub fn is_same_definition(one: &str, other: &str) -> bool {
         Document::parse_with_options(text, options)
     };
     match (parse(one), parse(other)) {
-        (Ok(one), Ok(other)) => is_same_element(one.root_element(), other.root_element()),
+        (Ok(one), Ok(other)) => is_same_element(one.root_element(), other.root_element(), 0),
         _ => false,
     }
 }
 
-fn is_same_element(one: Node<'_, '_>, other: Node<'_, '_>) -> bool {
+fn is_same_element(one: Node<'_, '_>, other: Node<'_, '_>, depth: u32) -> bool {
     let (ones, others) = (children(one), children(other));
-    one.tag_name() == other.tag_name()
+    depth < MAX_DEPTH
+        && one.tag_name() == other.tag_name()
         && attributes(one) == attributes(other)
         && text(one) == text(other)
         && ones.len() == others.len()
-        && ones.into_iter().zip(others).all(|(one, other)| is_same_element(one, other))
+        && ones.into_iter().zip(others).all(|(one, other)| is_same_element(one, other, depth + 1))
 }
 
 /// The elements within an element, ordered by name; those of one name keep their order.
@@ -47,8 +62,9 @@ fn children<'a, 'input>(element: Node<'a, 'input>) -> Vec<Node<'a, 'input>> {
 
 /// The values of attributes by namespace and name, without defaults that libvirt adds.
 fn attributes<'a>(element: Node<'a, '_>) -> BTreeMap<(Option<&'a str>, &'a str), &'a str> {
-    let is_default = |name: &str, value: &str| ADDED_DEFAULTS.contains(&(element.tag_name().name(), name, value));
-    let attributes = element.attributes().filter(|attribute| !is_default(attribute.name(), attribute.value()));
+    let is_added =
+        |attribute: &roxmltree::Attribute<'_, '_>| is_added_default(element, attribute.name(), attribute.value());
+    let attributes = element.attributes().filter(|attribute| !is_added(attribute));
     attributes.map(|attribute| ((attribute.namespace(), attribute.name()), attribute.value())).collect()
 }
 
@@ -128,6 +144,13 @@ mod tests {
             assert_ne!(changed, STORED, "{before}");
             assert!(!is_same_definition(SENT, &changed), "{before} became {after}");
         }
+        let [by_model, checked] = ["mode='custom'", "mode='custom' check='none'"]
+            .map(|attributes| SENT.replace("mode='host-passthrough' check='none'", attributes));
+        assert!(!is_same_definition(&by_model, &checked), "its default is another");
+        let [by_model, checked] = [by_model, checked].map(|text| text.replace("type='kvm'", "type='qemu'"));
+        assert!(is_same_definition(&by_model, &checked), "an emulated CPU is not checked");
+        let deep = |depth: usize| "<a>".repeat(depth) + &"</a>".repeat(depth);
+        assert!(is_same_definition(&deep(256), &deep(256)) && !is_same_definition(&deep(257), &deep(257)));
         assert!(!is_same_definition("", "") && !is_same_definition("db", "db"), "no XML");
     }
 

@@ -38,6 +38,7 @@ const NOTE: &str = "Written by `pagefold tune export`.";
 
 /// The settings in a format. What the format cannot express is named in comments.
 pub fn render(settings: &Settings, format: ExportFormat) -> String {
+    let settings = &without_odd_lines(settings);
     let mut text = match format {
         ExportFormat::Tuned => render_tuned(settings),
         ExportFormat::Sysctl => render_sysctl(settings),
@@ -49,6 +50,40 @@ pub fn render(settings: &Settings, format: ExportFormat) -> String {
         let _ = writeln!(text, "# {}", comment.replace(char::is_control, " "));
     }
     text
+}
+
+/// The settings without those that would not stay one line, or one word of modprobe.d, in any format. These are omitted.
+fn without_odd_lines(settings: &Settings) -> Settings {
+    let mut plain = settings.clone();
+    let has_odd_signs = |text: &str| text.contains(|c: char| c.is_control() && c != '\t');
+    let mut omit = |change: String, why: &str| plain.omitted.push((change, why.to_owned()));
+    plain.writes.retain(|path, value| {
+        let is_odd = has_odd_signs(path) || has_odd_signs(value);
+        if is_odd {
+            omit(format!("set /{path} to {value}"), "it has control characters");
+        }
+        !is_odd
+    });
+    for (module, options) in &mut plain.modules {
+        options.retain(|name, value| {
+            let is_plain = is_plain_for_modprobe(name) && is_plain_for_modprobe(value);
+            if !is_plain {
+                omit(format!("set {name} of the module {module} to {value}"), "modprobe would read it otherwise");
+            }
+            is_plain
+        });
+    }
+    plain.modules.retain(|_, options| !options.is_empty());
+    for words in [&mut plain.boot.0, &mut plain.boot.1] {
+        words.retain(|word| {
+            let is_odd = has_odd_signs(word);
+            if is_odd {
+                omit(format!("set the boot parameter {word}"), "it has control characters");
+            }
+            !is_odd
+        });
+    }
+    plain
 }
 
 /// The name of a sysctl: `vm.swappiness`. A dot in a name becomes a slash (sysctl.d(5)).
