@@ -6,10 +6,11 @@
 //! Limits: the answers are the guest's word, and not from one instant.
 
 use crate::decide::audit::facts::{GuestFacts, VmFacts};
-use pagefold_base::Reading;
+use pagefold_base::identity::guest_agent::{AgentChannel, agent_channel};
+use pagefold_base::{ProcessId, Reading};
 use pagefold_host::guest_agent::{AgentAccess, GuestQuestion};
+use pagefold_host::machine_questions::ask_machines;
 use pagefold_host::{Host, hold, parse};
-use std::thread;
 
 const STAT: &str = "/proc/stat";
 
@@ -23,36 +24,26 @@ const FILES: &[(&str, usize)] = &[
     ("/proc/cpuinfo", 16 << 10),
 ];
 
-/// The maximum number of guests that are asked at once. Each may take until its time limit without using a CPU.
-const MAX_CONCURRENT_GUESTS: usize = 256;
-
-/// The same if libvirt is asked, too. Each agent that hangs takes one of libvirt's threads for some seconds, of which there
-/// are 20 by default (`max_workers` of libvirtd.conf).
-const MAX_CONCURRENT_GUESTS_OF_LIBVIRT: usize = 4;
-
 /// Asks the agent of each of these machines that is QEMU's, and adds the answers to its facts.
 pub fn gather_guest_facts<'a>(host: &dyn Host, vms: impl Iterator<Item = &'a mut VmFacts>, access: AgentAccess) {
     let mut vms: Vec<&mut VmFacts> = vms.filter(|vm| vm.definition.is_some()).collect();
-    let max_concurrent = match access {
-        AgentAccess::Socket => MAX_CONCURRENT_GUESTS,
-        AgentAccess::SocketOrLibvirt => MAX_CONCURRENT_GUESTS_OF_LIBVIRT,
-    };
-    for concurrent in vms.chunks_mut(max_concurrent) {
-        thread::scope(|scope| {
-            for vm in concurrent {
-                scope.spawn(|| vm.guest = Some(ask_guest(host, vm, access)));
-            }
-        });
+    let processes: Vec<ProcessId> = vms.iter().map(|vm| vm.process).collect();
+    let is_managed = |arguments: &[String]| agent_channel(arguments) == Some(AgentChannel::Managed);
+    let is_libvirt_permitted = access == AgentAccess::SocketOrLibvirt;
+    let answers =
+        ask_machines(host, &processes, is_libvirt_permitted, is_managed, |process| ask_guest(host, process, access));
+    for (vm, answer) in vms.iter_mut().zip(answers) {
+        vm.guest = Some(answer);
     }
 }
 
-fn ask_guest(host: &dyn Host, vm: &VmFacts, access: AgentAccess) -> Reading<GuestFacts> {
+fn ask_guest(host: &dyn Host, process: ProcessId, access: AgentAccess) -> Reading<GuestFacts> {
     let files = FILES.iter().map(|&(path, max_bytes)| GuestQuestion::File { path, max_bytes });
     let first = [GuestQuestion::OperatingSystem, GuestQuestion::Vcpus];
     // The configuration is the longest file, so it comes last.
     let questions: Vec<GuestQuestion> =
         first.into_iter().chain(files).chain([GuestQuestion::TimerConfiguration]).collect();
-    let answers = hold(host, vm.process)?.ask_guest_agent(&questions, access)?;
+    let answers = hold(host, process)?.ask_guest_agent(&questions, access)?;
     let mut facts = GuestFacts::default();
     for (question, answer) in questions.into_iter().zip(answers) {
         match question {

@@ -271,12 +271,17 @@ fn machines_without_an_agent_and_ended_machines_are_not_judged() {
     assert_eq!(facts.settings.vms[0].guest, Some(Err(Absent::Vanished)));
 }
 
+/// The command line of a machine whose agent libvirt has.
+const MANAGED_CHANNEL: &str = "qemu-system-x86_64\0-chardev\0socket,id=a,fd=3,server=on\0\
+    -device\0virtserialport,chardev=a,name=org.qemu.guest_agent.0\0";
+
 #[test]
 fn each_of_many_guests_is_asked() {
     let host = host_with_agent();
     for access in [AgentAccess::Socket, AgentAccess::SocketOrLibvirt] {
         let mut vms = vec![gather(&host).settings.vms[0].clone(); 100];
         vms[99].definition = None;
+        host.host.put_file("proc/7/cmdline", MANAGED_CHANNEL);
         *host.opened.lock().unwrap() = (0, 0);
         gather_guest_facts(&host, vms.iter_mut(), access);
         assert!(vms[..99].iter().all(|vm| matches!(vm.guest, Some(Ok(_)))));

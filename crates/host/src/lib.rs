@@ -20,6 +20,7 @@ pub mod guest_agent;
 pub mod kernel_module;
 pub mod knob;
 pub mod ksmd_thread;
+pub mod machine_questions;
 pub mod memory_headroom;
 pub mod observe;
 pub mod page_state;

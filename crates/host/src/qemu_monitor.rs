@@ -2,13 +2,10 @@
 //!
 //! Each monitor is asked within a second, and several at once.
 
+use crate::machine_questions::ask_machines;
 use crate::{Host, ProcessHandle, hold, parse};
-use pagefold_base::identity::qemu_monitor::MonitorAnswers;
+use pagefold_base::identity::qemu_monitor::{MonitorAnswers, MonitorChannel, monitor_channels};
 use pagefold_base::{Absent, ProcessId, Reading};
-use std::thread;
-
-/// The maximum number of monitors that are asked at once. Each may take until its time limit without using a CPU.
-const MAX_CONCURRENT_MONITORS: usize = 256;
 
 /// Where recordings keep the answers, below the directory of the process.
 pub const RECORD_FOLDER: &str = "qemu_monitor";
@@ -68,18 +65,11 @@ pub fn ask_monitor(process: &dyn ProcessHandle, access: MonitorAccess) -> Readin
     })
 }
 
-/// Asks the monitors of these processes of QEMU, in their order.
-///
-/// # Panics
-/// If the host panics.
+/// Asks the monitors of these processes of QEMU, in their order, as [`ask_machines`].
 pub fn ask_monitors(host: &dyn Host, processes: &[ProcessId], access: MonitorAccess) -> Vec<Reading<MonitorAnswers>> {
-    let ask = |process: ProcessId| ask_monitor(&*hold(host, process)?, access);
-    let mut answers = Vec::new();
-    for concurrent in processes.chunks(MAX_CONCURRENT_MONITORS) {
-        thread::scope(|scope| {
-            let asked: Vec<_> = concurrent.iter().map(|&process| scope.spawn(move || ask(process))).collect();
-            answers.extend(asked.into_iter().map(|thread| thread.join().expect("asking does not panic")));
-        });
-    }
-    answers
+    let is_managed = |arguments: &[String]| monitor_channels(arguments).contains(&MonitorChannel::Managed);
+    let is_libvirt_permitted = access == MonitorAccess::SocketOrLibvirt;
+    ask_machines(host, processes, is_libvirt_permitted, is_managed, |process| {
+        ask_monitor(&*hold(host, process)?, access)
+    })
 }

@@ -13,14 +13,16 @@ use crate::{LiveHost, libvirt};
 use pagefold_base::identity::guest_agent::{AgentChannel, agent_channel};
 use pagefold_base::{Absent, ProcessId, Reading};
 use pagefold_host::guest_agent::{AgentAccess, GuestQuestion};
+use pagefold_host::machine_questions::SESSION_TIMEOUT;
 use pagefold_host::{ProcessHandle, parse};
 use serde_json::{Value, json};
 use socket::AgentSocket;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long a session with one guest may take, from the connection to the last answer.
-pub(crate) const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time that must be left of a session to open a file. A file that the agent opens after the end of the session stays
+/// open in the guest, because its handle is not known.
+const MIN_TIME_TO_OPEN: Duration = Duration::from_millis(300);
 
 /// Bytes of a file in one answer; in base64 a third more.
 const READ_BYTES: usize = 48 << 10;
@@ -37,14 +39,17 @@ pub(crate) trait AgentChannelSession {
     /// Sends a command and waits for its result.
     fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, CommandError>;
 
-    /// Sends a command after the session has failed. Its answer is not awaited.
+    /// The time until the session ends in any case.
+    fn remaining_time(&self) -> Duration;
+
+    /// Sends a command after the session has failed, if it is of use. Its answer is not awaited.
     fn send_without_answer(&mut self, command: &str, arguments: &Value);
 }
 
 /// Why a command has no result.
 #[derive(Debug)]
 pub(crate) enum CommandError {
-    /// The agent refuses it, for this reason. Others may follow.
+    /// The agent refuses it, for this reason. The session can go on.
     Refused(String),
     /// The session has failed: answers that follow could not be told apart, or would come too late.
     SessionFailed(Absent),
@@ -156,6 +161,12 @@ impl<C: AgentChannelSession> AgentSession<C> {
 
     /// The bytes of a file, to its end or until `is_enough`. It is closed afterwards, also after an error.
     fn read_file(&mut self, path: &str, is_enough: impl Fn(&[u8]) -> bool) -> Reading<Vec<u8>> {
+        if self.failure.is_none() && self.channel.remaining_time() < MIN_TIME_TO_OPEN {
+            return Err(Absent::NoAnswer(format!(
+                "the time of the session does not suffice to read {path}: less than {} ms are left",
+                MIN_TIME_TO_OPEN.as_millis()
+            )));
+        }
         let handle = self.execute("guest-file-open", &json!({"path": path, "mode": "r"}))?;
         let handle = handle.as_i64().ok_or_else(|| malformed("guest-file-open", &handle))?;
         self.open_file = Some(handle);

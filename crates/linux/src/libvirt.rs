@@ -40,6 +40,9 @@ const CONFIRMATION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The largest answer that is read. The list of 4096 vCPUs has about 1 MiB; other answers are smaller than a KiB.
 const MAX_ANSWER_BYTES: usize = 2 << 20;
 
+/// The longest text of an error that is reported about a domain that was asked.
+const MAX_EXCERPT_CHARS: usize = 200;
+
 /// Messages that are skipped while an answer is awaited, such as events.
 const MAX_SKIPPED_MESSAGES: usize = 64;
 
@@ -110,6 +113,13 @@ pub enum LibvirtError {
     RefusedByMonitor(String),
 }
 
+impl LibvirtError {
+    /// Its text, which is cut, because parts of it may come from QEMU or a guest.
+    fn excerpt(&self) -> String {
+        self.to_string().chars().take(MAX_EXCERPT_CHARS).collect()
+    }
+}
+
 impl From<LibvirtError> for ActionError {
     fn from(error: LibvirtError) -> Self {
         let message = error.to_string();
@@ -158,9 +168,9 @@ pub(crate) fn ask_monitor(
     timeout: Duration,
 ) -> Reading<Vec<Reading<Vec<u8>>>> {
     let (mut connection, domain) = open_domain(host, process, timeout)?;
-    let answers = questions.iter().map(|question| {
-        connection.ask_monitor(&domain, *question).map_err(|error| Absent::NoAnswer(error.to_string()))
-    });
+    let answers = questions
+        .iter()
+        .map(|question| connection.ask_monitor(&domain, *question).map_err(|error| Absent::NoAnswer(error.excerpt())));
     let answers = answers.collect();
     connection.close();
     Ok(answers)
@@ -184,7 +194,7 @@ fn open_domain(host: &LiveHost, process: ProcessId, timeout: Duration) -> Readin
     };
     open().map_err(|error: LibvirtError| match error {
         LibvirtError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Absent::Denied,
-        error => Absent::NotAsked(error.to_string()),
+        error => Absent::NotAsked(error.excerpt()),
     })
 }
 
@@ -208,8 +218,7 @@ pub fn define(
         Err(Absent::NotOnThisKernel) => return Err(ActionError::Vanished),
         current => current?,
     };
-    let current = String::from_utf8_lossy(&current).into_owned();
-    if !definition.must_define(current.clone(), name)? {
+    if !definition.must_define(String::from_utf8_lossy(&current).into_owned(), name)? {
         return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
     }
     let unsent = |error: LibvirtError| ActionError::Failed(error.to_string());
@@ -223,17 +232,19 @@ pub fn define(
     match defined {
         Ok(()) => connection.close(),
         Err(error @ LibvirtError::Refused { .. }) => return Err(unsent(error)),
-        Err(error) if !is_replaced(host, &path, &current) => return Err(ActionError::Busy(error.to_string())),
+        Err(error) if !is_replaced(host, &path, &current, CONFIRMATION_TIMEOUT) => {
+            return Err(ActionError::Busy(error.to_string()));
+        }
         Err(_) => {}
     }
     Ok(ActionOutcome::default())
 }
 
-/// Whether libvirt replaces a definition within [`CONFIRMATION_TIMEOUT`].
-fn is_replaced(host: &LiveHost, path: &str, former: &str) -> bool {
-    let deadline = Instant::now() + CONFIRMATION_TIMEOUT;
+/// Whether libvirt replaces a definition in time.
+fn is_replaced(host: &LiveHost, path: &str, former: &[u8], timeout: Duration) -> bool {
+    let deadline = Instant::now() + timeout;
     loop {
-        if host.read(path).is_ok_and(|text| text != former.as_bytes()) {
+        if host.read(path).is_ok_and(|bytes| bytes != former) {
             return true;
         }
         if Instant::now() >= deadline {

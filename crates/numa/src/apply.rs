@@ -79,7 +79,7 @@ impl<'h> PlacementSessions<'h> {
         Ok(failed)
     }
 
-    /// Undoes the kept changes, of all machines or of those that run as some processes: memory first, so that new pages of
+    /// Undoes the kept changes, of all machines, or only of the given processes: memory first, so that new pages of
     /// the threads come to where the memory is.
     ///
     /// # Errors

@@ -128,7 +128,7 @@ impl PlacementRecord {
         self.machines.retain(|machine| !has_ended(machine));
     }
 
-    /// Drops the machines whose placement was undone, of all machines or of those that run as some processes, after an undo
+    /// Drops the machines whose placement was undone, of all machines, or only of the given processes, after an undo
     /// in which some changes failed. A change that another program has overwritten is none of the placement any more.
     pub fn forget_undone(&mut self, only: Option<&BTreeSet<ProcessId>>, failed: &[FailedUndo]) {
         let remaining = failed.iter().filter(|failed| !failed.is_overwritten);

@@ -6,7 +6,8 @@ use crate::command_line::{GlobalOptions, ProcessOptions, parse_bandwidth};
 use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_base::{Absent, Bytes, PageSize, ProcessId};
+use pagefold_base::{Absent, Bytes, PageSize, Pid, ProcessId};
+use pagefold_census::results::UnscannedProcess;
 use pagefold_census::scan_scope;
 use pagefold_host::qemu_monitor::MonitorAccess;
 use pagefold_host::transaction::journal::StateDirectory;
@@ -64,7 +65,8 @@ Memory moves back to the nodes from which it was moved, and threads get back the
 spread` has changed. CPUs that another program has changed since stay. A machine of which a change could not be undone \
 stays in the record of `numa verify`.
 
-Exit status: 0 everything is undone, 2 failure, 3 some changes remain.";
+Exit status: 0 everything is undone, 2 failure, or no process is selected, 3 some changes remain, or a process is \
+missing or could not be read.";
 
 /// Whether NUMA balancing is on (kernel/sched/core.c, `sysctl_numa_balancing`).
 pub(super) const NUMA_BALANCING_FILE: &str = "proc/sys/kernel/numa_balancing";
@@ -386,9 +388,12 @@ fn verify(host: &dyn Host, record: PlacementRecord, global: &GlobalOptions) -> a
 /// Undo placements since boot.
 pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
-    let only = match options.targets.selects_some() {
-        true => Some(select_processes(&*host, &options.targets, global)?),
-        false => None,
+    let (only, unselected) = match options.targets.selects_some() {
+        true => {
+            let (selected, unselected) = select_processes(&*host, &options.targets, global)?;
+            (Some(selected), unselected)
+        }
+        false => (None, Vec::new()),
     };
     let mut sessions = begin_sessions(&*host, global)?;
     let (undone, failed) = sessions.undo_kept(only.as_ref()).map_err(with_remedy)?;
@@ -401,17 +406,77 @@ pub fn run_undo(options: &UndoArguments, global: &GlobalOptions) -> anyhow::Resu
         Some(_) => "None of these machines was placed since boot.",
         None => "No machine was placed since boot.",
     };
-    recover::print_result(&undone, &failed, options.json, empty_text)
+    let outcome = recover::print_result(&undone, &failed, options.json, empty_text)?;
+    unselected.iter().for_each(|line| eprintln!("pagefold: {line}"));
+    Ok(if unselected.is_empty() { outcome } else { CommandOutcome::Partial })
 }
 
-/// The selected processes, of which there must be one at least.
+/// The selected processes, of which there must be one at least, and what is not known of others.
 fn select_processes(
     host: &dyn Host,
     targets: &ProcessOptions,
     global: &GlobalOptions,
-) -> anyhow::Result<BTreeSet<ProcessId>> {
+) -> anyhow::Result<(BTreeSet<ProcessId>, Vec<String>)> {
     let selection = host_selection::process_selection(targets, global)?;
     let (processes, unscanned) = scan_scope::inspect_selected(host, &selection, |_, process| Ok(process.id))?;
     host_selection::check_any_seen(host, !processes.is_empty(), &selection, &unscanned, global)?;
-    Ok(processes.into_iter().collect())
+    let selected: BTreeSet<ProcessId> = processes.into_iter().collect();
+    let unselected = describe_unselected(&selection.pids, &selected, &unscanned);
+    if selected.is_empty() {
+        let why = match selection.vm_patterns.is_empty() {
+            true => anyhow::anyhow!("no process matches"),
+            false => host_selection::no_such_vm(host, &selection.vm_patterns),
+        };
+        bail!("{why}; {}", unselected.join("; "));
+    }
+    Ok((selected, unselected))
+}
+
+/// The most processes that a message names.
+const MAX_NAMED_PROCESSES: usize = 8;
+
+/// Names requested processes that are not selected. Without numbers, any process that could not be read may match.
+fn describe_unselected(
+    requested: &[Pid],
+    selected: &BTreeSet<ProcessId>,
+    unscanned: &[UnscannedProcess],
+) -> Vec<String> {
+    let reason = |pid| unscanned.iter().find(|process| process.pid == pid).map(|process| &process.why);
+    let is_selected = |pid| selected.iter().any(|process| process.pid == pid);
+    let requested: BTreeSet<Pid> = requested.iter().copied().collect();
+    let describe = |&pid: &Pid| match reason(pid) {
+        Some(why) => format!("process {pid} is not undone: {why}"),
+        None => format!("process {pid} is not undone: it has no memory, or another option excludes it"),
+    };
+    if !requested.is_empty() {
+        return requested.iter().filter(|&&pid| !is_selected(pid)).map(describe).collect();
+    }
+    if unscanned.is_empty() {
+        return Vec::new();
+    }
+    let name = |process: &UnscannedProcess| format!("{} ({})", process.pid, process.why);
+    let named: Vec<String> = unscanned.iter().take(MAX_NAMED_PROCESSES).map(name).collect();
+    let more = if unscanned.len() > MAX_NAMED_PROCESSES { ", ..." } else { "" };
+    vec![format!("some processes cannot be read, and may match: {}{more}", named.join(", "))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processes_that_are_not_selected_are_named() {
+        let unscanned = |pid, why| UnscannedProcess { pid: Pid(pid), comm: None, why };
+        let selected: BTreeSet<ProcessId> = [ProcessId { pid: Pid(7), start_time: 1 }].into();
+        let missing = [unscanned(99999, Absent::Vanished)];
+        let lines = describe_unselected(&[Pid(99999), Pid(7), Pid(7), Pid(2)], &selected, &missing);
+        let kernel_thread = "process 2 is not undone: it has no memory, or another option excludes it";
+        assert_eq!(lines, [kernel_thread, "process 99999 is not undone: vanished"]);
+        assert_eq!(describe_unselected(&[Pid(7)], &selected, &[]), [""; 0]);
+        assert_eq!(describe_unselected(&[], &selected, &[]), [""; 0]);
+        let many: Vec<UnscannedProcess> = (1..=9).map(|pid| unscanned(pid, Absent::Denied)).collect();
+        let lines = describe_unselected(&[], &selected, &many);
+        assert!(lines.len() == 1 && lines[0].contains("may match: 1 (permission denied), 2 (pe"), "{lines:?}");
+        assert!(lines[0].ends_with("8 (permission denied), ..."), "{lines:?}");
+    }
 }

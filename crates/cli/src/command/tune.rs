@@ -68,6 +68,8 @@ Examples:
   sudo pagefold tune verify --wait 10s   how much the counters grow in ten seconds
   sudo pagefold tune verify --guest-agent
                                          also ask the guests, for example whether they see all their CPUs
+  sudo pagefold tune verify --libvirt-monitor
+                                         also ask monitors of libvirt's machines, for vCPUs without thread names
 
 With --guest-agent only commands that read are sent to QEMU's guest agents, and an agent has one second. Monitors and \
 agents of libvirt's machines are asked through libvirt, and only with --libvirt-monitor and --libvirt-agent: libvirt \

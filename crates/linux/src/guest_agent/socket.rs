@@ -100,7 +100,7 @@ impl AgentSocket {
     }
 
     fn receive(&mut self) -> Reading<()> {
-        let timeout = self.remaining_time()?;
+        let timeout = self.require_time()?;
         let mut buffer = [0; 16 << 10];
         match self.stream.set_read_timeout(Some(timeout)).and_then(|()| self.stream.read(&mut buffer)) {
             Ok(0) => return Err(Absent::NoAnswer("QEMU closed the connection".to_owned())),
@@ -114,7 +114,7 @@ impl AgentSocket {
 
     fn send(&mut self, mut bytes: &[u8]) -> Reading<()> {
         while !bytes.is_empty() {
-            let timeout = self.remaining_time()?;
+            let timeout = self.require_time()?;
             match self.stream.set_write_timeout(Some(timeout)).and_then(|()| self.stream.write(bytes)) {
                 Ok(count) => bytes = &bytes[count..],
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
@@ -125,8 +125,8 @@ impl AgentSocket {
     }
 
     /// The time until the deadline, which is not zero.
-    fn remaining_time(&self) -> Reading<Duration> {
-        let remaining = self.deadline.saturating_duration_since(Instant::now());
+    fn require_time(&self) -> Reading<Duration> {
+        let remaining = self.remaining_time();
         if remaining.is_zero() { Err(no_answer(self.timeout)) } else { Ok(remaining) }
     }
 }
@@ -148,6 +148,10 @@ impl AgentChannelSession for AgentSocket {
             Some(result) => Ok(result.take()),
             None => Err(foreign(excerpt(&message)).into()),
         }
+    }
+
+    fn remaining_time(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
     }
 
     fn send_without_answer(&mut self, command: &str, arguments: &Value) {

@@ -6,7 +6,7 @@ use pagefold_base::Pid;
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Instant;
 
@@ -274,6 +274,37 @@ fn slow_bytes_do_not_prolong_a_session() {
     assert_eq!(agent.commands("guest-file-close"), 1, "except that the file is closed");
 }
 
+/// An agent of which so much time is left.
+struct LateChannel(Arc<Agent>, Duration);
+
+impl AgentChannelSession for LateChannel {
+    fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, CommandError> {
+        Ok(self.0.answer(&json!({"execute": command, "arguments": arguments}))["return"].take())
+    }
+
+    fn remaining_time(&self) -> Duration {
+        self.1
+    }
+
+    fn send_without_answer(&mut self, command: &str, _: &Value) {
+        panic!("{command}");
+    }
+}
+
+#[test]
+fn no_file_is_opened_late_in_a_session() {
+    let ask = |remaining| {
+        let agent = Arc::new(Agent::new(&[("/proc/stat", "cpu\n")]));
+        let session = AgentSession::new(LateChannel(Arc::clone(&agent), remaining));
+        (session.answer_all(&[STAT, GuestQuestion::Vcpus]), agent.commands("guest-file-open"))
+    };
+    let (answers, opened) = ask(MIN_TIME_TO_OPEN - Duration::from_millis(1));
+    assert!(is_no_answer(&answers[0], "does not suffice to read /proc/stat") && answers[1].is_ok(), "{answers:?}");
+    assert_eq!(opened, 0, "its handle might come too late");
+    let (answers, opened) = ask(MIN_TIME_TO_OPEN);
+    assert!(answers.iter().all(Result::is_ok) && opened == 1, "{answers:?}");
+}
+
 #[test]
 fn full_listen_queue_has_no_answer() {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
@@ -447,13 +478,18 @@ impl ProcessHandle for QemuProcess {
 
 #[test]
 fn channel_is_found_on_the_command_line() {
-    let ask = |device: &str| {
+    let ask_by = |access: AgentAccess, device: &str| {
         let port = "-device virtserialport,chardev=a,name=org.qemu.guest_agent.0";
         let process = QemuProcess(format!("qemu-system-x86_64 -chardev {device} {port}"));
-        super::ask(&LiveHost::new(), &process, &[GuestQuestion::Vcpus], AgentAccess::Socket)
+        super::ask(&LiveHost::new(), &process, &[GuestQuestion::Vcpus], access)
     };
+    let ask = |device: &str| ask_by(AgentAccess::Socket, device);
     let managed = ask("socket,id=a,fd=3,server=on");
     assert!(matches!(&managed, Err(Absent::NotAsked(why)) if why.contains("libvirt")), "{managed:?}");
+    // Where it is permitted to ask through libvirt, a failure is no lack of permission. This process is no domain.
+    let failed = ask_by(AgentAccess::SocketOrLibvirt, "socket,id=a,fd=3,server=on");
+    let is_hidden = failed == Err(Absent::Denied);
+    assert!(is_hidden || is_no_answer(&failed, "libvirt does not know the process"), "{failed:?}");
     assert!(is_no_answer(&ask("pty,id=a"), "no Unix socket but: pty"));
     assert_eq!(ask("socket,id=b,path=/x,server=on"), Err(Absent::NotOnThisKernel));
     let directory = tempfile::tempdir().unwrap();

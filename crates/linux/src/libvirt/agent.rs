@@ -19,27 +19,36 @@ use std::time::{Duration, Instant};
 /// `VIR_ERR_INTERNAL_ERROR` (include/libvirt/virterror.h).
 const INTERNAL_ERROR: u32 = 1;
 
+/// `VIR_ERR_AGENT_UNRESPONSIVE`.
+const AGENT_UNRESPONSIVE: u32 = 86;
+
 /// The agent of a domain.
 pub(crate) struct DomainAgent {
     connection: Connection,
     domain: DomainHandle,
     timeout: Duration,
+    /// Whether an answer did not come in time, for this session or for libvirt.
+    is_unresponsive: bool,
 }
 
 /// Connects to libvirt for the agent of the domain that a process runs. Nothing is sent to the agent yet.
 ///
 /// # Errors
-/// As [`open_domain`].
+/// As [`open_domain`], but `NoAnswer` in place of `NotAsked`.
 pub(crate) fn open(host: &LiveHost, process: ProcessId, timeout: Duration) -> Reading<DomainAgent> {
-    let (connection, domain) = open_domain(host, process, timeout)?;
-    Ok(DomainAgent { connection, domain, timeout })
+    let opened = open_domain(host, process, timeout).map_err(|why| match why {
+        // The agent may be asked, but this fails.
+        Absent::NotAsked(why) => Absent::NoAnswer(why),
+        why => why,
+    });
+    let (connection, domain) = opened?;
+    Ok(DomainAgent { connection, domain, timeout, is_unresponsive: false })
 }
 
 impl DomainAgent {
     /// `qemu_domain_agent_command_args`: domain, command, seconds, flags.
     fn arguments(&self, command: &str, arguments: &Value) -> Vec<u8> {
-        let left = self.connection.deadline.saturating_duration_since(Instant::now());
-        let seconds = left.as_millis().div_ceil(1000).max(1) as u32;
+        let seconds = self.remaining_time().as_millis().div_ceil(1000).max(1) as u32;
         let mut content = XdrWriter::default();
         content.put_domain(&self.domain);
         content.put_bytes(command_text(command, arguments).as_bytes());
@@ -48,19 +57,23 @@ impl DomainAgent {
         content.0
     }
 
-    fn explain(&self, error: LibvirtError, command: &str) -> CommandError {
+    fn explain(&mut self, error: LibvirtError, command: &str) -> CommandError {
         let why = match error {
             LibvirtError::Refused { text, code: INTERNAL_ERROR } => {
                 let reason = text.split_once(&format!("'{command}': ")).map(|(_, reason)| reason.to_owned());
                 return CommandError::Refused(reason.unwrap_or(text));
             }
             LibvirtError::Io(source) if matches!(source.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                self.is_unresponsive = true;
                 format!(
                     "nothing within {} ms through libvirt: the agent hangs, or another program uses it",
                     self.timeout.as_millis()
                 )
             }
-            error => error.to_string().chars().take(200).collect(),
+            error => {
+                self.is_unresponsive |= matches!(error, LibvirtError::Refused { code: AGENT_UNRESPONSIVE, .. });
+                error.excerpt()
+            }
         };
         CommandError::SessionFailed(Absent::NoAnswer(why))
     }
@@ -73,7 +86,15 @@ impl AgentChannelSession for DomainAgent {
         answer.and_then(|answer| parse_result(&answer)).map_err(|error| self.explain(error, command))
     }
 
+    fn remaining_time(&self) -> Duration {
+        self.connection.deadline.saturating_duration_since(Instant::now())
+    }
+
+    /// While libvirt still waits for the agent, another command would wait behind it in another thread of libvirt.
     fn send_without_answer(&mut self, command: &str, arguments: &Value) {
+        if self.is_unresponsive {
+            return;
+        }
         let content = self.arguments(command, arguments);
         let message = self.connection.next_call(QEMU_PROGRAM, QEMU_PROC_DOMAIN_AGENT_COMMAND, &content);
         let stream = &mut self.connection.stream;

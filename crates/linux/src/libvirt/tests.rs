@@ -100,14 +100,26 @@ fn monitor_of_a_domain_is_asked() {
             let mut connection = connection.unwrap();
             let found = connection.look_up(parse_uuid(UUID).unwrap()).unwrap();
             let answer = connection.ask_monitor(&found, MonitorQuestion::Vcpus);
-            answer.map(|bytes| String::from_utf8(bytes).unwrap()).map_err(|error| error.to_string())
+            answer.map(|bytes| String::from_utf8(bytes).unwrap()).map_err(|error| error.excerpt())
         })
     };
     assert_eq!(ask(r#"{"return":[{"cpu-index":0}],"id":"libvirt-7"}"#), Ok(r#"[{"cpu-index":0}]"#.to_owned()));
     assert_eq!(ask(r#"{"error":{"desc":"not now"}}"#), Err("QEMU refuses: not now".to_owned()));
+    let long = json!({"error": {"desc": "no".repeat(1000)}}).to_string();
+    assert_eq!(ask(long.leak()).unwrap_err().chars().count(), MAX_EXCERPT_CHARS);
     for text in ["", "[[[", "{}", "7"] {
         assert!(ask(text).unwrap_err().contains("malformed"), "{text}");
     }
+}
+
+#[test]
+fn definition_that_is_no_text_is_compared_by_its_bytes() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), b"<domain\xff/>").unwrap();
+    let path = file.path().to_str().unwrap().trim_start_matches('/');
+    let is_replaced = |former| super::is_replaced(&LiveHost::new(), path, former, Duration::ZERO);
+    assert!(!is_replaced(b"<domain\xff/>"));
+    assert!(is_replaced(b"<domain/>"));
 }
 
 #[test]

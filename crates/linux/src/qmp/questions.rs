@@ -13,15 +13,13 @@ use crate::libvirt;
 use crate::unix_socket::reachable_path;
 use pagefold_base::identity::qemu_monitor::{MonitorChannel, monitor_channels};
 use pagefold_base::{Absent, ProcessId, Reading};
+use pagefold_host::machine_questions::SESSION_TIMEOUT;
 use pagefold_host::qemu_monitor::{MonitorAccess, MonitorQuestion};
 use pagefold_host::{ProcessHandle, parse};
 use serde_json::json;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
-
-/// How long a session with one monitor may take, from the connection to the last answer.
-pub(crate) const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// `SS_CONNECTED` (include/uapi/linux/net.h), as `/proc/net/unix` shows a client that was accepted.
 const CONNECTED_STATE: &str = "03";

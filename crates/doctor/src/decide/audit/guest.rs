@@ -150,14 +150,19 @@ pub(super) fn judge(
         let finding = rule.unknown(&missing, "pagefold doctor --guest-agent");
         Ok(match missing.absent {
             Absent::NoAnswer(_) => finding.remedy([REMEDY_WITHOUT_ANSWER]),
-            Absent::NotAsked(_) => finding.remedy([REMEDY_FOR_LIBVIRT]),
+            Absent::NotAsked(_) => finding.remedy([remedy_for_libvirt(vm)]),
             _ => finding,
         })
     })
 }
 
-const REMEDY_FOR_LIBVIRT: &str =
-    "pagefold doctor --libvirt-agent --topic guest # libvirt marks its machines as tainted until they end";
+/// The command that asks this machine only, so it also helps if other machines of libvirt did not answer.
+fn remedy_for_libvirt(vm: &VmFacts) -> String {
+    let pid = vm.process.pid;
+    format!(
+        "pagefold doctor --libvirt-agent --topic guest --pid {pid} # libvirt marks the machine as tainted until it ends"
+    )
+}
 
 const REMEDY_WITHOUT_ANSWER: &str =
     "# check in the guest that qemu-guest-agent runs and which commands it allows, and that no other program uses it";

@@ -80,7 +80,7 @@ fn ask(
     with_answering_daemon(timeout, answer, |connection| {
         let mut connection = connection.unwrap();
         let domain = connection.look_up(parse_uuid(UUID).unwrap()).unwrap();
-        AgentSession::new(DomainAgent { connection, domain, timeout }).answer_all(questions)
+        AgentSession::new(DomainAgent { connection, domain, timeout, is_unresponsive: false }).answer_all(questions)
     })
 }
 
@@ -139,7 +139,7 @@ fn unresponsive_agent_ends_the_session() {
 }
 
 #[test]
-fn hanging_agent_is_left_in_time_and_its_file_is_closed() {
+fn hanging_agent_is_left_in_time_and_gets_no_more_commands() {
     let agent = Arc::new(Agent::new(&[("/proc/stat", "cpu\n")]));
     let change = |name: &str, answer: &Value| match name {
         "guest-file-read" => Reaction::Silence,
@@ -153,7 +153,22 @@ fn hanging_agent_is_left_in_time_and_its_file_is_closed() {
         answers[1..].iter().all(|answer| is_no_answer(answer, "nothing within 2000 ms through libvirt")),
         "{answers:?}"
     );
-    assert_eq!((agent.commands("guest-get-osinfo"), agent.commands("guest-file-close")), (0, 1));
+    let commands = ["guest-file-read", "guest-get-osinfo", "guest-file-close"].map(|name| agent.commands(name));
+    assert_eq!(commands, [1, 0, 0], "they would wait in libvirt behind the read");
+}
+
+#[test]
+fn file_is_closed_after_a_failure_unless_the_agent_is_unresponsive() {
+    for (code, closed) in [(38, 1), (AGENT_UNRESPONSIVE, 0)] {
+        let agent = Arc::new(Agent::new(&[("/proc/stat", "cpu\n")]));
+        let change = move |name: &str, answer: &Value| match name {
+            "guest-file-read" => Reaction::Error(code, "failed".to_owned()),
+            _ => react(name, answer),
+        };
+        let answers = ask(&agent, LONG_TIMEOUT, change, &[STAT, GuestQuestion::Vcpus]);
+        assert!(answers.iter().all(|answer| is_no_answer(answer, "libvirt refuses: failed")), "{answers:?}");
+        assert_eq!((agent.commands("guest-get-vcpus"), agent.commands("guest-file-close")), (0, closed));
+    }
 }
 
 #[test]

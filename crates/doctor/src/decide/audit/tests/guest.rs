@@ -184,7 +184,9 @@ pub(super) fn guests_without_an_answer_are_unknown_with_the_reason() {
             of_libvirt.verdict == Unknown && of_libvirt.value.contains("libvirt has the channel"),
             "{of_libvirt:?}"
         );
-        assert!(of_libvirt.remedy[0].contains("--libvirt-agent"), "{of_libvirt:?}");
+        let command =
+            format!("--libvirt-agent --topic guest --pid {} #", machine("", FEW_VCPUS, good_guest()).process.pid);
+        assert!(of_libvirt.remedy[0].contains(&command), "{of_libvirt:?}");
         assert_eq!(judge_absence(Absent::Denied).remedy, ["sudo pagefold doctor --guest-agent"]);
         assert_eq!(judge_absence(Absent::Vanished).verdict, Unknown);
         assert_eq!(judge_absence(Absent::NotOnThisKernel).verdict, NotApplicable, "{rule}");
