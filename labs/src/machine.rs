@@ -2,7 +2,7 @@
 //!
 //! Its initramfs contains the init, busybox, and programs of this machine with their libraries.
 
-use crate::assets::QEMU_PROGRAM;
+use crate::assets::{GuestAssets, MissingAsset, QEMU_PROGRAM};
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -40,6 +40,19 @@ pub const MACHINE_KERNEL_OPTIONS: &str =
 pub fn find_busybox() -> io::Result<&'static Path> {
     let path = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
     path.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is missing: run labs/setup.sh"))
+}
+
+/// The kernel and QEMU's agent for a guest with the init `guest/init-agent`, if all that it needs is there.
+///
+/// # Errors
+/// What is missing.
+pub fn find_agent_assets() -> anyhow::Result<(PathBuf, PathBuf)> {
+    let directory = GuestAssets::default_directory();
+    GuestAssets::find(&directory)?;
+    find_busybox()?;
+    let agent = directory.join("qemu-ga");
+    let kernel = GuestAssets::find_recent_kernel(&directory)?;
+    if agent.is_file() { Ok((kernel, agent)) } else { Err(MissingAsset::File(agent).into()) }
 }
 
 impl EmulatedMachine<'_> {

@@ -205,6 +205,30 @@ fn unknown_process_is_named() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("0.1 to 100"), "{output:?}");
 }
 
+/// Nothing is undone that was not asked for, and each process that is not undone is named.
+#[test]
+fn undo_names_processes_that_are_missing() {
+    if !is_root() {
+        return;
+    }
+    let state = tempfile::tempdir().unwrap();
+    let undo = |arguments: &[&str]| {
+        let mut command = Command::new(PAGEFOLD_BINARY);
+        let output = command.arg("--state").arg(state.path()).args(["numa", "undo"]).args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let own = std::process::id().to_string();
+    for (arguments, status, named) in [
+        (&["--pid", "4194304"][..], 2, "4194304"),
+        (&["--vm", "no-such-machine"], 2, "no-such-machine"),
+        (&["--pid", &own, "--pid", "4194304"], 3, "process 4194304 is not undone"),
+        (&["--pid", &own], 0, ""),
+    ] {
+        let (code, errors) = undo(arguments);
+        assert!(code == Some(status) && errors.contains(named), "{arguments:?}: {code:?} {errors}");
+    }
+}
+
 #[test]
 fn plan_says_whether_working_sets_were_measured() {
     if !is_root() {

@@ -4,10 +4,10 @@
 //! time: libvirt waits longer for them than a session takes, without a limit for monitors, and each of them occupies one
 //! of its threads for all domains, of which there are 20 by default (`max_workers` of libvirtd.conf).
 
-use crate::{Host, hold, parse};
+use crate::{Host, elapsed_since, hold, parse};
 use pagefold_base::{Absent, ProcessId, Reading};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a session with one machine may take, from the connection to the last answer.
 pub const SESSION_TIMEOUT: Duration = Duration::from_secs(1);
@@ -38,7 +38,7 @@ pub fn ask_machines<T: Send>(
         (0..processes.len()).partition(|&position| is_through_libvirt(processes[position]));
     let mut answers: Vec<Reading<T>> = processes.iter().map(|_| Err(Absent::NotAsked(stop_reason()))).collect();
     let mut ask_at_once = |positions: &[usize]| {
-        let asked = ask_concurrently(positions.iter().map(|&position| processes[position]), &ask);
+        let asked = ask_concurrently(host, positions.iter().map(|&position| processes[position]), &ask);
         let mut out_of_time = 0;
         for (&position, (answer, duration)) in positions.iter().zip(asked) {
             answers[position] = answer;
@@ -66,12 +66,13 @@ fn stop_reason() -> String {
 
 /// The answers with the time that each took.
 fn ask_concurrently<T: Send>(
+    host: &dyn Host,
     processes: impl Iterator<Item = ProcessId>,
     ask: &(impl Fn(ProcessId) -> Reading<T> + Sync),
 ) -> Vec<(Reading<T>, Duration)> {
     let measure = |process| {
-        let start = Instant::now();
-        (ask(process), start.elapsed())
+        let start = host.now();
+        (ask(process), elapsed_since(host, start))
     };
     thread::scope(|scope| {
         let measure = &measure;

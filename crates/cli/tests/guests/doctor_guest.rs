@@ -1,32 +1,17 @@
 //! `pagefold doctor --guest-agent` and `pagefold tune verify --guest-agent` with QEMU's agent in an emulated guest.
 
-use pagefold_labs::assets::GuestAssets;
-use pagefold_labs::machine::{self, EmulatedMachine};
+use pagefold_labs::machine::{EmulatedMachine, find_agent_assets};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// The emulated machine boots within seconds, and within minutes on a loaded host.
 const TIMEOUT: Duration = Duration::from_secs(300);
-
-/// The kernel, and the agent.
-fn find_assets() -> Result<(PathBuf, PathBuf), String> {
-    let directory = GuestAssets::default_directory();
-    GuestAssets::find(&directory).map_err(|why| why.to_string())?;
-    machine::find_busybox().map_err(|why| why.to_string())?;
-    let kernel = GuestAssets::find_recent_kernel(&directory).map_err(|why| why.to_string())?;
-    let agent = directory.join("qemu-ga");
-    if agent.is_file() {
-        Ok((kernel, agent))
-    } else {
-        Err(format!("{} is missing: run labs/setup.sh", agent.display()))
-    }
-}
 
 /// The process of QEMU whose command line names this socket.
 fn find_qemu(socket: &Path) -> Option<String> {
@@ -116,7 +101,7 @@ fn examine_recording(pid: &str, examine: fn(&[&str]) -> Findings) -> Findings {
 
 #[test]
 fn agent_of_a_guest_is_asked() {
-    let (kernel, agent) = match find_assets() {
+    let (kernel, agent) = match find_agent_assets() {
         Ok(assets) => assets,
         Err(why) => return println!("skipped: {why}"),
     };

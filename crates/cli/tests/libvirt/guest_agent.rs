@@ -2,25 +2,11 @@
 //! because libvirt marks the domain then.
 
 use super::{LibvirtSession, wait_until};
-use pagefold_labs::assets::GuestAssets;
-use pagefold_labs::machine::{self, EmulatedMachine, MACHINE_KERNEL_OPTIONS};
+use pagefold_labs::machine::{EmulatedMachine, MACHINE_KERNEL_OPTIONS, find_agent_assets};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
-
-/// The kernel of the guest, and the agent.
-fn find_assets() -> Result<(PathBuf, PathBuf), String> {
-    let directory = GuestAssets::default_directory();
-    machine::find_busybox().map_err(|why| why.to_string())?;
-    let kernel = GuestAssets::find_recent_kernel(&directory).map_err(|why| why.to_string())?;
-    let agent = directory.join("qemu-ga");
-    if agent.is_file() {
-        Ok((kernel, agent))
-    } else {
-        Err(format!("{} is missing: run labs/setup.sh", agent.display()))
-    }
-}
+use std::path::Path;
 
 /// Boots a domain with the agent, whose second CPU the guest turns off.
 fn start_domain(libvirt: &mut LibvirtSession, name: &str, kernel: &Path, agent: &Path) {
@@ -102,7 +88,7 @@ fn is_tainted(libvirt: &LibvirtSession, name: &str) -> bool {
 
 /// Asks the agent by `doctor`, `tune verify` and from a recording.
 pub fn check_guest_agent(libvirt: &mut LibvirtSession) {
-    let (kernel, agent) = match find_assets() {
+    let (kernel, agent) = match find_agent_assets() {
         Ok(assets) => assets,
         Err(why) => return println!("skipped: {why}"),
     };
