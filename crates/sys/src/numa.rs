@@ -54,7 +54,7 @@ pub const NOT_REACHED: libc::c_int = libc::c_int::MIN;
 /// in memory, `EFAULT` for the shared zero page and for addresses without a mapping.
 ///
 /// # Errors
-/// Those of move_pages(2), for the whole process: `ESRCH`, `EPERM`, `ENOSYS`.
+/// Those of move_pages(2), for the whole process: `ESRCH`, also if it is ending, `EPERM`, `ENOSYS`.
 pub fn page_nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<libc::c_int>> {
     let mut status = vec![NOT_REACHED; addresses.len()];
     move_or_query(pid, addresses, None, &mut status)?;
@@ -88,7 +88,11 @@ fn move_or_query(
     // SAFETY: the three arrays have `count` elements, `status` is writable, and the kernel does not keep them. The
     // content of the moved pages stays the same.
     match unsafe { libc::syscall(libc::SYS_move_pages, pid, count, pages, nodes, status.as_mut_ptr(), MPOL_MF_MOVE) } {
-        ..0 => Err(io::Error::last_os_error()),
+        ..0 => Err(match io::Error::last_os_error() {
+            // The flags are valid: the process is ending, and has no memory any more (mm/migrate.c, `find_mm_struct`).
+            error if error.raw_os_error() == Some(libc::EINVAL) => io::Error::from_raw_os_error(libc::ESRCH),
+            error => error,
+        }),
         _ => Ok(()),
     }
 }
@@ -117,6 +121,22 @@ mod tests {
         assert!(block.iter().all(|&byte| byte == 1));
         let missing = move_pages(std::process::id(), &addresses[..1], MAX_NUMNODES as u32 - 1).unwrap_err();
         assert_eq!(missing.raw_os_error(), Some(libc::ENODEV));
+    }
+
+    #[test]
+    fn ending_process_has_no_pages() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id();
+        // Until its parent waits for it, the process still has its number.
+        let is_zombie = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") Z ");
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !is_zombie() {
+            assert!(std::time::Instant::now() < deadline, "it does not end");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert_eq!(page_nodes(pid, &[4096]).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(move_pages(pid, &[4096], 0).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        child.wait().unwrap();
     }
 
     #[test]
