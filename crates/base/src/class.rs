@@ -94,6 +94,29 @@ impl PageCounts {
     pub fn resident(&self) -> Pages {
         self.merged + self.volatile + self.zero + self.duplicate() + self.unique
     }
+
+    /// A share of each count, rounded.
+    ///
+    /// # Panics
+    /// If `whole` is zero.
+    #[must_use]
+    pub fn share(&self, part: u64, whole: u64) -> Self {
+        // The cast cannot truncate as long as `part` is at most `whole`.
+        let share = |pages: Pages| {
+            let (part, whole) = (u128::from(part), u128::from(whole));
+            Pages(((u128::from(pages.0) * part + whole / 2) / whole) as u64)
+        };
+        Self {
+            merged: share(self.merged),
+            volatile: share(self.volatile),
+            zero: share(self.zero),
+            within_process: share(self.within_process),
+            within_domain: share(self.within_domain),
+            across_domains: share(self.across_domains),
+            unique: share(self.unique),
+            redundant: share(self.redundant),
+        }
+    }
 }
 
 impl AddAssign for PageCounts {
@@ -122,5 +145,9 @@ mod tests {
         assert_eq!(counts.resident(), Pages(7));
         assert_eq!(counts.duplicate(), Pages(3));
         assert_eq!(counts.redundant, Pages(3), "zero and unique pages are never redundant");
+        counts.unique = Pages(u64::MAX);
+        assert_eq!(counts.share(1, 1), counts);
+        let half = counts.share(u64::MAX / 2, u64::MAX - 1);
+        assert_eq!((half.unique, half.zero, half.redundant), (Pages(1 << 63), Pages(1), Pages(2)));
     }
 }

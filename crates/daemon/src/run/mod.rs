@@ -14,6 +14,7 @@ mod cgroup_shortages;
 mod clock;
 mod fair_share;
 mod operator_store;
+mod part_counts;
 mod process_table;
 pub mod replay;
 mod restart;

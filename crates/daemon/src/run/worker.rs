@@ -5,6 +5,7 @@
 //! task is the CPU time that the process and ksmd used meanwhile.
 
 use super::adoption::{describe_dropped, read_recorded_processes};
+use super::part_counts::PartCounts;
 use super::restart::{SavedWatch, WATCH_FILE};
 use super::saved_file::SavedFile;
 use super::{DaemonSettings, Message, WorkResult};
@@ -14,7 +15,7 @@ use crate::decide::{
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageCounts, Pages, Pid, ProcessId};
+use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, Pid, ProcessId};
 use pagefold_census::results::{Census, SubjectCensus};
 use pagefold_census::{ProcessSelection, ScanPart};
 use pagefold_host::resource::ResourceClass;
@@ -88,8 +89,8 @@ pub(super) struct Worker<'h> {
     save_watch_at: Duration,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
-    /// Page counts of the parts of each process.
-    part_counts: BTreeMap<ProcessId, Vec<(AddressRange, PageCounts)>>,
+    /// Page counts of what was scanned of each process.
+    part_counts: BTreeMap<ProcessId, PartCounts>,
 }
 
 /// Why a task failed.
@@ -342,10 +343,9 @@ impl<'h> Worker<'h> {
             let parts = self.part_counts.entry(subject.process.id).or_default();
             // Of two parts of one process, the counts are known from their own scans.
             if let [range] = subject.scanned_ranges[..] {
-                parts.retain(|(part, _)| part.overlap(range).is_none());
-                parts.push((range, subject.counts));
+                parts.record(range, subject);
             }
-            page_counts.insert(subject.process.id, sum_counts(parts));
+            page_counts.insert(subject.process.id, parts.sum());
         }
         let unscanned_processes = census.unscanned.len() as u64;
         let matrix = census.matrix.clone();
@@ -588,13 +588,6 @@ pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
 fn census_threads(cpu_rate: f64, max_threads: usize) -> usize {
     // The cast rounds down and saturates.
     (cpu_rate as usize).min(max_threads).max(1)
-}
-
-/// The sum of the page counts of some parts.
-fn sum_counts(parts: &[(AddressRange, PageCounts)]) -> PageCounts {
-    let mut sum = PageCounts::default();
-    parts.iter().for_each(|(_, counts)| sum += *counts);
-    sum
 }
 
 /// The addresses that were scanned of each process.
