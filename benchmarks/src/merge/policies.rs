@@ -266,22 +266,15 @@ impl PagefoldProgram {
         command
     }
 
-    /// A scenario of these processes for a simulation of this duration, with the costs of a calibration. Standard
-    /// output is the scenario.
-    pub fn scenario_command(&self, pids: &[u32], costs: &Path, duration: Duration) -> Command {
+    /// A forecast for these processes under a policy, with the costs of a calibration. Standard output is its report.
+    pub fn predict_command(&self, pids: &[u32], costs: &Path, policy: &str, duration: Duration) -> Command {
         let mut command = Command::new(&self.program);
-        command.args(["sim", "from-recording", "--pass-interval", "2s", "--costs"]).arg(costs);
-        command.args(["--duration", &format!("{}s", duration.as_secs())]);
+        command.args(["sim", "predict", "--pass-interval", "2s", "--seeds", "1", "--exact", "--json"]);
+        command.args(["--policy", policy, "--hours", &(duration.as_secs_f64() / 3600.0).to_string(), "--costs"]);
+        command.arg(costs);
         for pid in pids {
             command.args(["--pid", &pid.to_string()]);
         }
-        command
-    }
-
-    /// A simulation of a scenario under a policy. Standard output is the report.
-    pub fn simulate_command(&self, scenario: &Path, policy: &str) -> Command {
-        let mut command = Command::new(&self.program);
-        command.args(["sim", "compare"]).arg(scenario).args(["--policy", policy, "--exact", "--json"]);
         command
     }
 

@@ -10,7 +10,9 @@ use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::samples::SimulatedRun;
 use pagefold_sim::host::SimulatedHost;
 use pagefold_sim::scenario::parse_scenario;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
 /// Classes of four machines of 64 MiB, every two hours, each for three hours. Of the 16,384 pages of a machine, 6,554
@@ -105,4 +107,25 @@ fn day_of_classes_is_merged_within_the_cpu_bound() {
     let bound = (burst + between_readings).as_secs_f64();
     assert!(largest <= bound, "{largest} s beyond the rate, {between_readings:?} between two readings");
     assert!(between_readings <= Duration::from_millis(100), "{between_readings:?}");
+}
+
+/// The daemon ends with its threads when its main loop panics, also in virtual time.
+#[test]
+fn panic_of_the_main_loop_ends_all_threads() {
+    let (ended, end) = mpsc::channel();
+    thread::spawn(move || {
+        let scenario = parse_scenario(DAY).unwrap();
+        let host = SimulatedHost::with_scenario("a panic", &scenario, 1, Exactness::Approximate);
+        let directory = tempfile::tempdir().unwrap();
+        let settings = DaemonSettings { rules: rules(), ..DaemonSettings::default() };
+        let start = host.now();
+        let mut on_alive =
+            |_: &_| assert!(host.now() < start + Duration::from_secs(60), "the main loop is to end in a panic");
+        let running = panic::catch_unwind(AssertUnwindSafe(|| {
+            run(&host, directory.path(), settings, 1, mpsc::channel(), &mut on_alive, &mut |_| ()).unwrap()
+        }));
+        ended.send(running.map_err(|message| *message.downcast::<&str>().unwrap())).unwrap();
+    });
+    let running = end.recv_timeout(Duration::from_secs(300)).expect("the threads end");
+    assert_eq!(running, Err("the main loop is to end in a panic"));
 }

@@ -79,7 +79,7 @@ pub struct CalibrationScenario {
 }
 
 /// The scenarios, with `pages` pages in most processes: each separates one cost from the others. A scan is one batch,
-/// but for one scenario. The last one mixes all kinds of pages, and is left out of the fit. Zero pages are scanned
+/// but for two scenarios. The last one mixes all kinds of pages, and is left out of the fit. Zero pages are scanned
 /// twice only: once they are mapped to the zero page, ksmd passes their page table entries without a visit, which no
 /// operation counts.
 pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
@@ -107,6 +107,10 @@ pub fn scenarios(pages: u64) -> Vec<CalibrationScenario> {
         CalibrationScenario {
             batch_pages: SMALL_BATCH_PAGES,
             ..scenario("small batches", &[half_common, half_common, half_unique], 2)
+        },
+        CalibrationScenario {
+            batch_pages: LARGE_BATCH_PAGES,
+            ..scenario("large batches", &[common, common, unique], 2)
         },
         CalibrationScenario {
             smart_scan: true,
@@ -187,6 +191,8 @@ const LONG_PAUSES_MS: [u64; 2] = [3_600_000, 3_600_001];
 const WHOLE_SCAN_PAGES: u64 = 4_000_000_000;
 /// `pages_to_scan` for a scan in small batches, between which ksmd's data leave the CPU's caches: the kernel's default.
 const SMALL_BATCH_PAGES: u64 = 100;
+/// `pages_to_scan` for a scan in batches that reach much of each tree.
+const LARGE_BATCH_PAGES: u64 = 2000;
 /// Pages of a process that is scanned in small batches: at 250 ticks a second, three of them take 24 s.
 const MAX_PAGES_IN_SMALL_BATCHES: u64 = 32_768;
 /// `sleep_millisecs` between small batches: the kernel's default, too.

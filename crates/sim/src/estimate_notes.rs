@@ -48,6 +48,7 @@ pub fn count_processes(processes: u64) -> String {
 /// What the scenario does not have of the host, or assumes.
 #[must_use]
 pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &Census) -> Vec<String> {
+    let has_layouts = estimate.scenario.classes.iter().any(|class| !class.layouts.is_empty());
     let mut lines = vec![
         enrollment(observation),
         "Trust domains are not kept apart.".to_owned(),
@@ -56,22 +57,7 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
             .to_owned(),
         "Arrivals, exits and growth are not known: all processes stay as they are.".to_owned(),
     ];
-    let unknown_runs: Vec<&str> = estimate
-        .scenario
-        .templates
-        .iter()
-        .zip(&estimate.templates)
-        .filter(|(_, facts)| facts.mean_run_pages.is_none())
-        .map(|(template, _)| &*template.name)
-        .collect();
-    lines.push(match unknown_runs.len() {
-        0 => "Of the lengths of runs only the means are known.".to_owned(),
-        _ => format!(
-            "Of the lengths of runs only the means are known, and for these templates none, whose pages hardly change \
-             their kind: {}.",
-            escape_unprintable(&unknown_runs.join(", "))
-        ),
-    });
+    lines.push(if has_layouts { "Each process has its pages in their order.".to_owned() } else { runs(estimate) });
     if estimate.scenario.costs == default_costs() {
         lines.push(
             "The costs of ksmd are those of docs/simulator.md: `pagefold sim calibrate` measures yours (see --costs)."
@@ -95,6 +81,20 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
     let figures = figures.into_iter().filter(|&(count, _)| count > 0);
     lines.extend(figures.map(|(count, what)| format!("{} {what}.", format_number(count))));
     lines
+}
+
+fn runs(estimate: &ScenarioEstimate) -> String {
+    let templates = estimate.scenario.templates.iter().zip(&estimate.templates);
+    let unknown: Vec<&str> =
+        templates.filter(|(_, facts)| facts.mean_run_pages.is_none()).map(|(template, _)| &*template.name).collect();
+    match unknown.len() {
+        0 => "Of the order of pages only the mean lengths of runs are known.".to_owned(),
+        _ => format!(
+            "Of the order of pages only the mean lengths of runs are known, and for these templates none, whose pages \
+             hardly change their kind: {}.",
+            escape_unprintable(&unknown.join(", "))
+        ),
+    }
 }
 
 fn enrollment(observation: &Observation) -> String {

@@ -1,8 +1,8 @@
 //! What policies save and cost on a host from now on, with how far that is known.
 //!
-//! A scan of the host leaves two things open: the order of its pages, which a seed decides, and which pages are written
-//! next. So each policy runs with several seeds, and under two assumptions about writes
-//! ([`crate::decide::estimate::WritePattern`]).
+//! A scan of the host leaves open which pages are written next, and when. So each policy runs with several seeds, and under
+//! two assumptions about writes ([`crate::decide::estimate::WritePattern`]). A seed also decides the order of contents in
+//! ksmd's trees, and for machines that are added the order of their pages.
 
 use crate::comparison::{SimulationError, SimulationPlan, compare};
 use crate::decide::policies::ComparedPolicy;

@@ -126,6 +126,7 @@ struct CostsText {
     split_ns: Option<Spanned<f64>>,
     allocation_ns: Option<Spanned<f64>>,
     batch_ns: Option<Spanned<f64>>,
+    first_comparison_ns: Option<Spanned<f64>>,
 }
 
 #[derive(Deserialize)]
@@ -414,6 +415,7 @@ impl Checker<'_> {
             ("split_ns", Operation::Split, &costs.split_ns),
             ("allocation_ns", Operation::Allocation, &costs.allocation_ns),
             ("batch_ns", Operation::Batch, &costs.batch_ns),
+            ("first_comparison_ns", Operation::FirstComparison, &costs.first_comparison_ns),
         ];
         let otherwise = default_costs();
         let mut found = Vec::new();
@@ -544,6 +546,7 @@ impl Checker<'_> {
             start_ms: start,
             arrival: self.arrival(text)?,
             lifetime_ms: lifetime,
+            layouts: Vec::new(),
         })
     }
 

@@ -118,6 +118,7 @@ impl Text {
             ("split_ns", Operation::Split),
             ("allocation_ns", Operation::Allocation),
             ("batch_ns", Operation::Batch),
+            ("first_comparison_ns", Operation::FirstComparison),
         ];
         for (key, operation) in keys {
             self.key(key, format_args!("{:?}", costs.nanoseconds(operation)));

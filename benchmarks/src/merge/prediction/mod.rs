@@ -1,9 +1,9 @@
 //! How far the simulator is from the real ksmd, on programs that it was not calibrated with.
 //!
-//! A trial starts a program and has Pagefold make a scenario of it (`pagefold sim from-recording`), while ksmd is stopped.
-//! Then ksmd merges the program under a policy for a fixed time, and the scenario is simulated under the same policy for
-//! the same time. So a forecast has nothing from the merge that it is compared with. The costs of ksmd's operations are
-//! measured on this machine before the first trial, on other processes (`pagefold sim calibrate`).
+//! A trial starts a program and has Pagefold make a forecast for it under a policy (`pagefold sim predict`), while ksmd is
+//! stopped. Then ksmd merges the program under the same policy for the same time. So a forecast has nothing from the merge
+//! that it is compared with. The costs of ksmd's operations are measured on this machine before the first trial, on other
+//! processes (`pagefold sim calibrate`).
 //!
 //! Three figures are compared: the pages saved and ksmd's CPU time at the end, and the time until nine tenths of the
 //! pages that were really saved at the end are saved.
@@ -55,8 +55,6 @@ pub struct Forecaster<'a> {
     pagefold: &'a PagefoldProgram,
     /// The report of the calibration.
     costs: PathBuf,
-    /// Where scenarios are kept.
-    folder: &'a Path,
     quick: bool,
 }
 
@@ -91,14 +89,14 @@ pub struct PredictionTrial {
     pub modeled: Vec<CurvePoint>,
 }
 
-/// The relevant parts of the report of a simulation.
+/// The relevant parts of a forecast.
 #[derive(Deserialize)]
-struct SimulationReport {
-    policies: Vec<SimulatedPolicy>,
+struct PredictionReport {
+    policies: Vec<PredictedPolicy>,
 }
 
 #[derive(Deserialize)]
-struct SimulatedPolicy {
+struct PredictedPolicy {
     samples: Vec<CurvePoint>,
 }
 
@@ -110,7 +108,7 @@ impl<'a> Forecaster<'a> {
         let report = output_of(&mut pagefold.calibrate_command(state.path(), quick))?;
         let costs = folder.join("costs.json");
         fs::write(&costs, report).with_context(|| format!("cannot write {}", costs.display()))?;
-        Ok(Self { pagefold, costs, folder, quick })
+        Ok(Self { pagefold, costs, quick })
     }
 
     /// All policies on a program, in rounds whose order is drawn.
@@ -144,27 +142,21 @@ impl<'a> Forecaster<'a> {
         duration: Duration,
         round: usize,
     ) -> Result<PredictionTrial> {
-        let file = format!("{}-{}-{round}.toml", workload.name, policy.replace([':', '/'], "-"));
-        let scenario = self.folder.join(file);
-        let samples = {
-            let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
-            let ksmd = ksmd_pid()?;
-            wait_until_ksmd_forgets(&ksm, ksmd)?;
-            let running = workload.start(true)?;
-            let text = output_of(&mut self.pagefold.scenario_command(&running.pids, &self.costs, duration))?;
-            fs::write(&scenario, text).with_context(|| format!("cannot write {}", scenario.display()))?;
-            let host = pagefold_merge::policy::observe_host(&LiveHost::new());
-            let schedule = PolicySchedule::start(policy_rule(policy)?, host);
-            let mut schedule = schedule.map_err(|why| anyhow!("settings of {policy}: {why}"))?;
-            write_due_settings(&mut schedule, &ksm, 0.0)?;
-            let meter = TrialMeter::start(&ksm, ksmd, &running, workload.gauge())?;
-            meter.watch_for(duration, &mut schedule)?
-        };
-        let report = output_of(&mut self.pagefold.simulate_command(&scenario, policy))?;
-        let report: SimulationReport = serde_json::from_str(&report).context("the report of a simulation")?;
-        let simulated = report.policies.into_iter().next().context("a report without a policy")?;
+        let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+        let ksmd = ksmd_pid()?;
+        wait_until_ksmd_forgets(&ksm, ksmd)?;
+        let running = workload.start(true)?;
+        let report = output_of(&mut self.pagefold.predict_command(&running.pids, &self.costs, policy, duration))?;
+        let report: PredictionReport = serde_json::from_str(&report).context("the report of a forecast")?;
+        let forecast = report.policies.into_iter().next().context("a report without a policy")?;
+        let host = pagefold_merge::policy::observe_host(&LiveHost::new());
+        let schedule = PolicySchedule::start(policy_rule(policy)?, host);
+        let mut schedule = schedule.map_err(|why| anyhow!("settings of {policy}: {why}"))?;
+        write_due_settings(&mut schedule, &ksm, 0.0)?;
+        let meter = TrialMeter::start(&ksm, ksmd, &running, workload.gauge())?;
+        let samples = meter.watch_for(duration, &mut schedule)?;
         let measured = samples.iter().map(CurvePoint::from_sample).collect();
-        Ok(PredictionTrial { workload: workload.name, policy, round, measured, modeled: simulated.samples })
+        Ok(PredictionTrial { workload: workload.name, policy, round, measured, modeled: forecast.samples })
     }
 }
 

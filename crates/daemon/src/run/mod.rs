@@ -53,6 +53,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Barrier};
+use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
@@ -209,17 +210,28 @@ pub fn run(
             fair_share::run_walker(host, &walk_receiver, &sender);
         });
         has_joined.wait();
+        let threads = EndingThreads { host, threads: [worker_thread, walker_thread] };
         let mut daemon =
             Daemon::new(host, settings, seed, WorkerChannels { work_orders, walk_requests, host_answer_count }, log);
         daemon.load_saved_state(directory);
-        let restored = daemon.run(&messages, on_alive, || worker_thread.is_finished());
-        drop(daemon);
-        // The threads notice the closed channels only while this thread waits by the clock of the host.
-        while !(worker_thread.is_finished() && walker_thread.is_finished()) {
-            host.sleep(END_POLL_INTERVAL);
-        }
-        restored
+        // On return, also by a panic, the daemon closes the channels before the threads are awaited.
+        daemon.run(&messages, on_alive, || threads.threads[0].is_finished())
     })
+}
+
+/// Threads that end once their channels are closed. They are awaited by the clock of the host: they notice closed
+/// channels only while this thread waits by it.
+struct EndingThreads<'h, 'scope> {
+    host: &'h dyn Host,
+    threads: [ScopedJoinHandle<'scope, ()>; 2],
+}
+
+impl Drop for EndingThreads<'_, '_> {
+    fn drop(&mut self) {
+        while !self.threads.iter().all(ScopedJoinHandle::is_finished) {
+            self.host.sleep(END_POLL_INTERVAL);
+        }
+    }
 }
 
 impl<'h, 'a> Daemon<'h, 'a> {

@@ -1,7 +1,7 @@
 //! CPU time of ksmd as a sum over its operations, and the fit of their costs to measured scans.
 //!
-//! The model is linear: each operation has one cost. After a pause, ksmd's data are no longer in the CPU's caches; so
-//! a batch has a cost of its own. The model does not know which comparison of a batch finds its page in the caches.
+//! The model is linear: each operation has one cost. During a pause, ksmd's data leave the CPU's caches. So a batch has a
+//! cost of its own, and so has the first comparison with a page of a tree after a pause.
 //!
 //! The costs are the non-negative values with the least sum of squared relative errors over the measured scans (Lawson and
 //! Hanson, "Solving Least Squares Problems", 1974, chapter 23), found by coordinate descent.
@@ -29,11 +29,13 @@ pub enum Operation {
     Allocation,
     /// Beginning a batch after a pause, in which other data came into the CPU's caches.
     Batch,
+    /// What a comparison costs more if it is the first with that page of a tree since the last pause.
+    FirstComparison,
 }
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Visit,
         Self::Skip,
         Self::Checksum,
@@ -43,6 +45,7 @@ impl Operation {
         Self::Split,
         Self::Allocation,
         Self::Batch,
+        Self::FirstComparison,
     ];
 
     /// Its name in reports and files.
@@ -57,6 +60,7 @@ impl Operation {
             Self::Split => "split",
             Self::Allocation => "allocation",
             Self::Batch => "batch",
+            Self::FirstComparison => "first comparison",
         }
     }
 }
@@ -78,6 +82,7 @@ impl OperationCounts {
             Operation::Split => work.splits,
             Operation::Allocation => work.allocated_items,
             Operation::Batch => work.batches,
+            Operation::FirstComparison => work.first_comparisons,
         }))
     }
 
@@ -174,24 +179,25 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn counts(values: [u64; 9]) -> OperationCounts {
+    fn counts(values: [u64; 10]) -> OperationCounts {
         OperationCounts(values)
     }
 
     #[test]
     fn known_costs_are_found_again() {
-        let truth = CostModel { nanoseconds: [120.0, 15.0, 700.0, 90.0, 150.0, 2500.0, 20_000.0, 60.0, 50_000.0] };
+        let truth =
+            CostModel { nanoseconds: [120.0, 15.0, 700.0, 90.0, 150.0, 2500.0, 20_000.0, 60.0, 50_000.0, 400.0] };
         let scans = [
-            [1000, 0, 1000, 0, 0, 0, 0, 1000, 1],
-            [1000, 0, 1000, 9000, 0, 0, 0, 0, 1],
-            [1000, 0, 1000, 9000, 8000, 0, 0, 0, 1],
-            [1000, 0, 1000, 500, 40, 900, 0, 0, 1],
-            [1000, 0, 0, 0, 0, 0, 0, 0, 1],
-            [100, 900, 100, 700, 300, 0, 0, 0, 1],
-            [1000, 0, 1000, 700, 0, 800, 3, 0, 1],
-            [4000, 0, 4000, 44_000, 44_000, 0, 0, 4000, 1],
-            [1000, 0, 1000, 0, 0, 0, 0, 0, 10],
-            [1000, 0, 1000, 9000, 8000, 0, 0, 0, 10],
+            [1000, 0, 1000, 0, 0, 0, 0, 1000, 1, 0],
+            [1000, 0, 1000, 9000, 0, 0, 0, 0, 1, 900],
+            [1000, 0, 1000, 9000, 8000, 0, 0, 0, 1, 1700],
+            [1000, 0, 1000, 500, 40, 900, 0, 0, 1, 100],
+            [1000, 0, 0, 0, 0, 0, 0, 0, 1, 0],
+            [100, 900, 100, 700, 300, 0, 0, 0, 1, 60],
+            [1000, 0, 1000, 700, 0, 800, 3, 0, 1, 90],
+            [4000, 0, 4000, 44_000, 44_000, 0, 0, 4000, 1, 9000],
+            [1000, 0, 1000, 0, 0, 0, 0, 0, 10, 0],
+            [1000, 0, 1000, 9000, 8000, 0, 0, 0, 10, 7000],
         ]
         .map(|values| MeasuredScan { operations: counts(values), cpu_ns: truth.cpu_ns(&counts(values)) });
         let found = CostModel::fit(&scans);
@@ -205,14 +211,14 @@ mod tests {
     #[test]
     fn missing_operations_cost_nothing_and_no_cost_is_negative() {
         let scan = |visits, checksums, cpu_ns| MeasuredScan {
-            operations: counts([visits, 0, checksums, 0, 0, 0, 0, 0, 0]),
+            operations: counts([visits, 0, checksums, 0, 0, 0, 0, 0, 0, 0]),
             cpu_ns,
         };
         // Scans with checksums were faster, as by noise.
         let found = CostModel::fit(&[scan(100, 0, 1000.0), scan(100, 100, 900.0)]);
         assert_eq!(found.nanoseconds(Operation::Merge), 0.0);
         assert_eq!(found.nanoseconds(Operation::Checksum), 0.0);
-        assert!((900.0..1000.0).contains(&found.cpu_ns(&counts([100, 0, 0, 0, 0, 0, 0, 0, 0]))), "{found:?}");
+        assert!((900.0..1000.0).contains(&found.cpu_ns(&counts([100, 0, 0, 0, 0, 0, 0, 0, 0, 0]))), "{found:?}");
         assert_eq!(CostModel::fit(&[]), CostModel::default());
     }
 
@@ -233,8 +239,8 @@ mod tests {
         /// A fit is never worse than the truth with noise.
         #[test]
         fn fit_is_as_near_as_the_true_costs(
-            truth in prop::array::uniform9(1.0..5000.0_f64),
-            rows in prop::collection::vec((prop::array::uniform9(0_u64..10_000), 0.9..1.1_f64), 10..20),
+            truth in prop::array::uniform10(1.0..5000.0_f64),
+            rows in prop::collection::vec((prop::array::uniform10(0_u64..10_000), 0.9..1.1_f64), 10..20),
         ) {
             let truth = CostModel { nanoseconds: truth };
             let scans: Vec<MeasuredScan> = rows

@@ -84,6 +84,32 @@ impl Tally {
     }
 }
 
+/// Which part of a balanced tree walks have reached since the last pause. The i-th walk reaches a new node on each level
+/// but the first `log2(i)`, which earlier walks have covered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReachedNodes {
+    walks: u64,
+}
+
+impl ReachedNodes {
+    /// The nodes that further walks reach first, each of which passes `depth` nodes.
+    pub fn add_walks(&mut self, walks: u64, depth: u64) -> u64 {
+        let (mut next, end) = (self.walks + 1, self.walks + walks);
+        self.walks = end;
+        let mut reached = 0;
+        while next <= end {
+            let covered_levels = u64::from(next.ilog2());
+            if covered_levels >= depth {
+                break;
+            }
+            let last = end.min((2 << covered_levels) - 1);
+            reached += (last - next + 1) * (depth - covered_levels);
+            next = last + 1;
+        }
+        reached
+    }
+}
+
 /// How much work ksmd did, for a model of its CPU time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkCounts {
@@ -94,6 +120,8 @@ pub struct WorkCounts {
     pub stable_comparisons: u64,
     /// Pages compared on walks through the unstable tree; estimated in scans during which no page changes.
     pub unstable_comparisons: u64,
+    /// Those of both kinds that are the first with a page since the last pause, as [`ReachedNodes`] estimates.
+    pub first_comparisons: u64,
     /// Page table entries that ksmd changed to a merged frame or to the zero page.
     pub merges: u64,
     /// Pages that ksmd copied back.
@@ -108,4 +136,26 @@ pub struct WorkCounts {
     pub allocated_items: u64,
     /// Batches begun after a pause.
     pub batches: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ReachedNodes;
+
+    #[test]
+    fn few_walks_reach_new_nodes_and_many_do_not() {
+        for depth in 0..12 {
+            let mut reached = ReachedNodes::default();
+            let mut number = 0_u64;
+            for walks in [1, 2, 1, 30, 0, 100, 5000] {
+                let levels = number + 1..=number + walks;
+                let expected: u64 = levels.map(|number| u64::saturating_sub(depth, number.ilog2().into())).sum();
+                assert_eq!(reached.add_walks(walks, depth), expected, "{depth}");
+                number += walks;
+            }
+            assert_eq!(reached.add_walks(1 << 40, depth), 0, "{depth}");
+        }
+        // The first walk passes 20 nodes, the second and the third have one of them in common with it.
+        assert_eq!(ReachedNodes::default().add_walks(3, 20), 20 + 19 + 19);
+    }
 }

@@ -72,12 +72,7 @@ pub struct TemplateFacts {
 /// Estimates the scenario of a host.
 #[must_use]
 pub fn estimate(host: &ObservedHost, pattern: WritePattern, duration_ms: u64) -> ScenarioEstimate {
-    let families = form_templates(&host.machines);
-    let mut template_of = vec![0; host.machines.len()];
-    for (template, family) in families.iter().enumerate() {
-        family.machines.iter().for_each(|&machine| template_of[machine] = template);
-    }
-    let contents = classify_contents(host, &template_of, &families);
+    let Families { families, template_of, contents } = Families::new(host);
     let totals = sum_templates(host, &template_of, &families, &contents.kinds);
     let longest = longest_run(&totals, &contents);
     let mut templates = Vec::new();
@@ -112,6 +107,36 @@ pub fn estimate(host: &ObservedHost, pattern: WritePattern, duration_ms: u64) ->
             templates,
             shared,
         },
+    }
+}
+
+/// The processes of a host by their template, and their contents.
+pub(super) struct Families {
+    families: Vec<Family>,
+    /// The template of each process.
+    template_of: Vec<usize>,
+    contents: ContentClasses,
+}
+
+impl Families {
+    pub(super) fn new(host: &ObservedHost) -> Self {
+        let families = form_templates(&host.machines);
+        let mut template_of = vec![0; host.machines.len()];
+        for (template, family) in families.iter().enumerate() {
+            family.machines.iter().for_each(|&machine| template_of[machine] = template);
+        }
+        let contents = classify_contents(host, &template_of, &families);
+        Self { families, template_of, contents }
+    }
+
+    /// The kind of a page.
+    pub(super) fn kind(&self, content: ObservedContent) -> PageKind {
+        page_kind(content, &self.contents.kinds)
+    }
+
+    /// The processes of each class of machines, in the order of the classes.
+    pub(super) fn classes(&self, host: &ObservedHost) -> Vec<ClassMembers> {
+        class_members(host, &self.families)
     }
 }
 
@@ -150,11 +175,19 @@ fn form_templates(machines: &[ObservedMachine]) -> Vec<Family> {
 
 /// The kind of a page in the scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PageKind {
+pub(super) enum PageKind {
     Zero,
     Common,
     Shared,
     Unique,
+}
+
+fn page_kind(content: ObservedContent, kinds: &[PageKind]) -> PageKind {
+    match content {
+        ObservedContent::Zero => PageKind::Zero,
+        ObservedContent::Unique | ObservedContent::Volatile => PageKind::Unique,
+        ObservedContent::Numbered(content) => kinds[content as usize],
+    }
 }
 
 /// Contents and pages with them.
@@ -265,11 +298,7 @@ fn sum_templates(
         totals.machines += 1;
         let mut last = None;
         for run in &machine.runs {
-            let kind = match run.content {
-                ObservedContent::Zero => PageKind::Zero,
-                ObservedContent::Unique | ObservedContent::Volatile => PageKind::Unique,
-                ObservedContent::Numbered(content) => kinds[content as usize],
-            };
+            let kind = page_kind(run.content, kinds);
             let pages = match kind {
                 PageKind::Zero => &mut totals.zero,
                 PageKind::Common => &mut totals.common,
@@ -400,26 +429,44 @@ fn make_writes(template: &Template, totals: &TemplateTotals, seconds: f64, patte
     }
 }
 
-/// The machines of each template, by their NUMA nodes.
-fn make_classes(host: &ObservedHost, families: &[Family]) -> Vec<MachineClass> {
+/// Processes of one template on one NUMA node, or on any.
+pub(super) struct ClassMembers {
+    template: usize,
+    node: Option<u8>,
+    /// Their positions.
+    pub(super) machines: Vec<usize>,
+}
+
+/// The processes of each template, by their NUMA nodes.
+fn class_members(host: &ObservedHost, families: &[Family]) -> Vec<ClassMembers> {
     let mut classes = Vec::new();
     for (template, family) in families.iter().enumerate() {
-        let mut by_node: BTreeMap<Option<u8>, u32> = BTreeMap::new();
-        family.machines.iter().for_each(|&machine| *by_node.entry(host.machines[machine].node).or_default() += 1);
-        for (node, count) in by_node {
-            let name = node.map_or_else(|| family.name.clone(), |node| format!("{}, node {node}", family.name));
-            classes.push(MachineClass {
-                name,
-                template,
-                count,
-                tenant: String::new(),
-                node,
-                vcpu_node: None,
-                start_ms: 0,
-                arrival: Arrival::AtOnce,
-                lifetime_ms: None,
-            });
-        }
+        let mut by_node: BTreeMap<Option<u8>, Vec<usize>> = BTreeMap::new();
+        family
+            .machines
+            .iter()
+            .for_each(|&machine| by_node.entry(host.machines[machine].node).or_default().push(machine));
+        classes.extend(by_node.into_iter().map(|(node, machines)| ClassMembers { template, node, machines }));
     }
     classes
+}
+
+/// The machines of each template, by their NUMA nodes.
+fn make_classes(host: &ObservedHost, families: &[Family]) -> Vec<MachineClass> {
+    let class = |members: ClassMembers| {
+        let family = &families[members.template].name;
+        MachineClass {
+            name: members.node.map_or_else(|| family.clone(), |node| format!("{family}, node {node}")),
+            template: members.template,
+            count: members.machines.len() as u32,
+            tenant: String::new(),
+            node: members.node,
+            vcpu_node: None,
+            start_ms: 0,
+            arrival: Arrival::AtOnce,
+            lifetime_ms: None,
+            layouts: Vec::new(),
+        }
+    };
+    class_members(host, families).into_iter().map(class).collect()
 }

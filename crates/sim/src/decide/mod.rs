@@ -31,6 +31,7 @@ pub mod entry_runs;
 pub mod estimate;
 pub(crate) mod frame_numbers;
 pub mod host_state;
+pub mod known_layouts;
 pub mod ksmd;
 pub mod ksmd_time;
 pub mod layout_player;

@@ -221,6 +221,33 @@ pub struct MachineClass {
     pub arrival: Arrival,
     /// Time from the arrival to the exit, in milliseconds; without it, they stay.
     pub lifetime_ms: Option<u64>,
+    /// The memory of its first machines, where it is known; that of the others is drawn from the template.
+    pub layouts: Vec<MachineLayout>,
+}
+
+/// The known memory of a machine. Pages are numbered from 0.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MachineLayout {
+    /// The end of its memory.
+    pub pages: u64,
+    /// First pages of huge pages.
+    pub huge_pages: Vec<u64>,
+    /// Its touched pages, ascending.
+    pub runs: Vec<LayoutRun>,
+}
+
+/// Neighboring pages of a known layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayoutRun {
+    /// The first page.
+    pub page: u64,
+    /// The number of pages.
+    pub pages: u64,
+    /// 0 for zeros. Otherwise the number of the first page's content; those of the next pages ascend. Pages of all
+    /// machines with one number have one content.
+    pub content: u32,
+    /// The position of the template's class of writes that writes it.
+    pub writer: Option<u8>,
 }
 
 /// How machines arrive.
@@ -262,5 +289,6 @@ pub fn default_costs() -> CostModel {
         (Operation::Split, 0.0),
         (Operation::Allocation, 0.0),
         (Operation::Batch, 110_000.0),
+        (Operation::FirstComparison, 0.0),
     ])
 }

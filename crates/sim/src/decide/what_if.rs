@@ -124,7 +124,7 @@ fn parse_machines(text: &str) -> Option<(u32, Option<String>)> {
 }
 
 /// Changes a scenario. Machines that are added have what the others of their template have on average, also of shared
-/// contents: each of these has more copies.
+/// contents: each of these has more copies. All machines are then drawn from their templates, without known layouts.
 ///
 /// # Errors
 /// If the change does not fit the scenario.
@@ -148,6 +148,8 @@ pub fn apply(scenario: &mut Scenario, change: &Change) -> Result<(), WhatIfError
             }
             let before = scenario.clone();
             add_machines(scenario, template, *count);
+            // Drawn machines have nothing in common with known layouts.
+            scenario.classes.iter_mut().for_each(|class| class.layouts.clear());
             scale_shared_sets(scenario, &before);
             Ok(())
         }
@@ -198,6 +200,7 @@ fn add_machines(scenario: &mut Scenario, template: usize, count: u32) {
         start_ms: 0,
         arrival: Arrival::AtOnce,
         lifetime_ms: None,
+        layouts: Vec::new(),
     });
 }
 

@@ -15,11 +15,14 @@
 //! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
 //! templates in turn, so that each machine has as many as the others, but for one.
 //!
+//! A machine whose layout is known has that one instead. Its contents stand in blocks, whose order tells nothing about
+//! their place.
+//!
 //! Limits: writes hit whole runs, never parts. A write makes common contents and zeros unique for good. Page cache is
 //! never evicted. A page of a huge page that the machine did not touch is zero.
 
 use super::memory::{CONTENT_LIMIT, Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
-use super::scenario::{Arrival, ContentKind, MachineClass, Scenario, SharedSet, Template};
+use super::scenario::{Arrival, ContentKind, LayoutRun, MachineClass, MachineLayout, Scenario, SharedSet, Template};
 use pagefold_base::splitmix::splitmix64;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -164,6 +167,8 @@ pub struct Workload<'s> {
     scenario: &'s Scenario,
     seed: u64,
     contents: ContentPool,
+    /// The first content of each block of numbered contents of known layouts.
+    known_blocks: Vec<Content>,
     /// Files of a template, and of the machines of a tenant.
     files: BTreeMap<(usize, Option<&'s str>), Vec<File>>,
     /// The shared sets, once a machine needs them.
@@ -197,6 +202,7 @@ impl<'s> Workload<'s> {
             scenario,
             seed,
             contents: ContentPool::new(longest),
+            known_blocks: Vec::new(),
             files: BTreeMap::new(),
             shared: vec![None; scenario.shared.len()],
             cache: (0..scenario.templates.len()).map(cache).collect(),
@@ -239,6 +245,9 @@ impl<'s> Workload<'s> {
         let template = &scenario.templates[class.template];
         let part = (arrival.class as u64) << 32 | u64::from(arrival.number);
         let mut random = RandomNumbers::new(self.seed, part);
+        if let Some(layout) = class.layouts.get(arrival.number as usize) {
+            return self.start_known(class.template, layout, random);
+        }
         let mut pieces = Vec::new();
         for kind in ContentKind::ALL {
             let pages = pages_of_share(template, template.share(kind));
@@ -263,6 +272,55 @@ impl<'s> Workload<'s> {
             }
         }
         Ok((machine, change))
+    }
+
+    /// A machine with a known layout. Each of its classes of writes writes a page as often as on other machines of the
+    /// template.
+    fn start_known(
+        &mut self,
+        template_number: usize,
+        layout: &MachineLayout,
+        random: RandomNumbers,
+    ) -> Result<(Machine, MemoryChange), ContentsUsedUp> {
+        let template = &self.scenario.templates[template_number];
+        let mut machine = Machine::new(template, template_number, layout.pages, random);
+        machine.touched = layout.pages;
+        let mut change = MemoryChange { huge_pages: layout.huge_pages.clone(), writes: Vec::new() };
+        for &(mut rest) in &layout.runs {
+            while rest.pages > 0 {
+                let run = self.place_known(&mut rest)?;
+                change.writes.push(run);
+                if let Some(writer) = rest.writer {
+                    machine.writers[usize::from(writer)].add(run);
+                }
+            }
+        }
+        for (writer, class) in machine.writers.iter_mut().zip(&template.writes) {
+            writer.pages_per_second *= writer.pages as f64 / (template.pages as f64 * class.share).max(1.0);
+        }
+        Ok((machine, change))
+    }
+
+    /// Take the first pages of a known run whose contents are in one block.
+    fn place_known(&mut self, rest: &mut LayoutRun) -> Result<ContentRun, ContentsUsedUp> {
+        let page = rest.page;
+        let (content, pages, kind) = match u64::from(rest.content) {
+            0 => (ZERO_CONTENT, rest.pages, ContentKind::Zero),
+            number => {
+                let block_pages = self.contents.block_pages;
+                let (block, place) = ((number - 1) / block_pages, (number - 1) % block_pages);
+                while self.known_blocks.len() as u64 <= block {
+                    self.known_blocks.push(self.contents.take()?);
+                }
+                let first = self.known_blocks[block as usize] + place as Content;
+                let pages = rest.pages.min(block_pages - place);
+                rest.content += pages as u32;
+                (first, pages, ContentKind::Unique)
+            }
+        };
+        rest.page += pages;
+        rest.pages -= pages;
+        Ok(ContentRun { page, pages, content, kind, is_own: false })
     }
 
     /// Files that machines have in common.

@@ -1,5 +1,6 @@
 //! The result of a prediction in JSON.
 
+use super::comparison::SampleReport;
 use super::kernel_name;
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::estimate::ScenarioEstimate;
@@ -86,6 +87,8 @@ pub struct PredictedPolicyReport {
     pub huge_pages_split: PredictionReport,
     /// Memory that the host lacks at worst.
     pub missing_bytes: PredictionReport,
+    /// The run with the first seed, if the pages that changed during the scan are written, over time.
+    pub samples: Vec<SampleReport>,
 }
 
 /// Savings at a time.
@@ -204,6 +207,7 @@ impl PredictedPolicyReport {
             cow_breaks: over(&|run| run.cow_breaks),
             huge_pages_split: over(&|run| run.huge_pages_split),
             missing_bytes: over(&|run| run.missing_bytes),
+            samples: runs.expected.iter().take(1).flat_map(|run| &run.samples).map(SampleReport::from).collect(),
         }
     }
 }

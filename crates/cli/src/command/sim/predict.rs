@@ -8,7 +8,8 @@ use crate::{CommandOutcome, output, progress};
 use anyhow::Context;
 use clap::Args;
 use pagefold_output::wire;
-use pagefold_sim::decide::estimate::WritePattern;
+use pagefold_sim::decide::estimate::{ScenarioEstimate, WritePattern};
+use pagefold_sim::decide::known_layouts::add_known_layouts;
 use pagefold_sim::decide::policies::ComparedPolicy;
 use pagefold_sim::decide::what_if::{Change, apply, parse_changes};
 use pagefold_sim::estimate_notes;
@@ -24,8 +25,9 @@ Examples:
   sudo pagefold sim predict --vm 'web-*' --what-if 'ram=2x; vms+=50 template=web'
   pagefold --host recording:/tmp/host sim predict --seeds 5 --json
 
-The host is scanned as by `pagefold sim from-recording`, and its scenario is simulated under each policy, without a \
-change of the host. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
+The host is scanned as by `pagefold sim from-recording`, and simulated under each policy, without a change of the \
+host. Each process keeps its pages in their order, unless --what-if adds machines: all are then drawn from templates, \
+as in a scenario of `pagefold sim from-recording`. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
 
 The expected values assume that the pages that changed during the scan are written again and again, and no others. The \
 ranges also have runs in which any page is written, at a rate at which as many change between two passes. A longer \
@@ -78,17 +80,19 @@ struct WhatIf {
 pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let run_daemon = daemon_runner(&options.policy, global)?;
     let scanned = scan_host(&options.scan, global)?;
-    let mut expected = scanned.estimate(WritePattern::SamePages, options.hours)?;
-    let mut any_pages = scanned.estimate(WritePattern::AnyPages, options.hours)?.scenario;
+    let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
+    let estimate = |pattern| -> anyhow::Result<ScenarioEstimate> {
+        let mut found = scanned.estimate(pattern, options.hours)?;
+        add_known_layouts(&mut found.scenario, &scanned.observation.host, pattern);
+        for change in changes {
+            apply(&mut found.scenario, change).context("--what-if")?;
+        }
+        Ok(found)
+    };
+    let (expected, any_pages) = (estimate(WritePattern::SamePages)?, estimate(WritePattern::AnyPages)?.scenario);
     let mut assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
     if run_daemon.is_some() {
         assumptions.push(GUIDED_ASSUMPTION.to_owned());
-    }
-    let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
-    for change in changes {
-        for scenario in [&mut expected.scenario, &mut any_pages] {
-            apply(scenario, change).context("--what-if")?;
-        }
     }
     let has_writes = any_pages.templates.iter().any(|template| !template.writes.is_empty());
     let scenarios =
@@ -126,11 +130,13 @@ fn parse_what_if(text: &str) -> Result<WhatIf, String> {
     Ok(WhatIf { text: text.trim().to_owned(), changes })
 }
 
+/// A few seconds.
+const MIN_HOURS: f64 = 0.001;
 /// Hours in a year.
 const MAX_HOURS: f64 = 8784.0;
 
 fn parse_hours(text: &str) -> Result<Duration, String> {
-    let hours = text.parse().ok().filter(|hours: &f64| (0.01..=MAX_HOURS).contains(hours));
-    let hours = hours.ok_or_else(|| format!("{text}: give hours, 0.01 to {MAX_HOURS}, such as 24"))?;
+    let hours = text.parse().ok().filter(|hours: &f64| (MIN_HOURS..=MAX_HOURS).contains(hours));
+    let hours = hours.ok_or_else(|| format!("{text}: give hours, {MIN_HOURS} to {MAX_HOURS}, such as 24"))?;
     Ok(Duration::from_millis((hours * 3.6e6).round() as u64))
 }

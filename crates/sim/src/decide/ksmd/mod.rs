@@ -15,7 +15,7 @@ mod visit;
 
 use std::collections::BTreeSet;
 
-use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, Tally, WorkCounts};
+use super::counters::{KsmdCounters, PAGE_BYTES, ProcessCounters, RMAP_ITEM_BYTES, ReachedNodes, Tally, WorkCounts};
 use super::memory::{Content, FrameId, Memory, PageKey, SimulatedProcessId};
 use super::rules::KsmRules;
 use super::stable_tree::{StableId, StableTree};
@@ -140,6 +140,8 @@ pub struct KsmModel {
     unstable: Vec<UnstableTree>,
     tally: Tally,
     work: WorkCounts,
+    /// Of the stable tree, and of the unstable one.
+    reached: [ReachedNodes; 2],
     /// What the advisor remembers, while it is on.
     advisor: Option<AdvisorContext>,
     now_ms: u64,
@@ -166,6 +168,7 @@ impl KsmModel {
             unstable: Vec::new(),
             tally: Tally::default(),
             work: WorkCounts::default(),
+            reached: [ReachedNodes::default(); 2],
             advisor: settings.advisor.map(|rule| rule.start()),
             now_ms: 0,
             cpu_ns: 0,

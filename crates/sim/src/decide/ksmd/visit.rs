@@ -140,11 +140,14 @@ impl KsmModel {
     fn search_stable(&mut self, visit: &Visit) -> Option<StableId> {
         if let Some(compared) = self.quiet_miss(visit.content, visit.node) {
             self.work.stable_comparisons += compared * visit.pages;
+            self.work.first_comparisons += self.reached[0].add_walks(visit.pages, compared);
             return None;
         }
         let before = self.work.stable_comparisons;
         let found = self.search_stable_for(visit.content, visit.node);
-        self.work.stable_comparisons += (self.work.stable_comparisons - before) * (visit.pages - 1);
+        let compared = self.work.stable_comparisons - before;
+        self.work.stable_comparisons += compared * (visit.pages - 1);
+        self.work.first_comparisons += self.reached[0].add_walks(visit.pages, compared);
         found
     }
 
@@ -216,6 +219,7 @@ impl KsmModel {
         let unstable = &self.unstable[usize::from(tree)];
         let (search, compared) = unstable.search(visit.content, visit.pages, |key| self.mergeable_content(key));
         self.work.unstable_comparisons += compared;
+        self.work.first_comparisons += self.reached[1].add_walks(visit.pages, compared / visit.pages);
         let parent = match search {
             Search::Found(partner) => return Some(partner).filter(|&partner| !self.is_same_page(visit, partner)),
             Search::Lost => return None,
@@ -273,7 +277,10 @@ impl KsmModel {
             // The first page was searched before.
             let content = visit.content + page as Content;
             match self.quiet_miss(content, visit.node).filter(|_| page > 0) {
-                Some(compared) => self.work.stable_comparisons += compared,
+                Some(compared) => {
+                    self.work.stable_comparisons += compared;
+                    self.work.first_comparisons += self.reached[0].add_walks(1, compared);
+                }
                 None if page > 0 => {
                     self.search_stable_for(content, visit.node);
                 }

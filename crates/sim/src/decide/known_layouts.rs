@@ -1,0 +1,229 @@
+//! The memory of a host's processes as the known layouts of a scenario's machines.
+//!
+//! Where ksmd meets which page decides how fast it saves. On a real host it may also decide whether a scan merges much at
+//! all: if a page of the unstable tree is gone, because a split of its huge page has mapped it to the zero page, each walk
+//! to it ends without a result (Linux 6.12 and later). Templates do not have the order of pages, so a forecast for the
+//! processes that run uses these layouts.
+//!
+//! Pages that were left out leave no gap, and regions follow each other without one. A huge page is one again, at the next
+//! multiple of its size; of a huge page with pages that were left out, the rest are base pages.
+
+use super::estimate::{Families, PageKind, WritePattern};
+use super::memory::{CONTENT_LIMIT, PAGES_IN_HUGE_PAGE};
+use super::observed_host::{ObservedContent, ObservedHost, ObservedMachine, ObservedRun};
+use super::scenario::{ContentKind, LayoutRun, MachineLayout, Scenario, Template};
+
+/// Gives the machines of an estimated scenario the layouts of the processes. Returns whether the model has enough contents
+/// for that; half of them are left for writes.
+pub fn add_known_layouts(scenario: &mut Scenario, host: &ObservedHost, pattern: WritePattern) -> bool {
+    let pages: u64 = host.machines.iter().map(ObservedMachine::pages).sum();
+    if pages > u64::from(CONTENT_LIMIT) / 2 {
+        return false;
+    }
+    let families = Families::new(host);
+    let mut numbers = ContentNumbers { of_observed: vec![0; host.numbered_contents as usize], next: 1 };
+    for (class, members) in scenario.classes.iter_mut().zip(families.classes(host)) {
+        let template = &scenario.templates[class.template];
+        let mut layout = |machine: &usize| {
+            let writer = |content| writer_of(content, families.kind(content), template, pattern);
+            lay_out(&host.machines[*machine], &mut numbers, writer)
+        };
+        class.layouts = members.machines.iter().map(&mut layout).collect();
+    }
+    true
+}
+
+/// The class of writes that writes a page.
+fn writer_of(content: ObservedContent, kind: PageKind, template: &Template, pattern: WritePattern) -> Option<u8> {
+    let kind = match (pattern, kind) {
+        (WritePattern::SamePages, _) if content != ObservedContent::Volatile => return None,
+        (_, PageKind::Shared) => return None,
+        (_, PageKind::Zero) => ContentKind::Zero,
+        (_, PageKind::Common) => ContentKind::Common,
+        (_, PageKind::Unique) => ContentKind::Unique,
+    };
+    template.writes.iter().position(|class| class.content == kind).and_then(|position| u8::try_from(position).ok())
+}
+
+/// Numbers of contents in the order in which pages with them first appear, so that files are ascending runs.
+struct ContentNumbers {
+    /// Of each content of the observation; 0 for none yet.
+    of_observed: Vec<u32>,
+    next: u32,
+}
+
+impl ContentNumbers {
+    fn take(&mut self, pages: u64) -> u32 {
+        let first = self.next;
+        self.next += pages as u32;
+        first
+    }
+
+    fn number(&mut self, observed: u32) -> u32 {
+        let position = observed as usize;
+        if self.of_observed[position] == 0 {
+            self.of_observed[position] = self.take(1);
+        }
+        self.of_observed[position]
+    }
+}
+
+fn lay_out(
+    machine: &ObservedMachine,
+    numbers: &mut ContentNumbers,
+    writer: impl Fn(ObservedContent) -> Option<u8>,
+) -> MachineLayout {
+    let mut layout = MachineLayout::default();
+    for stretch in machine.runs.chunk_by(|a, b| a.is_huge == b.is_huge) {
+        if stretch[0].is_huge {
+            let pages: u64 = stretch.iter().map(|run| run.pages).sum();
+            let start = layout.pages.next_multiple_of(PAGES_IN_HUGE_PAGE);
+            layout.huge_pages.extend((0..pages / PAGES_IN_HUGE_PAGE).map(|unit| start + unit * PAGES_IN_HUGE_PAGE));
+            layout.pages = start;
+        }
+        for &ObservedRun { content, pages, .. } in stretch {
+            let writer = writer(content);
+            match content {
+                ObservedContent::Zero => push(&mut layout, pages, 0, writer),
+                ObservedContent::Unique | ObservedContent::Volatile => {
+                    push(&mut layout, pages, numbers.take(pages), writer);
+                }
+                ObservedContent::Numbered(observed) => {
+                    let number = numbers.number(observed);
+                    (0..pages).for_each(|_| push(&mut layout, 1, number, writer));
+                }
+            }
+        }
+    }
+    layout
+}
+
+/// Add pages behind the last one.
+fn push(layout: &mut MachineLayout, pages: u64, content: u32, writer: Option<u8>) {
+    let page = layout.pages;
+    layout.pages += pages;
+    if let Some(last) = layout.runs.last_mut() {
+        let is_next = match last.content {
+            0 => content == 0,
+            first => u64::from(first) + last.pages == u64::from(content),
+        };
+        if is_next && last.page + last.pages == page && last.writer == writer {
+            last.pages += pages;
+            return;
+        }
+    }
+    layout.runs.push(LayoutRun { page, pages, content, writer });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::estimate::estimate;
+    use super::super::observed_host::ObservedContent::{Numbered, Unique, Volatile, Zero};
+    use super::super::workload::{MemoryChange, Workload};
+    use super::*;
+    use crate::scenario::parse_scenario;
+    use std::collections::BTreeMap;
+
+    fn machine(pages: &[(ObservedContent, u64, bool)]) -> ObservedMachine {
+        let mut machine = ObservedMachine { family: "vm".to_owned(), ..ObservedMachine::default() };
+        for &(content, count, is_huge) in pages {
+            (0..count).for_each(|_| machine.push(content, is_huge));
+        }
+        machine
+    }
+
+    fn host(machines: Vec<ObservedMachine>, numbered_contents: u32) -> ObservedHost {
+        let text = "description = 't'\nduration = '1h'\n[host]\nmemory = '1 GiB'\ncpus = 1\nkernel = '6.18'\n\
+            [[template]]\nname = 't'\nsize = '4 KiB'\n[[machines]]\nname = 'm'\ntemplate = 't'";
+        ObservedHost { spec: parse_scenario(text).unwrap().host, machines, numbered_contents, pass_seconds: Some(2.0) }
+    }
+
+    fn scenario(host: &ObservedHost, pattern: WritePattern) -> Scenario {
+        let mut scenario = estimate(host, pattern, 3_600_000).scenario;
+        assert!(add_known_layouts(&mut scenario, host, pattern));
+        scenario
+    }
+
+    /// The contents of a machine by page, and its huge pages.
+    fn memory(change: &MemoryChange) -> (BTreeMap<u64, u32>, Vec<u64>) {
+        let pages = change.writes.iter().flat_map(|run| {
+            run.range().map(|page| {
+                let place = if run.ascends() { (page - run.page) as u32 } else { 0 };
+                (page, run.content + place)
+            })
+        });
+        (pages.collect(), change.huge_pages.clone())
+    }
+
+    #[test]
+    fn order_of_pages_and_alignment_of_huge_pages_are_kept() {
+        let machine = machine(&[
+            (Zero, 2, false),
+            (Numbered(7), 1, false),
+            (Numbered(3), 1, false),
+            (Numbered(3), 1, true),
+            (Unique, 600, true),
+            (Volatile, 1, true),
+            (Zero, 500, true),
+            (Unique, 1, false),
+        ]);
+        let mut numbers = ContentNumbers { of_observed: vec![0; 8], next: 1 };
+        let layout = lay_out(&machine, &mut numbers, |content| (content == Volatile).then_some(4));
+        // 1102 pages in huge pages are two of them, and 78 base pages.
+        assert_eq!((layout.pages, &layout.huge_pages[..]), (512 + 1102 + 1, &[512, 1024][..]));
+        let run = |page, pages, content, writer| LayoutRun { page, pages, content, writer };
+        let expected = [
+            run(0, 2, 0, None),
+            run(2, 2, 1, None),
+            run(512, 601, 2, None),
+            run(1113, 1, 603, Some(4)),
+            run(1114, 500, 0, None),
+            run(1614, 1, 604, None),
+        ];
+        assert_eq!(layout.runs, expected);
+        assert_eq!(numbers.of_observed, [0, 0, 0, 2, 0, 0, 0, 1]);
+    }
+
+    #[test]
+    fn machines_have_the_contents_of_their_processes() {
+        // The second machine has the file of the first one behind a page of its own, and one page of it twice.
+        let file: Vec<_> = (0..100).map(|content| (Numbered(content), 1, false)).collect();
+        let first = machine(&[&file[..], &[(Zero, 5, false), (Unique, 30, false)]].concat());
+        let second = machine(&[&[(Unique, 1, false)], &file[..], &[(Numbered(50), 2, false)]].concat());
+        let host = host(vec![first, second], 100);
+        let scenario = scenario(&host, WritePattern::SamePages);
+        let mut workload = Workload::new(&scenario, 1);
+        let arrivals = workload.arrivals();
+        let [first, second] = [0, 1].map(|number| memory(&workload.start(&arrivals[number]).unwrap().1).0);
+        assert_eq!((first.len(), second.len()), (135, 103));
+        assert!((0..100).all(|page| first[&page] == second[&(page + 1)]));
+        assert_eq!((second[&101], second[&102]), (first[&50], first[&50]));
+        assert!((100..105).all(|page| first[&page] == 0));
+        let mut all: Vec<u32> = first.values().chain(second.values()).copied().collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 100 + 1 + 30 + 1, "the file, zeros, and pages of each alone");
+    }
+
+    #[test]
+    fn pages_that_changed_are_written_at_their_rate() {
+        let quiet = machine(&[(Zero, 100, false), (Unique, 300, false)]);
+        let busy = machine(&[(Zero, 100, false), (Unique, 200, false), (Volatile, 100, false)]);
+        let host = host(vec![quiet, busy], 0);
+        for (pattern, expected) in [(WritePattern::SamePages, [0, 100]), (WritePattern::AnyPages, [400, 400])] {
+            let scenario = scenario(&host, pattern);
+            let mut workload = Workload::new(&scenario, 1);
+            let arrivals = workload.arrivals();
+            let written = [0, 1].map(|number| {
+                let (mut machine, _) = workload.start(&arrivals[number]).unwrap();
+                let mut pages = std::collections::BTreeSet::new();
+                for _ in 0..2000 {
+                    let change = workload.advance(&mut machine, 2000).unwrap();
+                    pages.extend(change.writes.iter().flat_map(|run| run.range()));
+                }
+                pages.len()
+            });
+            assert_eq!(written, expected, "{pattern:?}");
+        }
+    }
+}
