@@ -20,7 +20,7 @@ use std::time::Duration;
 const DAY: &str = "description = 'a day of classes'\nduration = '24h'\ntick = '10s'\n\
     [host]\nmemory = '4 GiB'\nused = '256 MiB'\ncpus = 4\nkernel = '6.18.44'\n\
     [costs]\nvisit_ns = 205\nskip_ns = 263\nchecksum_ns = 889\nstable_comparison_ns = 29\nunstable_comparison_ns = 159\n\
-    merge_ns = 781\nsplit_ns = 0\nallocation_ns = 11\nbatch_ns = 0\n\
+    merge_ns = 781\nsplit_ns = 0\nallocation_ns = 11\nbatch_ns = 0\nfirst_comparison_ns = 0\n\
     [[template]]\nname = 'lab'\nsize = '64 MiB'\nzero = 0.1\ncommon = 0.4\nunique = 0.3\nrun_pages = [16, 256]\n\
     writes = [{ content = 'unique', share = 0.05, pages_per_second = 2.0 }]\n\
     [[machines]]\nname = 'class'\ntemplate = 'lab'\ncount = 48\nwave = 4\nevery = '2h'\nlifetime = '3h'";

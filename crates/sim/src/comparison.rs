@@ -1,11 +1,11 @@
 //! Simulates a scenario under several policies and seeds, on several threads.
 
+use crate::decide::content_pool::ContentsUsedUp;
 use crate::decide::host_state::Exactness;
 use crate::decide::policies::ComparedPolicy;
 use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::Scenario;
 use crate::decide::simulation::simulate;
-use crate::decide::workload::ContentsUsedUp;
 use std::error::Error;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;

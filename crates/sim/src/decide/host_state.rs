@@ -1,5 +1,6 @@
 //! What is on a simulated host at a moment: its processes with their memory, ksmd, and what happens next.
 
+use super::content_pool::ContentsUsedUp;
 use super::cost::CostModel;
 use super::frame_numbers::{FrameNumbers, ZERO_PAGE_FRAME};
 use super::ksmd::{Advice, KsmModel, KsmSettings, RunState};
@@ -9,7 +10,6 @@ use super::memory::{Content, PAGES_IN_HUGE_PAGE, PageEntry, SimulatedProcess, Si
 use super::rules::KsmRules;
 use super::samples::{Sample, SimulatedRun, count_duplicates};
 use super::scenario::{HostSpec, Scenario};
-use super::workload::ContentsUsedUp;
 use pagefold_base::{AddressRange, IdSet, Pfn, Pid};
 use pagefold_merge::decide::policy::Advisor;
 use std::collections::BTreeMap;

@@ -1,9 +1,10 @@
 //! The machines of a scenario in time: they arrive, write, grow and exit, and samples are due.
 
+use super::content_pool::ContentsUsedUp;
 use super::host_state::{HostState, MachineEnrollment, ProcessIdentity};
 use super::ksmd::Advice;
 use super::scenario::Scenario;
-use super::workload::{ContentsUsedUp, Machine, MachineArrival, MemoryChange, Workload};
+use super::workload::{Machine, MachineArrival, MemoryChange, Workload};
 use pagefold_base::Pid;
 use std::collections::{BTreeMap, VecDeque};
 

@@ -14,9 +14,10 @@
 //!   numbers the frames of pages, and `machine_events` says what machines do next.
 //! - [`scenario`]: a host and the machines that arrive on it, as data.
 //! - [`observed_host`]: the memory of a host, as a scan found it.
-//! - [`estimate`]: a scenario from that.
+//! - [`estimate`]: a scenario from that, and [`known_layouts`] its machines with the pages of its processes.
 //! - [`what_if`]: changes of a scenario, as text.
-//! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
+//! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed. [`content_pool`] has new contents
+//!   for them.
 //! - [`policies`]: the policies that set ksmd's pace.
 //! - [`simulation`]: a scenario in virtual time under a policy.
 //! - [`samples`]: what a simulated host looks like, and what a run has shown.
@@ -25,6 +26,7 @@
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
+pub mod content_pool;
 pub mod cost;
 pub mod counters;
 pub mod entry_runs;

@@ -280,15 +280,15 @@ pub const DEFAULT_HZ: u32 = 250;
 #[must_use]
 pub fn default_costs() -> CostModel {
     CostModel::new([
-        (Operation::Visit, 313.0),
-        (Operation::Skip, 217.0),
-        (Operation::Checksum, 772.0),
-        (Operation::StableComparison, 33.0),
-        (Operation::UnstableComparison, 331.0),
-        (Operation::Merge, 1119.0),
+        (Operation::Visit, 335.0),
+        (Operation::Skip, 264.0),
+        (Operation::Checksum, 797.0),
+        (Operation::StableComparison, 24.0),
+        (Operation::UnstableComparison, 351.0),
+        (Operation::Merge, 1268.0),
         (Operation::Split, 0.0),
         (Operation::Allocation, 0.0),
-        (Operation::Batch, 110_000.0),
-        (Operation::FirstComparison, 0.0),
+        (Operation::Batch, 128_000.0),
+        (Operation::FirstComparison, 40.0),
     ])
 }

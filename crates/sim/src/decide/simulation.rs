@@ -8,13 +8,13 @@
 //!
 //! [approximated]: super::ksmd::KsmModel::seeing_changes_at_once
 
+use super::content_pool::ContentsUsedUp;
 use super::counters::PAGE_BYTES;
 use super::host_state::{Exactness, HostSetup, HostState, MachineEnrollment, NS_PER_MS};
 use super::ksmd::RunState;
 use super::policies::{ComparedPolicy, PolicySteps};
 use super::samples::{Sample, SimulatedRun};
 use super::scenario::Scenario;
-use super::workload::ContentsUsedUp;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::units::Bytes;
 

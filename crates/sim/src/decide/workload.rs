@@ -21,20 +21,12 @@
 //! Limits: writes hit whole runs, never parts. A write makes common contents and zeros unique for good. Page cache is
 //! never evicted. A page of a huge page that the machine did not touch is zero.
 
-use super::memory::{CONTENT_LIMIT, Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
+use super::content_pool::{ContentPool, ContentsUsedUp};
+use super::memory::{Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
 use super::scenario::{Arrival, ContentKind, LayoutRun, MachineClass, MachineLayout, Scenario, SharedSet, Template};
 use pagefold_base::splitmix::splitmix64;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use thiserror::Error;
-
-/// Contents of the model are used up.
-#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error(
-    "the scenario needs more than {CONTENT_LIMIT} different contents: give shorter run_pages, fewer machines or less \
-     unique memory"
-)]
-pub struct ContentsUsedUp;
 
 /// Random numbers: deterministic by seed (splitmix64 by Vigna, <https://prng.di.unimi.it/splitmix64.c>).
 #[derive(Clone, Debug)]
@@ -69,39 +61,6 @@ impl RandomNumbers {
         for at in (1..values.len()).rev() {
             values.swap(at, self.below(at as u64 + 1) as usize);
         }
-    }
-}
-
-/// Contents that no page has, in blocks that are as long as the longest run. A block that is given back is used again
-/// after all others, so that ksmd hardly takes a new content for the one that the page had before.
-#[derive(Clone, Debug)]
-struct ContentPool {
-    block_pages: u64,
-    next_block: u64,
-    unused: VecDeque<Content>,
-}
-
-impl ContentPool {
-    fn new(longest_run: u64) -> Self {
-        Self { block_pages: longest_run.next_power_of_two(), next_block: 0, unused: VecDeque::new() }
-    }
-
-    /// The first content of a block. The order of contents tells nothing about their place.
-    fn take(&mut self) -> Result<Content, ContentsUsedUp> {
-        let blocks = u64::from(CONTENT_LIMIT).next_power_of_two() / self.block_pages;
-        while self.next_block + 1 < blocks {
-            self.next_block += 1;
-            // An odd multiple permutes the blocks. The first has zero, and the last exceeds the limit.
-            let place = self.next_block.wrapping_mul(0x9e37_79b1) % blocks;
-            if place != 0 && place != blocks - 1 {
-                return Content::try_from(place * self.block_pages).map_err(|_| ContentsUsedUp);
-            }
-        }
-        self.unused.pop_front().ok_or(ContentsUsedUp)
-    }
-
-    fn give_back(&mut self, content: Content) {
-        self.unused.push_back(content);
     }
 }
 

@@ -20,6 +20,7 @@ mod pages;
 mod placement;
 mod process_text;
 
+use crate::decide::content_pool::ContentsUsedUp;
 use crate::decide::cost::CostModel;
 use crate::decide::counters::KsmdCounters;
 use crate::decide::frame_numbers::FrameOrigin;
@@ -27,7 +28,6 @@ use crate::decide::host_state::{self, Exactness, HostSetup, HostState, KSMD_PID,
 use crate::decide::memory::Content;
 use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::{HostSpec, Scenario};
-use crate::decide::workload::ContentsUsedUp;
 use clock::VirtualClock;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
