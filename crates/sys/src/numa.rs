@@ -54,7 +54,8 @@ pub const NOT_REACHED: libc::c_int = libc::c_int::MIN;
 /// in memory, `EFAULT` for the shared zero page and for addresses without a mapping.
 ///
 /// # Errors
-/// Those of move_pages(2), for the whole process: `ESRCH`, also if it is ending, `EPERM`, `ENOSYS`.
+/// Those of move_pages(2), for the whole process: `ESRCH`, `EPERM`, `ENOSYS`. A process without memory, which is ending,
+/// does not exist either (`ESRCH`).
 pub fn page_nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<libc::c_int>> {
     let mut status = vec![NOT_REACHED; addresses.len()];
     move_or_query(pid, addresses, None, &mut status)?;
@@ -89,7 +90,8 @@ fn move_or_query(
     // content of the moved pages stays the same.
     match unsafe { libc::syscall(libc::SYS_move_pages, pid, count, pages, nodes, status.as_mut_ptr(), MPOL_MF_MOVE) } {
         ..0 => Err(match io::Error::last_os_error() {
-            // The flags are valid: the process is ending, and has no memory any more (mm/migrate.c, `find_mm_struct`).
+            // The flags are valid: the process has no memory, because it is ending or is a kernel thread (mm/migrate.c,
+            // `find_mm_struct`).
             error if error.raw_os_error() == Some(libc::EINVAL) => io::Error::from_raw_os_error(libc::ESRCH),
             error => error,
         }),

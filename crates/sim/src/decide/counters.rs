@@ -85,7 +85,7 @@ impl Tally {
 }
 
 /// Which part of a balanced tree walks have reached since the last pause. The i-th walk reaches a new node on each level
-/// but the first `log2(i)`, which earlier walks have covered.
+/// but the first `log2(i)`, which earlier walks have covered. The trees of all NUMA nodes count as one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReachedNodes {
     walks: u64,

@@ -5,31 +5,48 @@
 //! to it ends without a result (Linux 6.12 and later). Templates do not have the order of pages, so a forecast for the
 //! processes that run uses these layouts.
 //!
-//! Pages that were left out leave no gap, and regions follow each other without one. A huge page is one again, at the next
-//! multiple of its size; of a huge page with pages that were left out, the rest are base pages.
+//! Pages that were left out leave no gap, and regions follow each other without one. Neighboring huge pages are huge pages
+//! again, from the next multiple of their size on, and what is left of the last one are base pages.
+//!
+//! Limit: where a page of a huge page was left out, the huge pages behind it begin a page later.
 
+use super::content_pool::ContentPool;
 use super::estimate::{Families, PageKind, WritePattern};
 use super::memory::{CONTENT_LIMIT, PAGES_IN_HUGE_PAGE};
 use super::observed_host::{ObservedContent, ObservedHost, ObservedMachine, ObservedRun};
 use super::scenario::{ContentKind, LayoutRun, MachineLayout, Scenario, Template};
+use super::workload::longest_run;
+
+/// Layouts have at most so many pages: half of the model's contents.
+pub const MAX_KNOWN_PAGES: u64 = CONTENT_LIMIT as u64 / 2;
 
 /// Gives the machines of an estimated scenario the layouts of the processes. Returns whether the model has enough contents
-/// for that; half of them are left for writes.
+/// for that: one for each page, and a block for each run that is written. Otherwise the scenario stays as it is.
+#[must_use]
 pub fn add_known_layouts(scenario: &mut Scenario, host: &ObservedHost, pattern: WritePattern) -> bool {
     let pages: u64 = host.machines.iter().map(ObservedMachine::pages).sum();
-    if pages > u64::from(CONTENT_LIMIT) / 2 {
+    if pages > MAX_KNOWN_PAGES {
         return false;
     }
     let families = Families::new(host);
     let mut numbers = ContentNumbers { of_observed: vec![0; host.numbered_contents as usize], next: 1 };
-    for (class, members) in scenario.classes.iter_mut().zip(families.classes(host)) {
+    let mut layouts: Vec<Vec<MachineLayout>> = Vec::new();
+    for (class, members) in scenario.classes.iter().zip(families.classes(host)) {
         let template = &scenario.templates[class.template];
         let mut layout = |machine: &usize| {
             let writer = |content| writer_of(content, families.kind(content), template, pattern);
             lay_out(&host.machines[*machine], &mut numbers, writer)
         };
-        class.layouts = members.machines.iter().map(&mut layout).collect();
+        layouts.push(members.machines.iter().map(&mut layout).collect());
     }
+    let block_pages = ContentPool::new(longest_run(scenario)).block_pages;
+    let written = layouts.iter().flatten().flat_map(|layout| &layout.runs).filter(|run| run.writer.is_some());
+    // A run may begin and end within blocks.
+    let written_blocks: u64 = written.map(|run| run.pages / block_pages + 2).sum();
+    if pages + written_blocks * block_pages > u64::from(CONTENT_LIMIT) {
+        return false;
+    }
+    scenario.classes.iter_mut().zip(layouts).for_each(|(class, layouts)| class.layouts = layouts);
     true
 }
 
@@ -203,6 +220,38 @@ mod tests {
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), 100 + 1 + 30 + 1, "the file, zeros, and pages of each alone");
+    }
+
+    #[test]
+    fn written_zeros_get_contents_of_their_own() {
+        // Blocks have at most 65,536 pages.
+        let machine = machine(&[(Zero, 150_000, false), (Unique, 1000, false), (Volatile, 1000, false)]);
+        let host = host(vec![machine], 0);
+        let scenario = scenario(&host, WritePattern::AnyPages);
+        let mut workload = Workload::new(&scenario, 1);
+        let arrivals = workload.arrivals();
+        let (mut machine, start) = workload.start(&arrivals[0]).unwrap();
+        let mut pages = memory(&start).0;
+        for _ in 0..2000 {
+            pages.extend(memory(&workload.advance(&mut machine, 10_000).unwrap()).0);
+        }
+        let mut contents: Vec<u32> = pages.values().copied().collect();
+        contents.sort_unstable();
+        contents.dedup();
+        assert_eq!((pages.len(), contents.len()), (152_000, 152_000), "all pages were written");
+    }
+
+    #[test]
+    fn order_of_contents_depends_on_the_seed() {
+        let host = host(vec![machine(&[(Unique, 100_000, false)])], 0);
+        let scenario = scenario(&host, WritePattern::SamePages);
+        let contents = |seed| {
+            let mut workload = Workload::new(&scenario, seed);
+            let arrivals = workload.arrivals();
+            memory(&workload.start(&arrivals[0]).unwrap().1).0
+        };
+        assert_eq!(contents(1), contents(1));
+        assert_ne!(contents(1), contents(2));
     }
 
     #[test]

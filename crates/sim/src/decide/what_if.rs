@@ -125,6 +125,7 @@ fn parse_machines(text: &str) -> Option<(u32, Option<String>)> {
 
 /// Changes a scenario. Machines that are added have what the others of their template have on average, also of shared
 /// contents: each of these has more copies. All machines are then drawn from their templates, without known layouts.
+/// Machines that are taken away are the last ones of the last classes of their template.
 ///
 /// # Errors
 /// If the change does not fit the scenario.

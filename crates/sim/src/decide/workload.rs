@@ -15,8 +15,7 @@
 //! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
 //! templates in turn, so that each machine has as many as the others, but for one.
 //!
-//! A machine whose layout is known has that one instead. Its contents stand in blocks, whose order tells nothing about
-//! their place.
+//! A machine whose layout is known has that one instead. Its contents stand in blocks, whose order is drawn.
 //!
 //! Limits: writes hit whole runs, never parts. A write makes common contents and zeros unique for good. Page cache is
 //! never evicted. A page of a huge page that the machine did not touch is zero.
@@ -126,8 +125,8 @@ pub struct Workload<'s> {
     scenario: &'s Scenario,
     seed: u64,
     contents: ContentPool,
-    /// The first content of each block of numbered contents of known layouts.
-    known_blocks: Vec<Content>,
+    /// The first content of each block of numbered contents of known layouts, once a machine has one.
+    known_blocks: Option<Vec<Content>>,
     /// Files of a template, and of the machines of a tenant.
     files: BTreeMap<(usize, Option<&'s str>), Vec<File>>,
     /// The shared sets, once a machine needs them.
@@ -149,19 +148,24 @@ const ARRIVAL_PART: u64 = 1 << 62;
 const FILE_PART: u64 = 2 << 62;
 const CACHE_PART: u64 = 3 << 62;
 const SHARED_PART: u64 = CACHE_PART | 1 << 61;
+const KNOWN_PART: u64 = CACHE_PART | 1 << 60;
+
+/// The longest run of a scenario that is drawn, in pages.
+pub(super) fn longest_run(scenario: &Scenario) -> u64 {
+    let of_templates = scenario.templates.iter().map(|template| template.run_pages.1);
+    of_templates.chain(scenario.shared.iter().map(|set| set.run_pages.1)).max().unwrap_or(1)
+}
 
 impl<'s> Workload<'s> {
     /// The workload of a scenario with a seed.
     #[must_use]
     pub fn new(scenario: &'s Scenario, seed: u64) -> Self {
-        let of_templates = scenario.templates.iter().map(|template| template.run_pages.1);
-        let longest = of_templates.chain(scenario.shared.iter().map(|set| set.run_pages.1)).max().unwrap_or(1);
         let cache = |template: usize| (RandomNumbers::new(seed, CACHE_PART | template as u64), Vec::new());
         Self {
             scenario,
             seed,
-            contents: ContentPool::new(longest),
-            known_blocks: Vec::new(),
+            contents: ContentPool::new(longest_run(scenario)),
+            known_blocks: None,
             files: BTreeMap::new(),
             shared: vec![None; scenario.shared.len()],
             cache: (0..scenario.templates.len()).map(cache).collect(),
@@ -260,18 +264,31 @@ impl<'s> Workload<'s> {
         Ok((machine, change))
     }
 
-    /// Take the first pages of a known run whose contents are in one block.
+    /// The blocks of numbered contents of known layouts.
+    fn draw_known_blocks(&mut self) -> Result<Vec<Content>, ContentsUsedUp> {
+        let runs = self.scenario.classes.iter().flat_map(|class| &class.layouts).flat_map(|layout| &layout.runs);
+        let numbered = runs.filter(|run| run.content > 0);
+        let largest = numbered.map(|run| u64::from(run.content) + run.pages - 1).max().unwrap_or(0);
+        let mut blocks: Vec<Content> =
+            (0..largest.div_ceil(self.contents.block_pages)).map(|_| self.contents.take()).collect::<Result<_, _>>()?;
+        RandomNumbers::new(self.seed, KNOWN_PART).shuffle(&mut blocks);
+        Ok(blocks)
+    }
+
+    /// Take the first pages of a known run whose contents are in one block. A write takes one block for them, too.
     fn place_known(&mut self, rest: &mut LayoutRun) -> Result<ContentRun, ContentsUsedUp> {
         let page = rest.page;
+        let block_pages = self.contents.block_pages;
         let (content, pages, kind) = match u64::from(rest.content) {
-            0 => (ZERO_CONTENT, rest.pages, ContentKind::Zero),
+            0 => (ZERO_CONTENT, rest.pages.min(block_pages), ContentKind::Zero),
             number => {
-                let block_pages = self.contents.block_pages;
                 let (block, place) = ((number - 1) / block_pages, (number - 1) % block_pages);
-                while self.known_blocks.len() as u64 <= block {
-                    self.known_blocks.push(self.contents.take()?);
-                }
-                let first = self.known_blocks[block as usize] + place as Content;
+                let blocks = match self.known_blocks.take() {
+                    Some(blocks) => blocks,
+                    None => self.draw_known_blocks()?,
+                };
+                let first = blocks[block as usize] + place as Content;
+                self.known_blocks = Some(blocks);
                 let pages = rest.pages.min(block_pages - place);
                 rest.content += pages as u32;
                 (first, pages, ContentKind::Unique)

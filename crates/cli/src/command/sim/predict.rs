@@ -26,8 +26,8 @@ Examples:
   pagefold --host recording:/tmp/host sim predict --seeds 5 --json
 
 The host is scanned as by `pagefold sim from-recording`, and simulated under each policy, without a change of the \
-host. Each process keeps its pages in their order, unless --what-if adds machines: all are then drawn from templates, \
-as in a scenario of `pagefold sim from-recording`. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
+host. Each process keeps its pages in their order. If --what-if adds machines, or the processes have more than 2 TiB, all are \
+drawn from templates instead, as in a scenario of `pagefold sim from-recording`. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
 
 The expected values assume that the pages that changed during the scan are written again and again, and no others. The \
 ranges also have runs in which any page is written, at a rate at which as many change between two passes. A longer \
@@ -41,6 +41,10 @@ ranges also have runs in which any page is written, at a rate at which as many c
 `pagefold sim from-recording` shows the templates. `template=` may be missing if there is one only.
 
 Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
+
+/// What predictions for very much memory assume beside the others.
+const TEMPLATES_ASSUMPTION: &str = "The model has too few contents for the pages of all processes in their order: all \
+                                    machines are drawn from templates.";
 
 /// What predictions with the daemon assume beside the others.
 const GUIDED_ASSUMPTION: &str = "With guided, each process is a virtual machine, which is a trust domain of its own by \
@@ -81,16 +85,20 @@ pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result
     let run_daemon = daemon_runner(&options.policy, global)?;
     let scanned = scan_host(&options.scan, global)?;
     let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
-    let estimate = |pattern| -> anyhow::Result<ScenarioEstimate> {
+    let estimate = |pattern| -> anyhow::Result<(ScenarioEstimate, bool)> {
         let mut found = scanned.estimate(pattern, options.hours)?;
-        add_known_layouts(&mut found.scenario, &scanned.observation.host, pattern);
+        let has_layouts = add_known_layouts(&mut found.scenario, &scanned.observation.host, pattern);
         for change in changes {
             apply(&mut found.scenario, change).context("--what-if")?;
         }
-        Ok(found)
+        Ok((found, has_layouts))
     };
-    let (expected, any_pages) = (estimate(WritePattern::SamePages)?, estimate(WritePattern::AnyPages)?.scenario);
+    let (expected, has_layouts) = estimate(WritePattern::SamePages)?;
+    let (ScenarioEstimate { scenario: any_pages, .. }, _) = estimate(WritePattern::AnyPages)?;
     let mut assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
+    if !has_layouts {
+        assumptions.push(TEMPLATES_ASSUMPTION.to_owned());
+    }
     if run_daemon.is_some() {
         assumptions.push(GUIDED_ASSUMPTION.to_owned());
     }

@@ -140,8 +140,8 @@ pub struct KsmModel {
     unstable: Vec<UnstableTree>,
     tally: Tally,
     work: WorkCounts,
-    /// Of the stable tree, and of the unstable one.
-    reached: [ReachedNodes; 2],
+    reached_stable: ReachedNodes,
+    reached_unstable: ReachedNodes,
     /// What the advisor remembers, while it is on.
     advisor: Option<AdvisorContext>,
     now_ms: u64,
@@ -168,7 +168,8 @@ impl KsmModel {
             unstable: Vec::new(),
             tally: Tally::default(),
             work: WorkCounts::default(),
-            reached: [ReachedNodes::default(); 2],
+            reached_stable: ReachedNodes::default(),
+            reached_unstable: ReachedNodes::default(),
             advisor: settings.advisor.map(|rule| rule.start()),
             now_ms: 0,
             cpu_ns: 0,

@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::time::Duration;
 
-use super::super::counters::ReachedNodes;
 use super::super::entry_runs::EntryRun;
 use super::super::memory::{Memory, PAGE_LIMIT, PageEntry, PageKey, SimulatedProcessId};
 use super::super::stable_tree::{StableId, StableTree};
@@ -24,7 +23,7 @@ impl KsmModel {
     pub fn begin_batch(&mut self) {
         if self.ksmd_should_run() {
             self.work.batches += 1;
-            self.reached = [ReachedNodes::default(); 2];
+            (self.reached_stable, self.reached_unstable) = Default::default();
         }
     }
 

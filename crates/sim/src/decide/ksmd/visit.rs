@@ -139,16 +139,20 @@ impl KsmModel {
     /// first.
     fn search_stable(&mut self, visit: &Visit) -> Option<StableId> {
         if let Some(compared) = self.quiet_miss(visit.content, visit.node) {
-            self.work.stable_comparisons += compared * visit.pages;
-            self.work.first_comparisons += self.reached[0].add_walks(visit.pages, compared);
+            self.count_stable_walks(visit.pages, compared);
             return None;
         }
         let before = self.work.stable_comparisons;
         let found = self.search_stable_for(visit.content, visit.node);
         let compared = self.work.stable_comparisons - before;
-        self.work.stable_comparisons += compared * (visit.pages - 1);
-        self.work.first_comparisons += self.reached[0].add_walks(visit.pages, compared);
+        self.work.stable_comparisons = before;
+        self.count_stable_walks(visit.pages, compared);
         found
+    }
+
+    fn count_stable_walks(&mut self, walks: u64, compared_by_each: u64) {
+        self.work.stable_comparisons += compared_by_each * walks;
+        self.work.first_comparisons += self.reached_stable.add_walks(walks, compared_by_each);
     }
 
     /// The comparisons of a walk that is known to find nothing and to change nothing.
@@ -219,7 +223,7 @@ impl KsmModel {
         let unstable = &self.unstable[usize::from(tree)];
         let (search, compared) = unstable.search(visit.content, visit.pages, |key| self.mergeable_content(key));
         self.work.unstable_comparisons += compared;
-        self.work.first_comparisons += self.reached[1].add_walks(visit.pages, compared / visit.pages);
+        self.work.first_comparisons += self.reached_unstable.add_walks(visit.pages, compared / visit.pages);
         let parent = match search {
             Search::Found(partner) => return Some(partner).filter(|&partner| !self.is_same_page(visit, partner)),
             Search::Lost => return None,
@@ -277,12 +281,9 @@ impl KsmModel {
             // The first page was searched before.
             let content = visit.content + page as Content;
             match self.quiet_miss(content, visit.node).filter(|_| page > 0) {
-                Some(compared) => {
-                    self.work.stable_comparisons += compared;
-                    self.work.first_comparisons += self.reached[0].add_walks(1, compared);
-                }
+                Some(compared) => self.count_stable_walks(1, compared),
                 None if page > 0 => {
-                    self.search_stable_for(content, visit.node);
+                    self.search_stable(&Visit { content, pages: 1, ..*visit });
                 }
                 None => {}
             }
