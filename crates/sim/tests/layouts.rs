@@ -66,7 +66,7 @@ fn observed(model: KsmModel, layout: &Layout) -> Observed {
     let mut observed = Vec::new();
     play_on(model, layout, |model| {
         let processes = model.memory().process_ids().map(|process| model.process_counters(process)).collect();
-        let work = WorkCounts { stable_comparisons: 0, unstable_comparisons: 0, ..*model.work() };
+        let work = WorkCounts { stable_comparisons: 0, unstable_comparisons: 0, first_comparisons: 0, ..*model.work() };
         observed.push((model.counters(), processes, work));
     });
     observed
