@@ -16,8 +16,8 @@
 //! - [`observed_host`]: the memory of a host, as a scan found it.
 //! - [`estimate`]: a scenario from that, and [`known_layouts`] its machines with the pages of its processes.
 //! - [`what_if`]: changes of a scenario, as text.
-//! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed. [`content_pool`] has new contents
-//!   for them.
+//! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
+//! - [`content_pool`]: new contents for them.
 //! - [`policies`]: the policies that set ksmd's pace.
 //! - [`simulation`]: a scenario in virtual time under a policy.
 //! - [`samples`]: what a simulated host looks like, and what a run has shown.

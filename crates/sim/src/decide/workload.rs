@@ -126,7 +126,7 @@ pub struct Workload<'s> {
     seed: u64,
     contents: ContentPool,
     /// The first content of each block of numbered contents of known layouts, once a machine has one.
-    known_blocks: Option<Vec<Content>>,
+    known_blocks: Vec<Content>,
     /// Files of a template, and of the machines of a tenant.
     files: BTreeMap<(usize, Option<&'s str>), Vec<File>>,
     /// The shared sets, once a machine needs them.
@@ -165,7 +165,7 @@ impl<'s> Workload<'s> {
             scenario,
             seed,
             contents: ContentPool::new(longest_run(scenario)),
-            known_blocks: None,
+            known_blocks: Vec::new(),
             files: BTreeMap::new(),
             shared: vec![None; scenario.shared.len()],
             cache: (0..scenario.templates.len()).map(cache).collect(),
@@ -283,12 +283,10 @@ impl<'s> Workload<'s> {
             0 => (ZERO_CONTENT, rest.pages.min(block_pages), ContentKind::Zero),
             number => {
                 let (block, place) = ((number - 1) / block_pages, (number - 1) % block_pages);
-                let blocks = match self.known_blocks.take() {
-                    Some(blocks) => blocks,
-                    None => self.draw_known_blocks()?,
-                };
-                let first = blocks[block as usize] + place as Content;
-                self.known_blocks = Some(blocks);
+                if self.known_blocks.is_empty() {
+                    self.known_blocks = self.draw_known_blocks()?;
+                }
+                let first = self.known_blocks[block as usize] + place as Content;
                 let pages = rest.pages.min(block_pages - place);
                 rest.content += pages as u32;
                 (first, pages, ContentKind::Unique)

@@ -26,8 +26,9 @@ Examples:
   pagefold --host recording:/tmp/host sim predict --seeds 5 --json
 
 The host is scanned as by `pagefold sim from-recording`, and simulated under each policy, without a change of the \
-host. Each process keeps its pages in their order. If --what-if adds machines, or the processes have more than 2 TiB, all are \
-drawn from templates instead, as in a scenario of `pagefold sim from-recording`. All figures are those of a model: docs/simulator.md says how far real hosts were from it.
+host. Each process keeps its pages in their order. If --what-if adds machines, or the processes have more than 2 TiB, \
+all are drawn from templates instead, as in a scenario of `pagefold sim from-recording`. All figures are those of a \
+model: docs/simulator.md says how far real hosts were from it.
 
 The expected values assume that the pages that changed during the scan are written again and again, and no others. The \
 ranges also have runs in which any page is written, at a rate at which as many change between two passes. A longer \

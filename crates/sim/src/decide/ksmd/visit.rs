@@ -142,8 +142,8 @@ impl KsmModel {
             self.count_stable_walks(visit.pages, compared);
             return None;
         }
-        let before = self.work.stable_comparisons;
-        let found = self.search_stable_for(visit.content, visit.node);
+        let (tree, before) = (self.tree_number(visit.node), self.work.stable_comparisons);
+        let found = self.walk_stable(|stable, memory, walk| stable.search(memory, visit.content, tree, walk));
         let compared = self.work.stable_comparisons - before;
         self.work.stable_comparisons = before;
         self.count_stable_walks(visit.pages, compared);
@@ -160,11 +160,6 @@ impl KsmModel {
         let tree = self.tree_number(node);
         let settings = self.tree_settings();
         self.stable.quiet_miss(&self.memory, content, tree, &settings).filter(|_| self.visits_runs)
-    }
-
-    fn search_stable_for(&mut self, content: Content, node: u8) -> Option<StableId> {
-        let tree = self.tree_number(node);
-        self.walk_stable(|stable, memory, walk| stable.search(memory, content, tree, walk))
     }
 
     /// Map the frames of stable nodes in place of pages (`try_to_merge_with_ksm_page`).
@@ -280,12 +275,8 @@ impl KsmModel {
         for page in 0..visit.pages {
             // The first page was searched before.
             let content = visit.content + page as Content;
-            match self.quiet_miss(content, visit.node).filter(|_| page > 0) {
-                Some(compared) => self.count_stable_walks(1, compared),
-                None if page > 0 => {
-                    self.search_stable(&Visit { content, pages: 1, ..*visit });
-                }
-                None => {}
+            if page > 0 {
+                self.search_stable(&Visit { content, pages: 1, ..*visit });
             }
             let frame = visit.frame(first, page);
             self.walk_stable(|stable, memory, walk| stable.insert(memory, frame, tree, walk));
