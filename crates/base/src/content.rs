@@ -1,4 +1,6 @@
-//! The content of a page: its fingerprint and its kind.
+//! The content of a page: its fingerprint, its place in the order of bytes, and its kind.
+
+use std::num::NonZeroU64;
 
 /// A 64-bit fingerprint of a page's bytes. Each census uses a new key, so fingerprints only tell whether two pages are
 /// equal. [`Fingerprint::ZERO_PAGE`] stands for the zero page only.
@@ -36,6 +38,39 @@ pub fn collision_probability(distinct: u64) -> f64 {
     let n = distinct as f64;
     (n * (n - 1.0).max(0.0) / 2.0 / 2f64.powi(63)).min(1.0)
 }
+
+/// A number that sorts pages as a comparison of their bytes does (`memcmp`), as far as it reaches: how many zeros precede
+/// the first other byte, and six bytes from there. Most contents differ in these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct OrderKey(NonZeroU64);
+
+impl OrderKey {
+    /// The key of a page's bytes; `None` if all are zero.
+    pub fn of_page(page: &[u8]) -> Option<Self> {
+        let start = page.iter().position(|&byte| byte != 0)?;
+        let bytes = page[start..].iter().chain(std::iter::repeat(&0)).take(ORDER_KEY_BYTES);
+        let bytes = bytes.fold(0, |number, &byte| number << 8 | u64::from(byte));
+        // The more zeros precede, the lower is the page in the order.
+        let place = u64::from(u16::MAX).saturating_sub(start as u64);
+        NonZeroU64::new(place << (8 * ORDER_KEY_BYTES) | bytes).map(Self)
+    }
+
+    /// The key as a number, for a place where 0 stands for none.
+    pub const fn to_bits(key: Option<Self>) -> u64 {
+        match key {
+            Some(Self(bits)) => bits.get(),
+            None => 0,
+        }
+    }
+
+    /// The key of a number from [`Self::to_bits`].
+    pub fn from_bits(bits: u64) -> Option<Self> {
+        NonZeroU64::new(bits).map(Self)
+    }
+}
+
+/// Bytes of a page's content in an [`OrderKey`], beside two for their place.
+const ORDER_KEY_BYTES: usize = 6;
 
 /// The kind of a page's content, derived from its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -89,7 +124,30 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Two pages with the same first bytes.
+    fn related_pages() -> impl Strategy<Value = (Vec<u8>, Vec<u8>)> {
+        let bytes = || proptest::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], 24);
+        (bytes(), bytes(), 0..=24usize).prop_map(|(one, mut other, equal)| {
+            other[..equal].copy_from_slice(&one[..equal]);
+            (one, other)
+        })
+    }
+
     proptest! {
+        #[test]
+        fn order_keys_sort_as_bytes_do((one, other) in related_pages()) {
+            let keys = [&one, &other].map(|page| OrderKey::of_page(page));
+            if one <= other {
+                prop_assert!(keys[0] <= keys[1], "{one:?} {other:?} {keys:?}");
+            }
+            let differ = one.iter().zip(&other).position(|(a, b)| a != b);
+            let reach = |page: &Vec<u8>| page.iter().position(|&byte| byte != 0).map_or(0, |start| start + ORDER_KEY_BYTES);
+            if differ.is_some_and(|place| place < reach(&one).min(reach(&other))) {
+                prop_assert_ne!(keys[0], keys[1]);
+            }
+            prop_assert_eq!(OrderKey::from_bits(OrderKey::to_bits(keys[0])), keys[0]);
+        }
+
         #[test]
         fn half_fingerprint_round_trips(half: u32) {
             prop_assert_eq!(Fingerprint::from_half(half).to_half(), half);

@@ -30,7 +30,7 @@ pub mod tuner;
 pub mod units;
 
 pub use class::{PageClass, PageCounts};
-pub use content::{ContentKind, Fingerprint};
+pub use content::{ContentKind, Fingerprint, OrderKey};
 pub use count_text::count_text;
 pub use id_set::IdSet;
 pub use reading::{Absent, Reading};

@@ -1,14 +1,14 @@
 //! The index: every resident page with its fingerprint and class. A page takes 13 bytes plus a share of the 8 bytes of
-//! its run. A page that shares the frame of an earlier page takes 8 more.
+//! its run. A page that shares the frame of an earlier page takes 8 more, and so does an order key.
 
 use crate::Error;
 use crate::scan_scope::{ScanPart, ScanScope, Subject, read_method};
-use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pfn, Reading};
+use pagefold_base::{Absent, AddressRange, Fingerprint, OrderKey, PageClass, Pfn, Reading};
 use pagefold_host::{Host, PageRun, ReadMethod};
 use pagefold_sys::advise::prefer_huge_pages;
 use rayon::prelude::*;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 /// A fingerprint and the ordinal of its page, packed into 12 bytes. Sorts by fingerprint, then by ordinal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,6 +196,8 @@ pub struct PageIndex {
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
+    /// The order key of each page, 0 for none, if these are kept.
+    order_keys: Vec<AtomicU64>,
     /// Pages that other processes map too, with their frames, until [`Self::resolve_repeated_frames`].
     shared_mappings: Vec<(Pfn, u32)>,
     /// Pages that share the frame of an earlier page, with that page; sorted.
@@ -254,6 +256,7 @@ impl PageIndex {
             candidate_count: 0,
             marks: Vec::new(),
             nodes: Vec::new(),
+            order_keys: Vec::new(),
             shared_mappings: Vec::new(),
             repeated_frames: Vec::new(),
             unknown_shared_frames: 0,
@@ -305,6 +308,14 @@ impl PageIndex {
         Ok(index)
     }
 
+    /// Make room for the order keys of all pages.
+    pub(crate) fn keep_order_keys(&mut self) -> Result<(), Error> {
+        let pages = self.page_count();
+        self.order_keys.try_reserve_exact(pages).map_err(|_| Error::NoMemory(pages))?;
+        self.order_keys.par_extend((0..pages).into_par_iter().map(|_| AtomicU64::new(0)));
+        Ok(())
+    }
+
     /// Numbers the pages of a subject's runs, starting at `pages`. Returns the next number.
     fn add_runs(&mut self, position: usize, subject: &Subject, runs: &[PageRun], mut pages: u64) -> u64 {
         let mut regions = subject.regions.iter().enumerate().peekable();
@@ -350,6 +361,7 @@ impl PageIndex {
             + self.entries.capacity() * size_of::<IndexEntry>()
             + self.marks.capacity()
             + self.nodes.capacity()
+            + self.order_keys.capacity() * size_of::<AtomicU64>()
             + self.repeated_frames.capacity() * size_of::<(u32, u32)>()
     }
 
@@ -389,6 +401,18 @@ impl PageIndex {
     pub fn set_node(&self, ordinal: u32, node: u8) {
         if let Some(stored) = self.nodes.get(ordinal as usize) {
             stored.store(node, Ordering::Relaxed);
+        }
+    }
+
+    /// The order key of a page whose bytes were read, if keys are kept and it is not a page of zeros.
+    pub fn order_key(&self, ordinal: u32) -> Option<OrderKey> {
+        OrderKey::from_bits(self.order_keys.get(ordinal as usize)?.load(Ordering::Relaxed))
+    }
+
+    /// Record the order key of a page, if keys are kept.
+    pub(crate) fn set_order_key(&self, ordinal: u32, page: &[u8]) {
+        if let Some(stored) = self.order_keys.get(ordinal as usize) {
+            stored.store(OrderKey::to_bits(OrderKey::of_page(page)), Ordering::Relaxed);
         }
     }
 

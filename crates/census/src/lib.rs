@@ -104,6 +104,8 @@ pub struct CensusOptions {
     pub max_map_count: u64,
     /// Whether zero pages will be mapped to the kernel's zero page, even if `use_zero_pages` is off now.
     pub use_zero_pages: bool,
+    /// Whether the index keeps the [`OrderKey`](pagefold_base::OrderKey) of each page, in 8 bytes.
+    pub keeps_order_keys: bool,
 }
 
 /// Which pages the second pass reads.
@@ -141,6 +143,7 @@ impl Default for CensusOptions {
             max_map_count: DEFAULT_MAX_MAP_COUNT,
             use_zero_pages: false,
             enrolled_processes: Vec::new(),
+            keeps_order_keys: false,
         }
     }
 }
@@ -163,7 +166,7 @@ pub enum Error {
     #[error("{0} resident pages exceed the limit of {max} for one census: select fewer processes", max = u32::MAX)]
     TooManyPages(u64),
     /// The index does not fit into memory.
-    #[error("not enough memory for an index of {0} pages of 13 bytes each: select fewer processes")]
+    #[error("not enough memory for an index of {0} pages: select fewer processes")]
     NoMemory(usize),
     /// The kernel returned no random key.
     #[error("cannot get a random key for the fingerprints from the kernel")]
@@ -240,6 +243,9 @@ fn run_census(
     let nodes_unknown = nodes.is_some() && pagefold_host::check_frame_access(host).is_err();
 
     let mut index = threads.install(|| PageIndex::build(host, &scope, nodes.is_some()))?;
+    if options.keeps_order_keys {
+        threads.install(|| index.keep_order_keys())?;
+    }
     progress.set_expected_pages(index.page_count() as u64 * if options.pass_interval.is_zero() { 1 } else { 2 });
     let sample = options.sample_probability.map(|probability| scan::SampleRule::new(probability, options.sample_seed));
     let reuses_fingerprints = nodes.is_none() && sample.is_none();

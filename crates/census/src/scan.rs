@@ -560,6 +560,7 @@ impl Scan<'_> {
             let fingerprint = match page.content {
                 PageContent::Bytes(content) => {
                     bytes += content.len() as u64;
+                    index.set_order_key(ordinal, content);
                     Some(Fingerprint(self.hasher.fingerprint(content)))
                 }
                 PageContent::Fingerprint(fingerprint, _) => Some(fingerprint),

@@ -57,7 +57,15 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
             .to_owned(),
         "Arrivals, exits and growth are not known: all processes stay as they are.".to_owned(),
     ];
-    lines.push(if has_layouts { "Each process has its pages in their order.".to_owned() } else { runs(estimate) });
+    lines.push(match (has_layouts, estimate.scenario.knows_content_order) {
+        (false, _) => runs(estimate),
+        (true, true) => "Each process has its pages in their order, and contents sort by their bytes.".to_owned(),
+        (true, false) => {
+            "Each process has its pages in their order. How contents sort by their bytes is not known, and \
+                          drawn."
+                .to_owned()
+        }
+    });
     if estimate.scenario.costs == default_costs() {
         lines.push(
             "The costs of ksmd are those of docs/simulator.md: `pagefold sim calibrate` measures yours (see --costs)."

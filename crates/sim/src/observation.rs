@@ -4,6 +4,7 @@
 //! once, with the first of them: ksmd has nothing to save there. Pages that were not read are left out. Where a process has
 //! enrolled memory, only that memory counts, as ksmd takes no other, unless all is wanted.
 
+use crate::decide::content_order::{OrderedPage, rank_contents};
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::ksmd::KsmSettings;
 use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
@@ -113,10 +114,11 @@ pub fn observe_machines(
         has_cpu_count: cpus.is_some(),
     };
     let mut merged_contents = BTreeSet::new();
+    let mut ordered_pages = Vec::new();
     for (number, subject) in census.subjects.iter().enumerate() {
         let process = &subject.process;
         let node = bound_node(host, process, &nodes);
-        let mut machine = ObservedMachine { family: family(process), node, runs: Vec::new() };
+        let mut machine = ObservedMachine { family: family(process), node, ..ObservedMachine::default() };
         let enrolled = enrolled_ranges(subject).filter(|_| memory == ObservedMemory::EnrolledIfAny);
         observation.enrolled_processes += u64::from(enrolled.is_some());
         for (run, first) in index.runs(index.subject_ordinals(number)) {
@@ -129,11 +131,18 @@ pub fn observe_machines(
                 }
                 if let Some(content) = observation.content(index, page, &numbers, &mut merged_contents) {
                     machine.push(content, run.huge);
+                    let number = match content {
+                        ObservedContent::Zero => continue,
+                        ObservedContent::Numbered(number) => Some(number),
+                        ObservedContent::Unique | ObservedContent::Volatile => None,
+                    };
+                    ordered_pages.push(OrderedPage { number, key: index.order_key(page) });
                 }
             }
         }
         observation.host.machines.push(machine);
     }
+    rank_pages(&mut observation.host.machines, &ordered_pages);
     let spec = &mut observation.host.spec;
     let observed: u64 = observation.host.machines.iter().map(ObservedMachine::pages).sum();
     // Merged pages of one content have one frame, and merged pages of zeros none.
@@ -175,6 +184,24 @@ impl Observation {
             (_, NO_NUMBER) => ObservedContent::Unique,
             (_, number) => ObservedContent::Numbered(number),
         })
+    }
+}
+
+/// The most pages whose contents are ranked: 128 GiB. Each takes some 50 bytes until the end of a forecast.
+const MAX_RANKED_PAGES: usize = 1 << 25;
+
+/// Gives the machines the ranks of their pages but zeros, which are in the order of the machines, if their bytes are known.
+fn rank_pages(machines: &mut [ObservedMachine], pages: &[OrderedPage]) {
+    if pages.len() > MAX_RANKED_PAGES || pages.iter().all(|page| page.key.is_none()) {
+        return;
+    }
+    let ranks = rank_contents(pages);
+    let mut rest = &ranks[..];
+    for machine in machines {
+        let runs = machine.runs.iter().filter(|run| run.content != ObservedContent::Zero);
+        let (of_machine, others) = rest.split_at(runs.map(|run| run.pages as usize).sum());
+        machine.ranks = of_machine.to_vec();
+        rest = others;
     }
 }
 

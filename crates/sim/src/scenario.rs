@@ -244,6 +244,7 @@ pub fn parse_scenario(text: &str) -> Result<Scenario, ScenarioError> {
         templates,
         shared,
         classes,
+        knows_content_order: false,
     })
 }
 

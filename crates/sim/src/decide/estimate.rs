@@ -106,6 +106,7 @@ pub fn estimate(host: &ObservedHost, pattern: WritePattern, duration_ms: u64) ->
             classes: make_classes(host, &families),
             templates,
             shared,
+            knows_content_order: false,
         },
     }
 }

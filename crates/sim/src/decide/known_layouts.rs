@@ -2,8 +2,8 @@
 //!
 //! Where ksmd meets which page decides how fast it saves. On a real host it may also decide whether a scan merges much at
 //! all: if a page of the unstable tree is gone, because a split of its huge page has mapped it to the zero page, each walk
-//! to it ends without a result (Linux 6.12 and later). Templates do not have the order of pages, so a forecast for the
-//! processes that run uses these layouts.
+//! to it ends without a result (Linux 6.12 and later), so the order of contents by their bytes counts, too. Templates have
+//! neither order, so a forecast for the processes that run uses these layouts.
 //!
 //! Pages that were left out leave no gap, and regions follow each other without one. Neighboring huge pages are huge pages
 //! again, from the next multiple of their size on, and what is left of the last one are base pages.
@@ -29,6 +29,7 @@ pub fn add_known_layouts(scenario: &mut Scenario, host: &ObservedHost, pattern: 
         return false;
     }
     let families = Families::new(host);
+    let knows_order = host.machines.iter().any(|machine| !machine.ranks.is_empty());
     let mut numbers = ContentNumbers { of_observed: vec![0; host.numbered_contents as usize], next: 1 };
     let mut layouts: Vec<Vec<MachineLayout>> = Vec::new();
     for (class, members) in scenario.classes.iter().zip(families.classes(host)) {
@@ -47,6 +48,7 @@ pub fn add_known_layouts(scenario: &mut Scenario, host: &ObservedHost, pattern: 
         return false;
     }
     scenario.classes.iter_mut().zip(layouts).for_each(|(class, layouts)| class.layouts = layouts);
+    scenario.knows_content_order = knows_order;
     true
 }
 
@@ -62,7 +64,8 @@ fn writer_of(content: ObservedContent, kind: PageKind, template: &Template, patt
     template.writes.iter().position(|class| class.content == kind).and_then(|position| u8::try_from(position).ok())
 }
 
-/// Numbers of contents in the order in which pages with them first appear, so that files are ascending runs.
+/// Numbers of contents whose order by bytes is not known, in the order in which pages with them first appear, so that
+/// files are ascending runs.
 struct ContentNumbers {
     /// Of each content of the observation; 0 for none yet.
     of_observed: Vec<u32>,
@@ -91,6 +94,7 @@ fn lay_out(
     writer: impl Fn(ObservedContent) -> Option<u8>,
 ) -> MachineLayout {
     let mut layout = MachineLayout::default();
+    let mut ranks = machine.ranks.iter();
     for stretch in machine.runs.chunk_by(|a, b| a.is_huge == b.is_huge) {
         if stretch[0].is_huge {
             let pages: u64 = stretch.iter().map(|run| run.pages).sum();
@@ -102,6 +106,9 @@ fn lay_out(
             let writer = writer(content);
             match content {
                 ObservedContent::Zero => push(&mut layout, pages, 0, writer),
+                _ if !machine.ranks.is_empty() => {
+                    ranks.by_ref().take(pages as usize).for_each(|&rank| push(&mut layout, 1, rank, writer));
+                }
                 ObservedContent::Unique | ObservedContent::Volatile => {
                     push(&mut layout, pages, numbers.take(pages), writer);
                 }
@@ -252,6 +259,32 @@ mod tests {
         };
         assert_eq!(contents(1), contents(1));
         assert_ne!(contents(1), contents(2));
+    }
+
+    #[test]
+    fn known_order_of_contents_is_kept_for_every_seed() {
+        // More contents than a block has.
+        let mut first = machine(&[(Zero, 3, false), (Unique, 70_000, false), (Numbered(0), 2, false)]);
+        first.ranks = (1..=70_000).rev().map(|rank| 3 * rank).chain([150_001; 2]).collect();
+        let mut second = machine(&[(Numbered(0), 1, false), (Zero, 1, false), (Unique, 20, false)]);
+        second.ranks = std::iter::once(150_001).chain((1..=20).map(|rank| 3 * rank + 1)).collect();
+        let host = host(vec![first, second], 1);
+        let scenario = scenario(&host, WritePattern::SamePages);
+        for seed in 1..4 {
+            let mut workload = Workload::new(&scenario, seed);
+            let arrivals = workload.arrivals();
+            let pages = arrivals.iter().zip(&host.machines).flat_map(|(arrival, machine)| {
+                let contents: Vec<u32> = memory(&workload.start(arrival).unwrap().1).0.into_values().collect();
+                let contents = contents.into_iter().filter(|&content| content != 0);
+                contents.zip(machine.ranks.clone()).collect::<Vec<_>>()
+            });
+            let mut pages: Vec<(u32, u32)> = pages.collect();
+            assert_eq!(pages.len(), 70_000 + 2 + 1 + 20);
+            pages.sort_unstable();
+            pages.dedup();
+            assert_eq!(pages.len(), 70_000 + 1 + 20, "a rank has one content");
+            assert!(pages.is_sorted_by_key(|(_, rank)| rank));
+        }
     }
 
     #[test]

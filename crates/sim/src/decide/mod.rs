@@ -14,6 +14,7 @@
 //!   numbers the frames of pages, and `machine_events` says what machines do next.
 //! - [`scenario`]: a host and the machines that arrive on it, as data.
 //! - [`observed_host`]: the memory of a host, as a scan found it.
+//! - [`content_order`]: the order of its contents by their bytes.
 //! - [`estimate`]: a scenario from that, and [`known_layouts`] its machines with the pages of its processes.
 //! - [`what_if`]: changes of a scenario, as text.
 //! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
@@ -26,6 +27,7 @@
 //! - [`layouts`]: steps that lay out and change memory, generated from a seed.
 //! - [`layout_player`]: plays a layout on the model alone.
 
+pub mod content_order;
 pub mod content_pool;
 pub mod cost;
 pub mod counters;

@@ -35,6 +35,9 @@ pub struct ObservedMachine {
     pub node: Option<u8>,
     /// Its pages, by address.
     pub runs: Vec<ObservedRun>,
+    /// The rank of the content of each page but zeros in the order of bytes, from 1; pages of the host with one content
+    /// have one rank. Empty if the order is not known.
+    pub ranks: Vec<u32>,
 }
 
 impl ObservedMachine {

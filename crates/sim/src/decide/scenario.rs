@@ -29,6 +29,9 @@ pub struct Scenario {
     pub shared: Vec<SharedSet>,
     /// Machines, by class.
     pub classes: Vec<MachineClass>,
+    /// Whether the contents of known layouts have numbers in the order of their bytes. Otherwise the seed draws their
+    /// order.
+    pub knows_content_order: bool,
 }
 
 /// The host of a scenario.

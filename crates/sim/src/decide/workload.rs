@@ -264,14 +264,17 @@ impl<'s> Workload<'s> {
         Ok((machine, change))
     }
 
-    /// The blocks of numbered contents of known layouts.
+    /// The blocks of numbered contents of known layouts. Other contents, which the pool places anywhere, are in between.
     fn draw_known_blocks(&mut self) -> Result<Vec<Content>, ContentsUsedUp> {
         let runs = self.scenario.classes.iter().flat_map(|class| &class.layouts).flat_map(|layout| &layout.runs);
         let numbered = runs.filter(|run| run.content > 0);
         let largest = numbered.map(|run| u64::from(run.content) + run.pages - 1).max().unwrap_or(0);
         let mut blocks: Vec<Content> =
             (0..largest.div_ceil(self.contents.block_pages)).map(|_| self.contents.take()).collect::<Result<_, _>>()?;
-        RandomNumbers::new(self.seed, KNOWN_PART).shuffle(&mut blocks);
+        match self.scenario.knows_content_order {
+            true => blocks.sort_unstable(),
+            false => RandomNumbers::new(self.seed, KNOWN_PART).shuffle(&mut blocks),
+        }
         Ok(blocks)
     }
 

@@ -112,8 +112,12 @@ impl ScannedHost {
     }
 }
 
-/// Scan the host.
-pub fn scan_host(options: &ScanArguments, global: &GlobalOptions) -> anyhow::Result<ScannedHost> {
+/// Scan the host, with the order of contents by their bytes if `keeps_order_keys`.
+pub fn scan_host(
+    options: &ScanArguments,
+    keeps_order_keys: bool,
+    global: &GlobalOptions,
+) -> anyhow::Result<ScannedHost> {
     let costs = options.read_costs()?;
     let host = host_selection::open_host(global)?;
     let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
@@ -121,6 +125,7 @@ pub fn scan_host(options: &ScanArguments, global: &GlobalOptions) -> anyhow::Res
     let census_options = CensusOptions {
         selection: host_selection::process_selection(&options.targets, global)?,
         pass_interval: options.pass_interval,
+        keeps_order_keys,
         threads: options.scan_threads.map_or_else(available_cpus, usize::from),
         ..CensusOptions::default()
     };
@@ -148,7 +153,7 @@ pub fn run(options: &FromRecordingArguments, global: &GlobalOptions) -> anyhow::
     if let Some(path) = options.output.as_ref().filter(|path| path.exists()) {
         bail!("{} exists: remove it, or give another name", path.display());
     }
-    let scanned = scan_host(&options.scan, global)?;
+    let scanned = scan_host(&options.scan, false, global)?;
     let found = scanned.estimate(WritePattern::SamePages, options.duration)?;
     let unknown = estimate_notes::unknown(&scanned.observation, &found, &scanned.census);
     let mut comments = vec![format!("Made by `pagefold sim from-recording` from {}.", scanned.name)];

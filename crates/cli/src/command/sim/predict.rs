@@ -84,7 +84,7 @@ struct WhatIf {
 /// Predict.
 pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let run_daemon = daemon_runner(&options.policy, global)?;
-    let scanned = scan_host(&options.scan, global)?;
+    let scanned = scan_host(&options.scan, true, global)?;
     let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
     let estimate = |pattern| -> anyhow::Result<(ScenarioEstimate, bool)> {
         let mut found = scanned.estimate(pattern, options.hours)?;
