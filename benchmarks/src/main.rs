@@ -18,6 +18,7 @@ mod census_process;
 mod chart;
 mod competitor;
 mod daemon;
+mod daemon_hosts;
 mod findings;
 mod gang;
 mod hashes;
@@ -95,6 +96,8 @@ enum BenchmarkSection {
     AbReal,
     /// The over-commit model: speed, and residuals against published measurements
     VcpuModel,
+    /// The daemon on simulated hosts of real size
+    DaemonHosts,
 }
 
 impl BenchmarkSection {
@@ -116,6 +119,7 @@ impl BenchmarkSection {
             Self::AbHarness => "ab-harness",
             Self::AbReal => "ab-real",
             Self::VcpuModel => "vcpu-model",
+            Self::DaemonHosts => "daemon-hosts",
         }
     }
 
@@ -137,6 +141,7 @@ impl BenchmarkSection {
             Self::AbHarness => ab_harness::measure(effort),
             Self::AbReal => ab_real::measure(effort),
             Self::VcpuModel => vcpu_model::measure(effort),
+            Self::DaemonHosts => daemon_hosts::measure(effort),
         }
     }
 }

@@ -36,11 +36,15 @@ const MAX_SHARED_PAGES: u64 = 1 << 34;
 const SHARE_TOLERANCE: f64 = 1e-9;
 
 /// The scenarios that ship with the program: name and text.
-pub const SHIPPED: [(&str, &str); 4] = [
+pub const SHIPPED: [(&str, &str); 8] = [
     ("lab-48-slow", include_str!("../scenarios/lab-48-slow.toml")),
     ("lab-48", include_str!("../scenarios/lab-48.toml")),
     ("htc-4x8", include_str!("../scenarios/htc-4x8.toml")),
     ("oltp-144", include_str!("../scenarios/oltp-144.toml")),
+    ("lab-cloud", include_str!("../scenarios/lab-cloud.toml")),
+    ("htc-64", include_str!("../scenarios/htc-64.toml")),
+    ("giant-700", include_str!("../scenarios/giant-700.toml")),
+    ("containers-2000", include_str!("../scenarios/containers-2000.toml")),
 ];
 
 /// The text of the shipped scenario of this name.

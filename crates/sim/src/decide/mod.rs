@@ -16,6 +16,7 @@
 //! - [`observed_host`]: the memory of a host, as a scan found it.
 //! - [`content_order`]: the order of its contents by their bytes.
 //! - [`estimate`]: a scenario from that, and [`known_layouts`] its machines with the pages of its processes.
+//! - [`scale`]: the same host with a part of its memory.
 //! - [`what_if`]: changes of a scenario, as text.
 //! - [`workload`]: machines, their memory and their writes, drawn from a scenario and a seed.
 //! - [`content_pool`]: new contents for them.
@@ -48,6 +49,7 @@ pub mod policies;
 pub mod red_black_tree;
 pub mod rules;
 pub mod samples;
+pub mod scale;
 pub mod scenario;
 pub mod simulation;
 pub mod stable_tree;

@@ -9,11 +9,13 @@ use pagefold_output::wire;
 use pagefold_sim::comparison::{DaemonRunner, SimulationPlan, compare};
 use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::policies::ComparedPolicy;
+use pagefold_sim::decide::scale::divide_memory;
 use pagefold_sim::decide::scenario::Scenario;
 use pagefold_sim::picture;
 use pagefold_sim::scenario::{SHIPPED, parse_scenario, shipped_text};
 use pagefold_sim::text::comparison::render_comparison;
 use pagefold_sim::wire::comparison::SimCompareReport;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 const EXAMPLES: &str = "\
@@ -22,6 +24,7 @@ Examples:
   pagefold sim compare lab-48 --policy default,ksmtuned,flat-out
   pagefold sim compare lab-48 --policy whole:2000/20,whole:20000/20 --seeds 5 --picture lab.svg
   pagefold sim compare lab-48 --policy flat-out,guided:across-domains
+  pagefold sim compare lab-cloud --scale 64 --policy guided:across-domains:0.8%
   pagefold sim compare lab-48 --print > my-host.toml
   pagefold sim compare my-host.toml --json
 
@@ -32,7 +35,10 @@ Policies: default (100 pages every 20 ms), ksmtuned, advisor or advisor:SECONDS 
 flat-out, whole:PAGES/SLEEPMS (fixed pages_to_scan and sleep_millisecs), guided (pagefold's daemon by the \
 configuration, in mode act; each machine is a trust domain by default), guided:across-domains (it merges pages of all \
 machines, as the other policies do). Append :PERCENT% to either to \
-set the daemon's bound on CPU time, in percent of one CPU: guided:5%.";
+set the daemon's bound on CPU time, in percent of one CPU: guided:5%.
+
+--scale makes large hosts fast to simulate. Machines keep their number and arrivals. Policies stay as they are, so a \
+fixed pace is N times as fast for the smaller host: give the daemon an Nth of its bound.";
 
 /// Arguments of `sim compare`.
 #[derive(Args, Debug)]
@@ -50,6 +56,9 @@ pub struct CompareArguments {
     /// Policies to compare [default: default, ksmtuned, flat-out, and advisor if the scenario's kernel has it]
     #[arg(long, value_name = "POLICY", value_delimiter = ',', value_parser = ComparedPolicy::parse)]
     policy: Vec<ComparedPolicy>,
+    /// Give the host and its machines one Nth of their memory, and of the rates at which they write
+    #[arg(long, value_name = "N", default_value = "1", conflicts_with_all = ["list", "print"])]
+    scale: NonZeroU32,
     #[command(flatten)]
     runs: PolicyRunArguments,
     /// Draw savings and ksmd's CPU time over time
@@ -108,7 +117,11 @@ pub fn run(options: &CompareArguments, global: &GlobalOptions) -> anyhow::Result
         output::print_stdout(&text)?;
         return Ok(CommandOutcome::Done);
     }
-    let scenario = parse(name, &text)?;
+    let mut scenario = parse(name, &text)?;
+    if options.scale.get() > 1 {
+        divide_memory(&mut scenario, options.scale);
+        scenario.description.push_str(&format!(" (1/{} of the memory)", options.scale));
+    }
     let policies = chosen_policies(&options.policy, &scenario)?;
     let plan = options.runs.plan(&scenario, daemon_runner(&policies, global)?);
     let total_ms = scenario.duration_ms * (policies.len() * plan.seeds.len()) as u64;

@@ -1,0 +1,343 @@
+//! The daemon on simulated hosts of real size: real code in virtual time, beside the policies of the kernel and ksmtuned.
+//!
+//! Each host is a shipped scenario with a part of its memory, so that a day takes minutes; the daemon has the same part of
+//! its default bound. The other policies stay as they are, so a fixed pace is so many times as fast for the smaller host.
+//!
+//! Where all machines start at once and stay, the bound on time is what ksmd itself would need: a host that has only the
+//! pages that can merge is simulated with ksmd at full speed. Its CPU time until 90 % are merged, spread over the daemon's
+//! bound, is the shortest time for these savings.
+
+use crate::BenchmarkEffort;
+use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use anyhow::{Context, Result, ensure};
+use pagefold_sim::decide::host_state::Exactness;
+use pagefold_sim::decide::policies::ComparedPolicy;
+use pagefold_sim::decide::scale::divide_memory;
+use pagefold_sim::decide::scenario::Scenario;
+use pagefold_sim::decide::simulation::simulate;
+use pagefold_sim::scenario::{parse_scenario, shipped_text};
+use serde::Deserialize;
+use std::num::NonZeroU32;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// A simulated host.
+struct SimulatedHost {
+    scenario: &'static str,
+    /// The part of its memory, and of the daemon's bound.
+    divisor: u32,
+    /// The daemon's bound, in tenths of a percent of one CPU: 1 % of the scenario's CPUs, divided.
+    bound_permille: u32,
+    /// Whether all machines start at once and stay.
+    is_steady: bool,
+}
+
+const HOSTS: [SimulatedHost; 4] = [
+    SimulatedHost { scenario: "lab-cloud", divisor: 64, bound_permille: 8, is_steady: false },
+    SimulatedHost { scenario: "htc-64", divisor: 32, bound_permille: 40, is_steady: true },
+    SimulatedHost { scenario: "giant-700", divisor: 32, bound_permille: 20, is_steady: true },
+    SimulatedHost { scenario: "containers-2000", divisor: 16, bound_permille: 40, is_steady: false },
+];
+
+/// Policies beside the daemon.
+const OTHER_POLICIES: [&str; 4] = ["default", "ksmtuned", "advisor", "flat-out"];
+
+/// The daemon's default burst: so much time of its rate (docs/daemon.md).
+const BURST_PERIOD: Duration = Duration::from_secs(300);
+
+/// Target: 90 % of the savings after so many times the shortest time.
+const MAX_TIME_RATIO: f64 = 1.3;
+/// Target: CPU time in the last half hour, as a share of one CPU, of the whole host.
+const MAX_CONVERGED_CORES: f64 = 0.01;
+const CONVERGED_SECONDS: f64 = 1800.0;
+/// Target: real time for a simulated run of the daemon.
+const MAX_REAL_TIME: Duration = Duration::from_secs(600);
+/// The bucket may be exceeded by what a census takes beyond its prediction, as a share of the burst.
+const BURST_TOLERANCE: f64 = 0.1;
+
+#[derive(Deserialize)]
+struct ComparisonReport {
+    seconds: f64,
+    policies: Vec<PolicyReport>,
+}
+
+#[derive(Deserialize)]
+struct PolicyReport {
+    policy: String,
+    times: Vec<TimeReport>,
+    samples: Vec<SampleReport>,
+}
+
+#[derive(Deserialize)]
+struct TimeReport {
+    share: f64,
+    seconds: Option<SpreadReport>,
+}
+
+#[derive(Deserialize)]
+struct SpreadReport {
+    mean: f64,
+}
+
+#[derive(Deserialize)]
+struct SampleReport {
+    seconds: f64,
+    saved_bytes: i64,
+    ksmd_cpu_seconds: f64,
+    pagefold_cpu_seconds: f64,
+    cow_breaks: u64,
+    huge_pages_split: u64,
+}
+
+impl SampleReport {
+    fn cpu_seconds(&self) -> f64 {
+        self.ksmd_cpu_seconds + self.pagefold_cpu_seconds
+    }
+}
+
+impl PolicyReport {
+    fn last(&self) -> &SampleReport {
+        self.samples.last().expect("a run has samples")
+    }
+
+    /// Savings over time, in GiB times hours.
+    fn saved_gib_hours(&self) -> f64 {
+        let area = |pair: &[SampleReport]| {
+            (pair[0].saved_bytes + pair[1].saved_bytes) as f64 / 2.0 * (pair[1].seconds - pair[0].seconds)
+        };
+        self.samples.windows(2).map(area).sum::<f64>() / f64::from(1 << 30) / 3600.0
+    }
+
+    /// Seconds until 90 % of the duplicates are merged.
+    fn seconds_to_most(&self) -> Option<f64> {
+        let most = self.times.iter().find(|time| time.share == 0.9)?;
+        most.seconds.as_ref().map(|seconds| seconds.mean)
+    }
+
+    /// The most CPU time of any window beyond what a rate permits, in seconds: the size of the token bucket that the run
+    /// needs.
+    fn needed_burst(&self, rate: f64) -> f64 {
+        let mut lowest = f64::INFINITY;
+        let beyond = self.samples.iter().map(|sample| {
+            let balance = sample.cpu_seconds() - rate * sample.seconds;
+            lowest = lowest.min(balance);
+            balance - lowest
+        });
+        beyond.fold(0.0, f64::max)
+    }
+
+    /// CPU time in the last part of the run, as a share of one CPU.
+    fn converged_cores(&self) -> f64 {
+        let last = self.last();
+        let first = self.samples.iter().rfind(|sample| sample.seconds <= last.seconds - CONVERGED_SECONDS);
+        first.map_or(f64::NAN, |first| (last.cpu_seconds() - first.cpu_seconds()) / (last.seconds - first.seconds))
+    }
+}
+
+/// Run the measurement.
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
+    let mut findings = Findings::new(
+        "scenario,divisor,policy,seconds,saved_bytes,ksmd_cpu_seconds,pagefold_cpu_seconds,cow_breaks,huge_pages_split",
+    );
+    let hosts = if effort.quick { &HOSTS[2..3] } else { &HOSTS[..] };
+    for host in hosts {
+        // A quick run has a small host.
+        let further = if effort.quick { 32 } else { 1 };
+        let (divisor, bound_permille) = (host.divisor * further, (host.bound_permille / further).max(1));
+        measure_host(&SimulatedHost { divisor, bound_permille, ..*host }, &mut findings)
+            .with_context(|| host.scenario.to_owned())?;
+    }
+    Ok(findings)
+}
+
+fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
+    let divisor = host.divisor;
+    let rate = f64::from(host.bound_permille) / 1000.0;
+    let burst = rate * BURST_PERIOD.as_secs_f64();
+    let daemon = format!("guided:across-domains:{}%", f64::from(host.bound_permille) / 10.0);
+    let started = Instant::now();
+    let (guided, others) = thread::scope(|scope| {
+        let guided = scope.spawn(|| compare(host, burst, &daemon).map(|report| (report, started.elapsed())));
+        let others = compare(host, burst, &OTHER_POLICIES.join(","));
+        (guided.join().expect("the thread does not panic"), others)
+    });
+    let (guided, real_time) = guided?;
+    let others = others?;
+    let policies: Vec<&PolicyReport> = guided.policies.iter().chain(&others.policies).collect();
+    let hours = guided.seconds / 3600.0;
+    let mut table = MarkdownTable::new(
+        format!(
+            "`{}`, 1/{divisor} of its memory, {hours} h; the daemon with {:.1} % of one CPU",
+            host.scenario,
+            rate * 1e2
+        ),
+        &[
+            "policy",
+            "saved, GiB x h",
+            "saved at the end, GiB",
+            "90 % after, s",
+            "CPU s",
+            "COW breaks",
+            "huge pages split",
+        ],
+    );
+    for policy in &policies {
+        let last = policy.last();
+        table.rows.push(vec![
+            policy.policy.clone(),
+            format!("{:.2}", policy.saved_gib_hours()),
+            format!("{:.2}", last.saved_bytes as f64 / f64::from(1 << 30)),
+            policy.seconds_to_most().map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.0}")),
+            format!("{:.1}", last.cpu_seconds()),
+            last.cow_breaks.to_string(),
+            last.huge_pages_split.to_string(),
+        ]);
+        findings.samples.extend(policy.samples.iter().map(|sample| {
+            let SampleReport { seconds, saved_bytes, ksmd_cpu_seconds, pagefold_cpu_seconds, .. } = sample;
+            format!(
+                "{},{divisor},{},{seconds},{saved_bytes},{ksmd_cpu_seconds:.3},{pagefold_cpu_seconds:.3},{},{}",
+                host.scenario, policy.policy, sample.cow_breaks, sample.huge_pages_split
+            )
+        }));
+    }
+    findings.tables.push(table);
+    let mut check = |claim: &str, measured: String, met: bool| {
+        findings.checks.push(ThresholdCheck { claim: format!("{}: {claim}", host.scenario), measured, met });
+    };
+    let daemon = policies[0];
+    let needed = daemon.needed_burst(rate);
+    check(
+        &format!("the bound on CPU time holds in every window, with a burst of {burst:.1} s"),
+        format!("{needed:.1} s"),
+        needed <= burst * (1.0 + BURST_TOLERANCE),
+    );
+    if host.is_steady {
+        let shortest = shortest_seconds(host.scenario, divisor, rate)?;
+        let seconds = daemon.seconds_to_most();
+        check(
+            &format!("90 % of the savings within {MAX_TIME_RATIO} times what ksmd needs for these pages"),
+            match seconds {
+                Some(seconds) => format!("{:.2} times: {seconds:.0} s of {shortest:.0} s", seconds / shortest),
+                None => format!("not reached; ksmd needs {shortest:.0} s"),
+            },
+            seconds.is_some_and(|seconds| seconds <= MAX_TIME_RATIO * shortest),
+        );
+        let cores = daemon.converged_cores() * f64::from(divisor);
+        check(
+            &format!("less than {:.0} % of a CPU when converged, for the whole host", MAX_CONVERGED_CORES * 1e2),
+            format!("{:.1} %", cores * 1e2),
+            cores < MAX_CONVERGED_CORES,
+        );
+    } else {
+        let fastest =
+            others.policies.iter().find(|policy| policy.policy == "flat-out").context("flat-out is missing")?;
+        let share = daemon.saved_gib_hours() / fastest.saved_gib_hours();
+        let cpu = daemon.last().cpu_seconds() / fastest.last().cpu_seconds();
+        findings.unjudged.push(format!(
+            "{}: {:.0} % of what `flat-out` saves over time, with {:.1} % of its CPU time",
+            host.scenario,
+            share * 1e2,
+            cpu * 1e2
+        ));
+    }
+    findings.checks.push(ThresholdCheck {
+        claim: format!(
+            "{}: {hours} h of the daemon in less than {} minutes",
+            host.scenario,
+            MAX_REAL_TIME.as_secs() / 60
+        ),
+        measured: format!("{:.1} minutes", real_time.as_secs_f64() / 60.0),
+        met: real_time < MAX_REAL_TIME,
+    });
+    Ok(())
+}
+
+/// Simulates policies with the command.
+fn compare(host: &SimulatedHost, burst: f64, policies: &str) -> Result<ComparisonReport> {
+    let program = std::env::current_exe()?.with_file_name("pagefold");
+    ensure!(program.exists(), "{} is missing: cargo build --release -p pagefold", program.display());
+    let config = tempfile::Builder::new().suffix(".toml").tempfile()?;
+    std::fs::write(config.path(), format!("[daemon]\ncpu_burst = \"{}ms\"\n", (burst * 1e3).round()))?;
+    let output = Command::new(&program)
+        .arg("--config")
+        .arg(config.path())
+        .args(["sim", "compare", host.scenario, "--scale", &host.divisor.to_string(), "--policy", policies])
+        .args(["--threads", "1", "--json"])
+        .stderr(Stdio::inherit())
+        .output()
+        .with_context(|| format!("cannot start {}", program.display()))?;
+    ensure!(output.status.success(), "`sim compare` ended with {}", output.status);
+    serde_json::from_slice(&output.stdout).context("`sim compare` printed no JSON")
+}
+
+/// The shortest time in which ksmd can merge 90 % of a host's duplicates with so many CPUs: as if it visited no other page.
+fn shortest_seconds(name: &str, divisor: u32, rate: f64) -> Result<f64> {
+    let text = shipped_text(name).context("the scenario is not shipped")?;
+    let mut scenario = parse_scenario(text)?;
+    divide_memory(&mut scenario, NonZeroU32::new(divisor).context("the divisor is 0")?);
+    keep_mergeable_pages(&mut scenario);
+    let run = simulate(&scenario, &ComparedPolicy::FlatOut, scenario.seed, Exactness::Exact, &mut |_| ())?;
+    let most = run.duplicates as f64 * 0.9;
+    let reached = run.samples.iter().find(|sample| sample.saved_pages as f64 >= most);
+    let reached = reached.context("ksmd does not merge 90 % of the duplicates in time")?;
+    Ok(reached.cpu_seconds() / rate)
+}
+
+/// Leaves pages out that no other page equals, and those that are written.
+fn keep_mergeable_pages(scenario: &mut Scenario) {
+    for template in &mut scenario.templates {
+        let kept = template.zero + template.common + template.tenant;
+        let part = |share: f64| share / kept;
+        (template.zero, template.common, template.tenant) =
+            (part(template.zero), part(template.common), part(template.tenant));
+        template.pages = (template.pages as f64 * kept).round().max(1.0) as u64;
+        (template.unique, template.growth) = (0.0, None);
+        template.writes.clear();
+    }
+    scenario.duration_ms = Duration::from_secs(600).as_millis() as u64;
+    (scenario.tick_ms, scenario.sample_ms) = (100, 100);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(cpu_by_minute: &[f64]) -> PolicyReport {
+        let sample = |(minute, &cpu): (usize, &f64)| SampleReport {
+            seconds: minute as f64 * 60.0,
+            saved_bytes: 1 << 30,
+            ksmd_cpu_seconds: cpu / 2.0,
+            pagefold_cpu_seconds: cpu / 2.0,
+            cow_breaks: 0,
+            huge_pages_split: 0,
+        };
+        let samples = cpu_by_minute.iter().enumerate().map(sample).collect();
+        PolicyReport { policy: "guided".to_owned(), times: Vec::new(), samples }
+    }
+
+    #[test]
+    fn needed_burst_is_the_worst_window() {
+        // A rate of 0.1 permits 6 s a minute: the third minute takes 10, and so does the fourth.
+        assert!((report(&[0.0, 2.0, 8.0, 18.0, 28.0, 28.0]).needed_burst(0.1) - 8.0).abs() < 1e-9);
+        assert_eq!(report(&[0.0, 5.0, 10.0]).needed_burst(0.1), 0.0);
+    }
+
+    #[test]
+    fn converged_share_is_that_of_the_last_half_hour() {
+        let minutes: Vec<f64> =
+            (0..=40).map(|minute| if minute <= 10 { 60.0 * minute as f64 } else { 600.0 }).collect();
+        assert_eq!(report(&minutes).converged_cores(), 0.0);
+        assert!((report(&minutes).saved_gib_hours() - 2.0 / 3.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn only_mergeable_pages_are_kept() {
+        let mut scenario = parse_scenario(shipped_text("htc-64").unwrap()).unwrap();
+        let pages = scenario.templates[0].pages;
+        keep_mergeable_pages(&mut scenario);
+        let template = &scenario.templates[0];
+        assert_eq!(template.pages, (pages as f64 * 0.13).round() as u64);
+        assert!((template.zero + template.common - 1.0).abs() < 1e-9 && template.writes.is_empty());
+    }
+}
