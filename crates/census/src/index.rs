@@ -404,6 +404,11 @@ impl PageIndex {
         }
     }
 
+    /// Whether order keys are kept.
+    pub fn has_order_keys(&self) -> bool {
+        !self.order_keys.is_empty()
+    }
+
     /// The order key of a page whose bytes were read, if keys are kept and it is not a page of zeros.
     pub fn order_key(&self, ordinal: u32) -> Option<OrderKey> {
         OrderKey::from_bits(self.order_keys.get(ordinal as usize)?.load(Ordering::Relaxed))

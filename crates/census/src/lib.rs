@@ -104,8 +104,8 @@ pub struct CensusOptions {
     pub max_map_count: u64,
     /// Whether zero pages will be mapped to the kernel's zero page, even if `use_zero_pages` is off now.
     pub use_zero_pages: bool,
-    /// Whether the index keeps the [`OrderKey`](pagefold_base::OrderKey) of each page, in 8 bytes.
-    pub keeps_order_keys: bool,
+    /// The index keeps the [`OrderKey`](pagefold_base::OrderKey) of each page, in 8 bytes, if it has at most so many pages.
+    pub max_order_keys: usize,
 }
 
 /// Which pages the second pass reads.
@@ -143,7 +143,7 @@ impl Default for CensusOptions {
             max_map_count: DEFAULT_MAX_MAP_COUNT,
             use_zero_pages: false,
             enrolled_processes: Vec::new(),
-            keeps_order_keys: false,
+            max_order_keys: 0,
         }
     }
 }
@@ -243,7 +243,7 @@ fn run_census(
     let nodes_unknown = nodes.is_some() && pagefold_host::check_frame_access(host).is_err();
 
     let mut index = threads.install(|| PageIndex::build(host, &scope, nodes.is_some()))?;
-    if options.keeps_order_keys {
+    if index.page_count() <= options.max_order_keys {
         threads.install(|| index.keep_order_keys())?;
     }
     progress.set_expected_pages(index.page_count() as u64 * if options.pass_interval.is_zero() { 1 } else { 2 });

@@ -61,8 +61,7 @@ pub fn unknown(observation: &Observation, estimate: &ScenarioEstimate, census: &
         (false, _) => runs(estimate),
         (true, true) => "Each process has its pages in their order, and contents sort by their bytes.".to_owned(),
         (true, false) => {
-            "Each process has its pages in their order. How contents sort by their bytes is not known, and \
-                          drawn."
+            "Each process has its pages in their order. How contents sort by their bytes is not known, and drawn."
                 .to_owned()
         }
     });

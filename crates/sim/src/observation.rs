@@ -10,6 +10,8 @@ use crate::decide::ksmd::KsmSettings;
 use crate::decide::observed_host::{ObservedContent, ObservedHost, ObservedMachine};
 use crate::decide::rules::KernelVersion;
 use crate::decide::scenario::{DEFAULT_HZ, HostSpec, invalid_distance};
+use crate::scenario::MAX_VCPUS;
+use pagefold_base::identity::vm_definition::parse_vm_definition;
 use pagefold_base::process::Process;
 use pagefold_base::region::VmFlags;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Reading};
@@ -118,7 +120,8 @@ pub fn observe_machines(
     for (number, subject) in census.subjects.iter().enumerate() {
         let process = &subject.process;
         let node = bound_node(host, process, &nodes);
-        let mut machine = ObservedMachine { family: family(process), node, ..ObservedMachine::default() };
+        let vcpus = count_vcpus(process);
+        let mut machine = ObservedMachine { family: family(process), node, vcpus, ..ObservedMachine::default() };
         let enrolled = enrolled_ranges(subject).filter(|_| memory == ObservedMemory::EnrolledIfAny);
         observation.enrolled_processes += u64::from(enrolled.is_some());
         for (run, first) in index.runs(index.subject_ordinals(number)) {
@@ -132,11 +135,12 @@ pub fn observe_machines(
                 if let Some(content) = observation.content(index, page, &numbers, &mut merged_contents) {
                     machine.push(content, run.huge);
                     let number = match content {
-                        ObservedContent::Zero => continue,
                         ObservedContent::Numbered(number) => Some(number),
-                        ObservedContent::Unique | ObservedContent::Volatile => None,
+                        _ => None,
                     };
-                    ordered_pages.push(OrderedPage { number, key: index.order_key(page) });
+                    if index.has_order_keys() && content != ObservedContent::Zero {
+                        ordered_pages.push(OrderedPage { number, key: index.order_key(page) });
+                    }
                 }
             }
         }
@@ -187,12 +191,10 @@ impl Observation {
     }
 }
 
-/// The most pages whose contents are ranked: 128 GiB. Each takes some 50 bytes until the end of a forecast.
-const MAX_RANKED_PAGES: usize = 1 << 25;
-
-/// Gives the machines the ranks of their pages but zeros, which are in the order of the machines, if their bytes are known.
+/// Gives the machines the ranks of their pages but zeros, which are in the order of the machines, if the bytes of any are
+/// known.
 fn rank_pages(machines: &mut [ObservedMachine], pages: &[OrderedPage]) {
-    if pages.len() > MAX_RANKED_PAGES || pages.iter().all(|page| page.key.is_none()) {
+    if pages.iter().all(|page| page.key.is_none()) {
         return;
     }
     let ranks = rank_contents(pages);
@@ -281,6 +283,15 @@ fn bound_node(host: &dyn Host, process: &Process, nodes: &[u32]) -> Option<u8> {
     let bound = observe::bound_nodes(&*handle, nodes)?;
     let node: u32 = bound.trim().parse().ok()?;
     u8::try_from(nodes.iter().position(|&known| known == node)?).ok()
+}
+
+/// The vCPUs with which a virtual machine of QEMU starts; 0 for other processes, and if its command line does not tell.
+fn count_vcpus(process: &Process) -> u32 {
+    if process.identity.vm.is_none() {
+        return 0;
+    }
+    let definition = process.arguments.clone().and_then(|arguments| parse_vm_definition(&arguments));
+    definition.ok().and_then(|definition| definition.vcpus).unwrap_or(0).min(MAX_VCPUS)
 }
 
 /// The host; `used_pages` is all that is not available.

@@ -94,7 +94,8 @@ mod tests {
     fn every_sample_is_read_back() {
         let sample =
             |time_ms| Sample { time_ms, saved_pages: 3, rmap_items: 64, pages_to_scan: 7, ..Sample::default() };
-        let run = SimulatedRun { samples: vec![sample(0), sample(1500)], duplicates: 3, huge_pages: 0 };
+        let run =
+            SimulatedRun { samples: vec![sample(0), sample(1500)], duplicates: 3, huge_pages: 0, scan_wait: None };
         let runs = PolicyRuns { policy: ComparedPolicy::FlatOut, runs: vec![run.clone(), run] };
         let path = std::env::temp_dir().join(format!("pagefold-samples-{}.parquet", std::process::id()));
         write_samples(&[runs], &[4, 5], &path).unwrap();

@@ -249,7 +249,7 @@ mod tests {
             ..Sample::default()
         };
         let samples: Vec<Sample> = (0_u64..).zip(saved).map(sample).collect();
-        vec![SimulatedRun { samples, duplicates: 0, huge_pages: 0 }]
+        vec![SimulatedRun { samples, duplicates: 0, huge_pages: 0, scan_wait: None }]
     }
 
     #[test]

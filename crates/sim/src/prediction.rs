@@ -2,7 +2,7 @@
 //!
 //! A scan of the host leaves open which pages are written next, and when. So each policy runs with several seeds, and under
 //! two assumptions about writes ([`crate::decide::estimate::WritePattern`]). A seed also decides the order of contents in
-//! ksmd's trees, and for machines that are added the order of their pages.
+//! ksmd's trees, as far as it is not known, and for machines that are added the order of their pages.
 
 use crate::comparison::{SimulationError, SimulationPlan, compare};
 use crate::decide::policies::ComparedPolicy;
@@ -11,15 +11,15 @@ use crate::decide::scenario::Scenario;
 use std::sync::atomic::AtomicU64;
 
 /// The scenarios of a host.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PredictedScenarios {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PredictedScenarios<'s> {
     /// The same pages are written again and again: the expected course.
-    pub expected: Scenario,
+    pub expected: &'s Scenario,
     /// Any page is written. Without it, nothing is known of writes, or none was seen.
-    pub any_pages: Option<Scenario>,
+    pub any_pages: Option<&'s Scenario>,
 }
 
-impl PredictedScenarios {
+impl PredictedScenarios<'_> {
     /// Runs of a policy with a seed.
     #[must_use]
     pub fn runs(&self) -> u64 {
@@ -44,14 +44,14 @@ pub struct PredictedRuns {
 /// # Errors
 /// If a scenario has more contents than the model, or the daemon fails.
 pub fn predict(
-    scenarios: &PredictedScenarios,
+    scenarios: &PredictedScenarios<'_>,
     policies: &[ComparedPolicy],
     plan: &SimulationPlan,
     simulated_ms: &AtomicU64,
 ) -> Result<Vec<PredictedRuns>, SimulationError> {
     let runs = |scenario| compare(scenario, policies, plan, simulated_ms);
-    let expected = runs(&scenarios.expected)?;
-    let any_pages = scenarios.any_pages.as_ref().map(runs).transpose()?;
+    let expected = runs(scenarios.expected)?;
+    let any_pages = scenarios.any_pages.map(runs).transpose()?;
     let mut any_pages = any_pages.map(Vec::into_iter);
     Ok(expected
         .into_iter()

@@ -9,6 +9,7 @@ use crate::decide::scenario::{
 };
 use serde::Deserialize;
 use std::fmt::Display;
+use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
 use thiserror::Error;
 use toml::Spanned;
@@ -248,6 +249,7 @@ pub fn parse_scenario(text: &str) -> Result<Scenario, ScenarioError> {
         templates,
         shared,
         classes,
+        divisor: NonZeroU32::MIN,
         knows_content_order: false,
     })
 }

@@ -4,6 +4,7 @@ use pagefold_base::ksm::Setting;
 use pagefold_base::memory::{MemInfo, MemoryPolicy};
 use pagefold_base::region::VmFlags;
 use pagefold_base::{AddressRange, Bytes, IdSet, Pages, Pid, ProcessId};
+use pagefold_census::{CensusOptions, ScanProgress, take_census};
 use pagefold_host::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason, ThreadId};
 use pagefold_host::knob::Knob;
 use pagefold_host::observe::NumaNodes;
@@ -14,8 +15,10 @@ use pagefold_sim::decide::ksmd::KsmSettings;
 use pagefold_sim::decide::rules::KernelVersion;
 use pagefold_sim::decide::scenario::{DEFAULT_HZ, HostSpec, default_costs};
 use pagefold_sim::host::SimulatedHost;
+use pagefold_sim::observation::{Observation, ObservedMemory, observe_machines};
 use pagefold_sim::scenario::parse_scenario;
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 const MACHINE_PAGES: u64 = 2048;
@@ -53,6 +56,35 @@ fn host_with_two_machines() -> (SimulatedHost<'static>, [(Pid, AddressRange); 2]
         (pid, range)
     });
     (host, machines)
+}
+
+/// The memory of a host's processes, as a census finds it.
+fn observe_memory(host: &dyn Host, max_order_keys: usize) -> Observation {
+    let options = CensusOptions { max_order_keys, ..CensusOptions::default() };
+    let (census, index) = take_census(host, &options, &ScanProgress::default(), &AtomicBool::new(false)).unwrap();
+    observe_machines(host, &census, &index, None, ObservedMemory::All).unwrap()
+}
+
+#[test]
+fn observed_contents_have_the_ranks_of_their_bytes() {
+    let (host, machines) = host_with_two_machines();
+    let observation = observe_memory(&host, usize::MAX);
+    let ranks_of = |name: &str| {
+        let machine = observation.host.machines.iter().find(|machine| machine.family == name).unwrap();
+        machine.ranks.clone()
+    };
+    let expected = |first_own: u64| {
+        let own = first_own..first_own + OWN_PAGES;
+        (1..=COMMON_PAGES).chain(own).map(|rank| rank as u32).collect::<Vec<u32>>()
+    };
+    // The own contents of "web" begin with 10,000, and those of "db" with 20,000.
+    assert!(ranks_of("web") == expected(COMMON_PAGES + 1) && ranks_of("db") == expected(COMMON_PAGES + OWN_PAGES + 1));
+    // ksmd has merged the common pages: they have the keys of their frames.
+    merge_all(&host, &machines);
+    let merged = observe_memory(&host, usize::MAX);
+    assert!(merged.merged_pages >= 2 * COMMON_PAGES && merged.host.machines == observation.host.machines);
+    // Without room for the keys of all pages there are none.
+    assert!(observe_memory(&host, 1000).host.machines.iter().all(|machine| machine.ranks.is_empty()));
 }
 
 fn write(host: &dyn Host, setting: Setting, value: &str) -> Result<(), ActionError> {

@@ -260,10 +260,26 @@ impl DaemonState {
     }
 
     /// How long a due process waits at most before it precedes all others.
-    pub(super) fn max_wait(&self) -> Duration {
+    pub fn max_wait(&self) -> Duration {
         let scan_seconds = self.tracked_bytes as f64 / 1048576.0 * self.census_seconds_per_mib;
         let seconds = (scan_seconds / self.rules.cpu_rate * MAX_WAIT.0).max(MAX_WAIT.1);
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
+
+    /// How long the processes that are not scanned now have been due for their next scan: the longest time.
+    pub fn longest_wait(&self) -> Duration {
+        let being_scanned = self.census_processes();
+        let waiting =
+            self.tracked.iter().filter(|(id, tracked)| tracked.may_be_scanned() && !being_scanned.contains(id));
+        waiting.map(|(_, tracked)| self.now.saturating_sub(tracked.next_scan)).max().unwrap_or_default()
+    }
+
+    /// The processes that a running census scans.
+    fn census_processes(&self) -> &[ProcessId] {
+        match &self.task {
+            Some(DaemonTask::Census(task)) => &task.processes,
+            _ => &[],
+        }
     }
 
     /// Whether a process precedes all others because it has waited too long.

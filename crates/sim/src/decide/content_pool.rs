@@ -12,7 +12,7 @@ use thiserror::Error;
 )]
 pub struct ContentsUsedUp;
 
-/// Contents that no page has, in blocks that are as long as the longest run. A block that is given back is used again
+/// Contents that no page has, in blocks whose length is a power of two. A block that is given back is used again
 /// after all others, so that ksmd hardly takes a new content for the one that the page had before.
 #[derive(Clone, Debug)]
 pub(super) struct ContentPool {
@@ -23,8 +23,8 @@ pub(super) struct ContentPool {
 }
 
 impl ContentPool {
-    pub(super) fn new(longest_run: u64) -> Self {
-        Self { block_pages: longest_run.next_power_of_two(), next_block: 0, unused: VecDeque::new() }
+    pub(super) fn new(block_pages: u64) -> Self {
+        Self { block_pages, next_block: 0, unused: VecDeque::new() }
     }
 
     /// The first content of a block. The order of contents tells nothing about their place.

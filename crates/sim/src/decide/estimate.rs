@@ -20,6 +20,7 @@ use super::scenario::{
 };
 use crate::scenario::{DEFAULT_RUN_PAGES, MAX_RUN_PAGES};
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 
 /// Sets of templates with shared contents of their own. The contents of further ones count to the template that has most
 /// of their pages.
@@ -79,7 +80,7 @@ pub fn estimate(host: &ObservedHost, pattern: WritePattern, duration_ms: u64) ->
     let mut shared = Vec::new();
     for (number, (family, totals)) in families.iter().zip(&totals).enumerate() {
         let run_pages = totals.run_pages(longest);
-        templates.push(make_template(family, totals, run_pages, host.pass_seconds, pattern));
+        templates.push(make_template(host, family, totals, run_pages, pattern));
         let machines = family.machines.len() as u64;
         if !totals.zero.is_multiple_of(machines) {
             let pages = totals.zero % machines;
@@ -106,6 +107,7 @@ pub fn estimate(host: &ObservedHost, pattern: WritePattern, duration_ms: u64) ->
             classes: make_classes(host, &families),
             templates,
             shared,
+            divisor: NonZeroU32::MIN,
             knows_content_order: false,
         },
     }
@@ -369,10 +371,10 @@ fn longest_run(totals: &[TemplateTotals], contents: &ContentClasses) -> u64 {
 }
 
 fn make_template(
+    host: &ObservedHost,
     family: &Family,
     totals: &TemplateTotals,
     run_pages: (u64, u64),
-    pass_seconds: Option<f64>,
     pattern: WritePattern,
 ) -> Template {
     let machines = totals.machines.max(1);
@@ -380,10 +382,11 @@ fn make_template(
     let unique = rounded_share(totals.unique, machines);
     let pages = (zero + common + unique).max(1);
     let share = |part: u64| part as f64 / pages as f64;
+    let vcpus = family.machines.iter().map(|&machine| host.machines[machine].vcpus).max();
     let mut template = Template {
         name: family.name.clone(),
         pages,
-        vcpus: DEFAULT_VCPUS,
+        vcpus: vcpus.unwrap_or(0).max(DEFAULT_VCPUS),
         zero: share(zero),
         common: share(common),
         tenant: 0.0,
@@ -393,7 +396,7 @@ fn make_template(
         growth: None,
         writes: Vec::new(),
     };
-    if let Some(seconds) = pass_seconds.filter(|&seconds| seconds > 0.0 && totals.volatile > 0) {
+    if let Some(seconds) = host.pass_seconds.filter(|&seconds| seconds > 0.0 && totals.volatile > 0) {
         template.writes = make_writes(&template, totals, seconds, pattern);
     }
     template

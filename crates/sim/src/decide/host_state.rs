@@ -311,6 +311,7 @@ impl<'s> HostState<'s> {
             samples: self.samples.clone(),
             duplicates: self.duplicates_at_end.unwrap_or_else(|| count_duplicates(self.model.memory())),
             huge_pages: self.huge_pages,
+            scan_wait: None,
         }
     }
 

@@ -10,12 +10,11 @@
 //!
 //! Limit: where a page of a huge page was left out, the huge pages behind it begin a page later.
 
-use super::content_pool::ContentPool;
 use super::estimate::{Families, PageKind, WritePattern};
 use super::memory::{CONTENT_LIMIT, PAGES_IN_HUGE_PAGE};
 use super::observed_host::{ObservedContent, ObservedHost, ObservedMachine, ObservedRun};
 use super::scenario::{ContentKind, LayoutRun, MachineLayout, Scenario, Template};
-use super::workload::longest_run;
+use crate::scenario::MAX_RUN_PAGES;
 
 /// Layouts have at most so many pages: half of the model's contents.
 pub const MAX_KNOWN_PAGES: u64 = CONTENT_LIMIT as u64 / 2;
@@ -40,16 +39,53 @@ pub fn add_known_layouts(scenario: &mut Scenario, host: &ObservedHost, pattern: 
         };
         layouts.push(members.machines.iter().map(&mut layout).collect());
     }
-    let block_pages = ContentPool::new(longest_run(scenario)).block_pages;
-    let written = layouts.iter().flatten().flat_map(|layout| &layout.runs).filter(|run| run.writer.is_some());
-    // A run may begin and end within blocks.
-    let written_blocks: u64 = written.map(|run| run.pages / block_pages + 2).sum();
-    if pages + written_blocks * block_pages > u64::from(CONTENT_LIMIT) {
-        return false;
-    }
     scenario.classes.iter_mut().zip(layouts).for_each(|(class, layouts)| class.layouts = layouts);
-    scenario.knows_content_order = knows_order;
-    true
+    let has_enough = needed_contents(scenario, block_pages(scenario)) <= u64::from(CONTENT_LIMIT);
+    if !has_enough {
+        scenario.classes.iter_mut().for_each(|class| class.layouts.clear());
+    }
+    scenario.knows_content_order = has_enough && knows_order;
+    has_enough
+}
+
+/// The least pages of a block of contents for known layouts. With it, [`MAX_RANKED_PAGES`] pages need half of the model's
+/// contents for their writes.
+const MIN_KNOWN_BLOCK_PAGES: u64 = 16;
+
+/// The most pages whose contents are put in order: 128 GiB.
+pub const MAX_RANKED_PAGES: usize = 1 << 25;
+
+/// The pages of a block of contents, of which each run that is drawn or written takes one: the longest of these runs. Where
+/// the layouts of all machines are known, no run is drawn, and a longer written run is cut in pieces if the model would
+/// not have enough contents otherwise.
+pub(super) fn block_pages(scenario: &Scenario) -> u64 {
+    if scenario.classes.iter().any(|class| class.layouts.len() < class.count as usize) {
+        let of_templates = scenario.templates.iter().map(|template| template.run_pages.1);
+        let longest = of_templates.chain(scenario.shared.iter().map(|set| set.run_pages.1)).max();
+        return longest.unwrap_or(1).next_power_of_two();
+    }
+    let written = layout_runs(scenario).filter(|run| run.writer.is_some() && run.content > 0);
+    let longest = written.map(|run| run.pages).max().unwrap_or(1).next_power_of_two();
+    let halves = |&pages: &u64| (pages > MIN_KNOWN_BLOCK_PAGES).then_some(pages / 2);
+    std::iter::successors(Some(longest.clamp(MIN_KNOWN_BLOCK_PAGES, MAX_RUN_PAGES)), halves)
+        .find(|&pages| needed_contents(scenario, pages) <= u64::from(CONTENT_LIMIT))
+        .unwrap_or(MIN_KNOWN_BLOCK_PAGES)
+}
+
+/// The contents that known layouts need in blocks of so many: their own ones, and a block for each piece that is written.
+/// The first and the last block of the model's contents are not used.
+fn needed_contents(scenario: &Scenario, block_pages: u64) -> u64 {
+    let last = layout_runs(scenario).filter(|run| run.content > 0).map(|run| u64::from(run.content) + run.pages - 1);
+    let blocks_of = |run: &LayoutRun| match u64::from(run.content) {
+        0 => run.pages.div_ceil(block_pages),
+        first => (first + run.pages - 2) / block_pages - (first - 1) / block_pages + 1,
+    };
+    let written = layout_runs(scenario).filter(|run| run.writer.is_some()).map(blocks_of).sum::<u64>();
+    (last.max().unwrap_or(0).div_ceil(block_pages) + written + 2) * block_pages
+}
+
+fn layout_runs(scenario: &Scenario) -> impl Iterator<Item = &LayoutRun> {
+    scenario.classes.iter().flat_map(|class| &class.layouts).flat_map(|layout| &layout.runs)
 }
 
 /// The class of writes that writes a page.
@@ -285,6 +321,41 @@ mod tests {
             assert_eq!(pages.len(), 70_000 + 1 + 20, "a rank has one content");
             assert!(pages.is_sorted_by_key(|(_, rank)| rank));
         }
+    }
+
+    #[test]
+    fn contents_suffice_for_writes_of_pages_in_a_known_order() {
+        // Runs of one page each, and templates with long runs: each page takes a block of few contents when it is written.
+        let mut machine = machine(&[(Zero, 20_000, false), (Unique, 1_200_000, false), (Volatile, 20_000, false)]);
+        let scattered = |page: u32| page.wrapping_mul(0x9e37_79b1) % 1_220_000;
+        let mut order: Vec<u32> = (0..1_220_000).collect();
+        order.sort_by_key(|&page| (scattered(page), page));
+        machine.ranks = vec![0; order.len()];
+        order.iter().zip(1..).for_each(|(&page, rank)| machine.ranks[page as usize] = rank);
+        let host = host(vec![machine], 0);
+        for pattern in [WritePattern::SamePages, WritePattern::AnyPages] {
+            let scenario = scenario(&host, pattern);
+            assert_eq!(block_pages(&scenario), MIN_KNOWN_BLOCK_PAGES);
+            let mut workload = Workload::new(&scenario, 1);
+            let arrivals = workload.arrivals();
+            let (mut machine, _) = workload.start(&arrivals[0]).unwrap();
+            for _ in 0..200 {
+                workload.advance(&mut machine, 10_000).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn long_runs_are_cut_where_contents_do_not_suffice() {
+        // Many single pages that are written, and a long run: a block of the longest run for each would be too much.
+        let mut pages = vec![(Volatile, 60_000, false)];
+        (0..20_000).for_each(|_| pages.extend([(Unique, 1, false), (Volatile, 1, false)]));
+        let host = host(vec![machine(&pages)], 0);
+        let scenario = scenario(&host, WritePattern::SamePages);
+        let block = block_pages(&scenario);
+        assert!((MIN_KNOWN_BLOCK_PAGES..65_536).contains(&block), "{block}");
+        assert!(needed_contents(&scenario, block) <= u64::from(CONTENT_LIMIT));
+        assert!(needed_contents(&scenario, 2 * block) > u64::from(CONTENT_LIMIT), "no shorter than needed");
     }
 
     #[test]

@@ -116,7 +116,12 @@ mod tests {
             available_bytes: 100 - minute.cast_signed() * 60,
             ..Sample::default()
         };
-        SimulatedRun { samples: (0_u64..).zip(saved).map(sample).collect(), duplicates: 1000, huge_pages: 0 }
+        SimulatedRun {
+            samples: (0_u64..).zip(saved).map(sample).collect(),
+            duplicates: 1000,
+            huge_pages: 0,
+            scan_wait: None,
+        }
     }
 
     #[test]

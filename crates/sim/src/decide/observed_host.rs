@@ -33,6 +33,8 @@ pub struct ObservedMachine {
     pub family: String,
     /// The NUMA node to which its memory is bound.
     pub node: Option<u8>,
+    /// Its vCPUs; 0 if none is known.
+    pub vcpus: u32,
     /// Its pages, by address.
     pub runs: Vec<ObservedRun>,
     /// The rank of the content of each page but zeros in the order of bytes, from 1; pages of the host with one content

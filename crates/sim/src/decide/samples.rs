@@ -93,6 +93,29 @@ pub struct SimulatedRun {
     pub duplicates: u64,
     /// Huge pages that the machines had.
     pub huge_pages: u64,
+    /// How long processes waited for scans of Pagefold's daemon, if it ran.
+    pub scan_wait: Option<ScanWait>,
+}
+
+/// How long processes were due for a scan of Pagefold's daemon, at the worst moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ScanWait {
+    /// The longest time at that moment, in milliseconds.
+    pub longest_ms: u64,
+    /// The time after which a process precedes all others then, in milliseconds.
+    pub priority_ms: u64,
+}
+
+impl ScanWait {
+    /// The one that is longer, measured by the time that gives priority.
+    #[must_use]
+    pub fn worse(self, other: Self) -> Self {
+        let exceeds = |one: Self, other: Self| {
+            u128::from(one.longest_ms) * u128::from(other.priority_ms)
+                > u128::from(other.longest_ms) * u128::from(one.priority_ms)
+        };
+        if exceeds(other, self) || self.priority_ms == 0 { other } else { self }
+    }
 }
 
 /// Pages whose contents occur before.

@@ -5,6 +5,7 @@
 use super::cost::{CostModel, Operation};
 use super::ksmd::KsmSettings;
 use super::rules::KernelVersion;
+use std::num::NonZeroU32;
 
 /// A host and what happens on it.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,6 +30,8 @@ pub struct Scenario {
     pub shared: Vec<SharedSet>,
     /// Machines, by class.
     pub classes: Vec<MachineClass>,
+    /// The host and its machines have one Nth of their memory: policies have one Nth of their pace.
+    pub divisor: NonZeroU32,
     /// Whether the contents of known layouts have numbers in the order of their bytes. Otherwise the seed draws their
     /// order.
     pub knows_content_order: bool,

@@ -15,12 +15,14 @@
 //! Pages of shared sets come on top of the memory of a template. The copies of each file are on the machines of its
 //! templates in turn, so that each machine has as many as the others, but for one.
 //!
-//! A machine whose layout is known has that one instead. Its contents stand in blocks, whose order is drawn.
+//! A machine whose layout is known has that one instead. Its contents stand in blocks, whose order is drawn if that of the
+//! contents is not known.
 //!
 //! Limits: writes hit whole runs, never parts. A write makes common contents and zeros unique for good. Page cache is
 //! never evicted. A page of a huge page that the machine did not touch is zero.
 
 use super::content_pool::{ContentPool, ContentsUsedUp};
+use super::known_layouts::block_pages;
 use super::memory::{Content, PAGES_IN_HUGE_PAGE, ZERO_CONTENT};
 use super::scenario::{Arrival, ContentKind, LayoutRun, MachineClass, MachineLayout, Scenario, SharedSet, Template};
 use pagefold_base::splitmix::splitmix64;
@@ -150,12 +152,6 @@ const CACHE_PART: u64 = 3 << 62;
 const SHARED_PART: u64 = CACHE_PART | 1 << 61;
 const KNOWN_PART: u64 = CACHE_PART | 1 << 60;
 
-/// The longest run of a scenario that is drawn, in pages.
-pub(super) fn longest_run(scenario: &Scenario) -> u64 {
-    let of_templates = scenario.templates.iter().map(|template| template.run_pages.1);
-    of_templates.chain(scenario.shared.iter().map(|set| set.run_pages.1)).max().unwrap_or(1)
-}
-
 impl<'s> Workload<'s> {
     /// The workload of a scenario with a seed.
     #[must_use]
@@ -164,7 +160,7 @@ impl<'s> Workload<'s> {
         Self {
             scenario,
             seed,
-            contents: ContentPool::new(longest_run(scenario)),
+            contents: ContentPool::new(block_pages(scenario)),
             known_blocks: Vec::new(),
             files: BTreeMap::new(),
             shared: vec![None; scenario.shared.len()],

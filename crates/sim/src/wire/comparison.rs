@@ -5,7 +5,7 @@ use crate::comparison::{PolicyRuns, SimulationPlan};
 use crate::decide::counters::PAGE_BYTES;
 use crate::decide::host_state::Exactness;
 use crate::decide::measures::{RunMeasures, Spread, TIMED_SHARES};
-use crate::decide::samples::Sample;
+use crate::decide::samples::{Sample, ScanWait};
 use crate::decide::scenario::Scenario;
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -80,8 +80,19 @@ pub struct ComparedPolicyReport {
     pub full_scans: SpreadReport,
     /// Memory that the host lacked at worst.
     pub missing_bytes: SpreadReport,
+    /// How long processes waited for scans of Pagefold's daemon, with the seed where that was worst.
+    pub scan_wait: Option<ScanWaitReport>,
     /// Samples of the run with the first seed.
     pub samples: Vec<SampleReport>,
+}
+
+/// How long processes were due for a scan of Pagefold's daemon, at the worst moment.
+#[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
+pub struct ScanWaitReport {
+    /// The longest time at that moment.
+    pub longest_seconds: f64,
+    /// The time after which a process precedes all others then: the other time is worst relative to this one.
+    pub priority_seconds: f64,
 }
 
 /// When a share of the duplicates was saved.
@@ -149,6 +160,13 @@ impl From<&Sample> for SampleReport {
     }
 }
 
+impl From<ScanWait> for ScanWaitReport {
+    fn from(wait: ScanWait) -> Self {
+        let [longest_seconds, priority_seconds] = [wait.longest_ms, wait.priority_ms].map(|ms| ms as f64 / 1e3);
+        Self { longest_seconds, priority_seconds }
+    }
+}
+
 impl From<Spread> for SpreadReport {
     fn from(Spread { mean, least, most }: Spread) -> Self {
         Self { mean, least, most }
@@ -182,6 +200,7 @@ impl ComparedPolicyReport {
             unmerged_duplicate_pages: over(|run| run.unmerged_duplicates),
             full_scans: over(|run| run.full_scans),
             missing_bytes: over(|run| run.missing_bytes),
+            scan_wait: runs.runs.iter().filter_map(|run| run.scan_wait).reduce(ScanWait::worse).map(Into::into),
             samples: runs.runs.first().map_or_else(Vec::new, |run| run.samples.iter().map(Into::into).collect()),
         }
     }

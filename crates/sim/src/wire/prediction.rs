@@ -231,7 +231,12 @@ mod tests {
             ksmd_cpu_ns: hour * 36_000_000_000,
             ..Sample::default()
         };
-        SimulatedRun { samples: (0_u64..).zip(saved).map(sample).collect(), duplicates: 1000, huge_pages: 0 }
+        SimulatedRun {
+            samples: (0_u64..).zip(saved).map(sample).collect(),
+            duplicates: 1000,
+            huge_pages: 0,
+            scan_wait: None,
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ Examples:
   pagefold sim compare lab-48 --policy default,ksmtuned,flat-out
   pagefold sim compare lab-48 --policy whole:2000/20,whole:20000/20 --seeds 5 --picture lab.svg
   pagefold sim compare lab-48 --policy flat-out,guided:across-domains
-  pagefold sim compare lab-cloud --scale 64 --policy guided:across-domains:0.8%
+  pagefold sim compare lab-cloud --scale 64 --policy default,advisor,guided:across-domains
   pagefold sim compare lab-48 --print > my-host.toml
   pagefold sim compare my-host.toml --json
 
@@ -37,8 +37,9 @@ configuration, in mode act; each machine is a trust domain by default), guided:a
 machines, as the other policies do). Append :PERCENT% to either to \
 set the daemon's bound on CPU time, in percent of one CPU: guided:5%.
 
---scale makes large hosts fast to simulate. Machines keep their number and arrivals. Policies stay as they are, so a \
-fixed pace is N times as fast for the smaller host: give the daemon an Nth of its bound.";
+--scale N makes large hosts fast to simulate. Machines keep their number, arrivals and lifetimes; their writes, the growth \
+of their page cache, the pace of policies and the daemon's bound are divided by N. flat-out keeps a whole CPU. CPU time and savings \
+are those of the part: N times as much for the whole host.";
 
 /// Arguments of `sim compare`.
 #[derive(Args, Debug)]
@@ -56,7 +57,7 @@ pub struct CompareArguments {
     /// Policies to compare [default: default, ksmtuned, flat-out, and advisor if the scenario's kernel has it]
     #[arg(long, value_name = "POLICY", value_delimiter = ',', value_parser = ComparedPolicy::parse)]
     policy: Vec<ComparedPolicy>,
-    /// Give the host and its machines one Nth of their memory, and of the rates at which they write
+    /// Simulate one Nth of the memory of the host and its machines, at one Nth of all rates
     #[arg(long, value_name = "N", default_value = "1", conflicts_with_all = ["list", "print"])]
     scale: NonZeroU32,
     #[command(flatten)]

@@ -112,10 +112,10 @@ impl ScannedHost {
     }
 }
 
-/// Scan the host, with the order of contents by their bytes if `keeps_order_keys`.
+/// Scan the host, with the order of contents by their bytes if it has at most so many pages.
 pub fn scan_host(
     options: &ScanArguments,
-    keeps_order_keys: bool,
+    max_ordered_pages: usize,
     global: &GlobalOptions,
 ) -> anyhow::Result<ScannedHost> {
     let costs = options.read_costs()?;
@@ -125,7 +125,7 @@ pub fn scan_host(
     let census_options = CensusOptions {
         selection: host_selection::process_selection(&options.targets, global)?,
         pass_interval: options.pass_interval,
-        keeps_order_keys,
+        max_order_keys: max_ordered_pages,
         threads: options.scan_threads.map_or_else(available_cpus, usize::from),
         ..CensusOptions::default()
     };
@@ -153,7 +153,7 @@ pub fn run(options: &FromRecordingArguments, global: &GlobalOptions) -> anyhow::
     if let Some(path) = options.output.as_ref().filter(|path| path.exists()) {
         bail!("{} exists: remove it, or give another name", path.display());
     }
-    let scanned = scan_host(&options.scan, false, global)?;
+    let scanned = scan_host(&options.scan, 0, global)?;
     let found = scanned.estimate(WritePattern::SamePages, options.duration)?;
     let unknown = estimate_notes::unknown(&scanned.observation, &found, &scanned.census);
     let mut comments = vec![format!("Made by `pagefold sim from-recording` from {}.", scanned.name)];

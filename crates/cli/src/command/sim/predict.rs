@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use pagefold_output::wire;
 use pagefold_sim::decide::estimate::{ScenarioEstimate, WritePattern};
-use pagefold_sim::decide::known_layouts::add_known_layouts;
+use pagefold_sim::decide::known_layouts::{MAX_RANKED_PAGES, add_known_layouts};
 use pagefold_sim::decide::policies::ComparedPolicy;
 use pagefold_sim::decide::what_if::{Change, apply, parse_changes};
 use pagefold_sim::estimate_notes;
@@ -46,6 +46,10 @@ Exit status: 0 done, 2 refused or failed, 3 some processes could not be read.";
 /// What predictions for very much memory assume beside the others.
 const TEMPLATES_ASSUMPTION: &str = "The model has too few contents for the pages of all processes in their order: all \
                                     machines are drawn from templates.";
+
+/// The same, for the runs in which any page is written.
+const ANY_PAGES_ASSUMPTION: &str = "The model has too few contents for writes of any page: the ranges have machines that \
+                                    are drawn from templates.";
 
 /// What predictions with the daemon assume beside the others.
 const GUIDED_ASSUMPTION: &str = "With guided, each process is a virtual machine, which is a trust domain of its own by \
@@ -84,7 +88,7 @@ struct WhatIf {
 /// Predict.
 pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let run_daemon = daemon_runner(&options.policy, global)?;
-    let scanned = scan_host(&options.scan, true, global)?;
+    let scanned = scan_host(&options.scan, MAX_RANKED_PAGES, global)?;
     let changes = options.what_if.as_ref().map_or(&[][..], |what_if| &what_if.changes);
     let estimate = |pattern| -> anyhow::Result<(ScenarioEstimate, bool)> {
         let mut found = scanned.estimate(pattern, options.hours)?;
@@ -95,18 +99,19 @@ pub fn run(options: &PredictArguments, global: &GlobalOptions) -> anyhow::Result
         Ok((found, has_layouts))
     };
     let (expected, has_layouts) = estimate(WritePattern::SamePages)?;
-    let (ScenarioEstimate { scenario: any_pages, .. }, _) = estimate(WritePattern::AnyPages)?;
+    let (ScenarioEstimate { scenario: any_pages, .. }, all_have_layouts) = estimate(WritePattern::AnyPages)?;
     let mut assumptions = estimate_notes::unknown(&scanned.observation, &expected, &scanned.census);
     if !has_layouts {
         assumptions.push(TEMPLATES_ASSUMPTION.to_owned());
+    } else if !all_have_layouts {
+        assumptions.push(ANY_PAGES_ASSUMPTION.to_owned());
     }
     if run_daemon.is_some() {
         assumptions.push(GUIDED_ASSUMPTION.to_owned());
     }
     let has_writes = any_pages.templates.iter().any(|template| !template.writes.is_empty());
-    let scenarios =
-        PredictedScenarios { expected: expected.scenario.clone(), any_pages: has_writes.then_some(any_pages) };
-    let scenario = &scenarios.expected;
+    let scenarios = PredictedScenarios { expected: &expected.scenario, any_pages: has_writes.then_some(&any_pages) };
+    let scenario = &expected.scenario;
     let plan = options.runs.plan(scenario, run_daemon);
     let mut policies = chosen_policies(&options.policy, scenario)?;
     if options.policy.is_empty() {
