@@ -38,7 +38,7 @@ const HOSTS: [SimulatedHost; 4] = [
     SimulatedHost { scenario: "lab-cloud", cpus: 48, divisor: 64, is_steady: false },
     SimulatedHost { scenario: "htc-64", cpus: 128, divisor: 32, is_steady: true },
     SimulatedHost { scenario: "giant-700", cpus: 64, divisor: 32, is_steady: true },
-    SimulatedHost { scenario: "containers-2000", cpus: 64, divisor: 16, is_steady: false },
+    SimulatedHost { scenario: "containers-2000", cpus: 64, divisor: 8, is_steady: false },
 ];
 
 /// The daemon's default rate on a host of many CPUs, as a share of them.

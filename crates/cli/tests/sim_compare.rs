@@ -55,6 +55,23 @@ fn json_of_a_small_host_is_as_expected_and_has_its_schema() {
     check_schema("sim-compare", &text);
 }
 
+#[test]
+fn part_of_a_host_has_a_part_of_its_memory() {
+    let policies = ["small-host.toml", "--policy", "default,guided:across-domains", "--json"];
+    let whole = check_schema("sim-compare", &stdout(&compare(&policies)));
+    let part = check_schema("sim-compare", &stdout(&compare(&[&policies[..], &["--scale", "2"]].concat())));
+    let memory = |report: &Value| report["memory_bytes"].as_u64().unwrap();
+    assert_eq!(memory(&whole), 2 * memory(&part));
+    assert_eq!(part["description"], format!("{} (1/2 of the memory)", whole["description"].as_str().unwrap()));
+    let wait = |report: &Value, policy: usize| report["policies"][policy]["scan_wait"].clone();
+    assert!(wait(&part, 0).is_null(), "ksmd alone has no scans of the daemon");
+    let seconds = |name: &str| wait(&part, 1)[name].as_f64().unwrap();
+    assert!(seconds("longest_seconds") > 0.0 && seconds("priority_seconds") >= 60.0, "{}", wait(&part, 1));
+    for conflict in ["--list", "--print"] {
+        assert!(stderr_of_refusal(&["small-host.toml", "--scale", "2", conflict]).contains("cannot be used with"));
+    }
+}
+
 /// Returns the report.
 fn check_schema(name: &str, report: &str) -> Value {
     let schema = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["schema", name]).output().unwrap();

@@ -140,6 +140,7 @@ struct TemplateText {
     name: Spanned<String>,
     size: Spanned<String>,
     vcpus: Option<Spanned<u32>>,
+    cpu_use: Option<Spanned<f64>>,
     zero: Option<Spanned<f64>>,
     common: Option<Spanned<f64>>,
     tenant: Option<Spanned<f64>>,
@@ -483,10 +484,12 @@ impl Checker<'_> {
     fn template(&self, name: String, text: &TemplateText) -> Result<Template, ScenarioError> {
         let run_pages = self.run_pages(text.run_pages.as_ref())?;
         let growth = text.growth.as_ref().map(|growth| self.growth(growth)).transpose()?;
+        let vcpus = self.optional("vcpus", text.vcpus.as_ref(), DEFAULT_VCPUS, 1..=MAX_VCPUS)?;
         let mut template = Template {
             name,
             pages: self.pages("size", &text.size, 1)?,
-            vcpus: self.optional("vcpus", text.vcpus.as_ref(), DEFAULT_VCPUS, 1..=MAX_VCPUS)?,
+            vcpus,
+            cpu_use: self.optional("cpu_use", text.cpu_use.as_ref(), 0.0, 0.0..=f64::from(vcpus))?,
             zero: self.share("zero", text.zero.as_ref())?,
             common: self.share("common", text.common.as_ref())?,
             tenant: self.share("tenant", text.tenant.as_ref())?,
@@ -679,6 +682,7 @@ count = 2
             "line 14: 0.300 of the memory of small are written: give 0.250 at most, which has these contents",
         );
         check("unique = 0.25", "unique = 0.25\nvcpus = 0", "line 14: vcpus is 0: give 1 to 512");
+        check("unique = 0.25", "unique = 0.25\nvcpus = 2\ncpu_use = 2.5", "line 15: cpu_use is 2.5: give 0 to 2");
         check("count = 2", "count = 2\nvcpu_node = 1", "line 20: vcpu_node is 1: give 0 to 0");
         check(
             "template = \"small\"",

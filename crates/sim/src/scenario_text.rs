@@ -132,6 +132,9 @@ impl Text {
         if template.vcpus != DEFAULT_VCPUS {
             self.key("vcpus", template.vcpus);
         }
+        if template.cpu_use > 0.0 {
+            self.key("cpu_use", template.cpu_use);
+        }
         for kind in ContentKind::ALL {
             self.share(kind_name(kind), template.share(kind));
         }

@@ -3,9 +3,17 @@
 use pagefold_base::units::Pages;
 use std::time::Duration;
 
-/// The pause between batches while the limit leaves any. Long compared with the kernel's tick, to which pauses are
-/// rounded up (4 ms at 250 Hz), and short for a waiting operator.
-const BATCH_PAUSE_MS: f64 = 10.0;
+/// The shortest pause between batches while the limit leaves any. Long compared with the kernel's tick, to which pauses
+/// are rounded up (4 ms at 250 Hz), and short for a waiting operator.
+const MIN_BATCH_PAUSE_MS: f64 = 10.0;
+
+/// The least work of a batch. After a pause ksmd's data is no longer in the caches of its CPU, which costs some 0.13 ms
+/// (`batch_ns` in docs/simulator.md): with a low limit and short pauses, batches of few pages would spend most of their
+/// time on that.
+const MIN_BATCH_WORK_MS: f64 = 2.0;
+
+/// Batches with their pauses that a measurement covers at least.
+const MEASURED_BATCHES: f64 = 2.0;
 
 /// Assumed cost of a page before the first measurement, in milliseconds: ksmd's most expensive work, merging
 /// (`SCAN_MICROSECONDS_PER_PAGE` of `pagefold-doctor` is the mean over all of its work).
@@ -29,6 +37,8 @@ pub struct KsmdPace {
     cpu_share_limit: f64,
     batch_pages: f64,
     measured_cpu_share: Option<f64>,
+    /// CPU time and elapsed time since the last adaptation.
+    measured: (Duration, Duration),
 }
 
 impl KsmdPace {
@@ -38,21 +48,34 @@ impl KsmdPace {
         let batch = if share >= 1.0 {
             UNBOUNDED_BATCH_PAGES
         } else {
-            BATCH_PAUSE_MS * share / (1.0 - share) / INITIAL_PAGE_COST_MS
+            pause_ms(share) * share / (1.0 - share) / INITIAL_PAGE_COST_MS
         };
-        Self { cpu_share_limit: share, batch_pages: batch.clamp(1.0, MAX_BATCH_PAGES), measured_cpu_share: None }
+        Self {
+            cpu_share_limit: share,
+            batch_pages: batch.clamp(1.0, MAX_BATCH_PAGES),
+            measured_cpu_share: None,
+            measured: Default::default(),
+        }
     }
 
     /// `pages_to_scan` and `sleep_millisecs`.
     pub fn settings(self) -> (u64, u64) {
-        (self.batch_pages.round() as u64, if self.cpu_share_limit >= 1.0 { 0 } else { BATCH_PAUSE_MS as u64 })
+        let pause = if self.cpu_share_limit >= 1.0 { 0 } else { pause_ms(self.cpu_share_limit).round() as u64 };
+        (self.batch_pages.round() as u64, pause)
     }
 
-    /// Adapt to the CPU time that ksmd used in an interval of several batches.
+    /// Adapt to the CPU time that ksmd used in an interval, once the intervals cover several batches.
     pub fn adapt(&mut self, cpu: Duration, elapsed: Duration) {
-        if self.cpu_share_limit >= 1.0 || elapsed.is_zero() {
+        if self.cpu_share_limit >= 1.0 {
             return;
         }
+        self.measured = (self.measured.0.saturating_add(cpu), self.measured.1.saturating_add(elapsed));
+        let (cpu, elapsed) = self.measured;
+        let batch_ms = pause_ms(self.cpu_share_limit) / (1.0 - self.cpu_share_limit);
+        if elapsed.as_secs_f64() * 1e3 < MEASURED_BATCHES * batch_ms {
+            return;
+        }
+        self.measured = Default::default();
         let current_share = cpu.as_secs_f64() / elapsed.as_secs_f64();
         let average_share = self
             .measured_cpu_share
@@ -61,6 +84,11 @@ impl KsmdPace {
         let ratio = (self.cpu_share_limit / average_share.max(1e-4)).clamp(0.5, 1.5);
         self.batch_pages = (self.batch_pages * ratio).clamp(1.0, MAX_BATCH_PAGES);
     }
+}
+
+/// The pause with a limit below 1: long enough that a batch within the limit has the least work.
+fn pause_ms(cpu_share_limit: f64) -> f64 {
+    (MIN_BATCH_WORK_MS * (1.0 - cpu_share_limit) / cpu_share_limit).max(MIN_BATCH_PAUSE_MS)
 }
 
 /// Decides when ksmd has finished.
@@ -162,6 +190,26 @@ mod tests {
     }
 
     #[test]
+    fn batches_are_worth_their_wake_up() {
+        // A batch costs 0.13 ms beside its pages.
+        for limit in [0.002, 0.01, 0.1, 0.5] {
+            let mut pace = KsmdPace::new(limit);
+            let (mut work_ms, mut elapsed_ms) = (0.0, 0.0);
+            for _ in 0..1000 {
+                let (pages, pause) = pace.settings();
+                let batch_ms = 0.13 + pages as f64 * 0.001;
+                (work_ms, elapsed_ms) = (work_ms + pages as f64 * 0.001, elapsed_ms + batch_ms + pause as f64);
+                pace.adapt(
+                    Duration::from_secs_f64(batch_ms / 1e3),
+                    Duration::from_secs_f64((batch_ms + pause as f64) / 1e3),
+                );
+            }
+            let share = work_ms / elapsed_ms / limit;
+            assert!((0.9..1.0).contains(&share), "{share} of a limit of {limit} is work");
+        }
+    }
+
+    #[test]
     fn scan_without_gain_settles_from_the_third_on() {
         let mut settle = SettleDetector::new(10, None);
         assert!(!settle.update(10, Pages(0)));
@@ -203,7 +251,7 @@ mod tests {
             for (cpu, elapsed) in measurements {
                 pace.adapt(Duration::from_micros(cpu), Duration::from_micros(elapsed));
                 let (pages, pause) = pace.settings();
-                prop_assert!((1..=200_000).contains(&pages) && pause <= 10);
+                prop_assert!((1..=200_000).contains(&pages) && pause <= 2000);
             }
         }
     }

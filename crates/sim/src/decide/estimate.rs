@@ -387,6 +387,7 @@ fn make_template(
         name: family.name.clone(),
         pages,
         vcpus: vcpus.unwrap_or(0).max(DEFAULT_VCPUS),
+        cpu_use: 0.0,
         zero: share(zero),
         common: share(common),
         tenant: 0.0,

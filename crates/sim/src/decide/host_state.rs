@@ -425,6 +425,13 @@ impl<'s> HostState<'s> {
         self.model.write_pages(process.model_id, pages, content, ascends);
     }
 
+    /// Let a process run without a change of its memory.
+    pub(crate) fn run_process(&mut self, pid: Pid, ns: u64) {
+        if let Some(process) = self.processes.get_mut(&pid) {
+            process.spend_cpu_time(ns);
+        }
+    }
+
     /// Give a process a huge page of zeros.
     pub(crate) fn fault_huge_page(&mut self, pid: Pid, page: u64) {
         let Some(process) = self.processes.get_mut(&pid) else { return };

@@ -1,7 +1,7 @@
 //! The machines of a scenario in time: they arrive, write, grow and exit, and samples are due.
 
 use super::content_pool::ContentsUsedUp;
-use super::host_state::{HostState, MachineEnrollment, ProcessIdentity};
+use super::host_state::{HostState, MachineEnrollment, NS_PER_MS, ProcessIdentity};
 use super::ksmd::Advice;
 use super::scenario::Scenario;
 use super::workload::{Machine, MachineArrival, MemoryChange, Workload};
@@ -72,6 +72,8 @@ impl<'s> MachineEvents<'s> {
         if self.next_round_ms <= now_ms {
             self.next_round_ms += self.scenario.tick_ms;
             for running in self.running.values_mut() {
+                let cpu_use = self.scenario.templates[running.machine.template()].cpu_use;
+                host.run_process(running.pid, (cpu_use * (self.scenario.tick_ms * NS_PER_MS) as f64) as u64);
                 match self.workload.advance(&mut running.machine, self.scenario.tick_ms) {
                     Ok(change) => apply_change(host, running.pid, running.first_page, &change),
                     Err(error) => result = Err(error),

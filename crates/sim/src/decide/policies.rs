@@ -7,7 +7,6 @@ use pagefold_base::units::Bytes;
 use pagefold_merge::decide::policy::ksmtuned::KsmtunedState;
 use pagefold_merge::decide::policy::{Advisor, FLAT_OUT_PAGES_TO_SCAN, Ksmtuned, Policy};
 use std::fmt;
-use std::num::NonZeroU32;
 
 /// What sets ksmd's pace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,19 +105,6 @@ impl ComparedPolicy {
     pub fn with_cpu_bound(&self, permille: u32) -> Self {
         match *self {
             Self::Guided { across_domains, .. } => Self::Guided { across_domains, cpu_permille: Some(permille) },
-            _ => self.clone(),
-        }
-    }
-
-    /// The policy with one Nth of a fixed pace. The advisor adapts to the memory itself, and ksmd at full speed stays as it
-    /// is.
-    #[must_use]
-    pub(crate) fn divided(&self, divisor: NonZeroU32) -> Self {
-        match self {
-            Self::Default | Self::Whole { .. } => {
-                let (pages, sleep_millisecs) = self.fixed_pace().unwrap_or_default();
-                Self::Whole { pages, sleep_millisecs: sleep_millisecs.saturating_mul(divisor.get().into()) }
-            }
             _ => self.clone(),
         }
     }

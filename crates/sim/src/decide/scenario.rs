@@ -104,6 +104,8 @@ pub struct Template {
     pub pages: u64,
     /// Its vCPUs, each with a thread.
     pub vcpus: u32,
+    /// CPU time that it uses beside that of its writes, as a share of one CPU.
+    pub cpu_use: f64,
     /// Share of zeros.
     pub zero: f64,
     /// Share of contents that each machine of the template has once.

@@ -35,8 +35,8 @@ pub fn simulate(
     note_progress: &mut dyn FnMut(u64),
 ) -> Result<SimulatedRun, ContentsUsedUp> {
     assert!(!policy.is_guided(), "the daemon runs on the host port");
-    let policy = &policy.divided(scenario.divisor);
-    let (ksm, runs) = policy.start(&scenario.host.ksm);
+    let (mut ksm, runs) = policy.start(&scenario.host.ksm);
+    ksm.sleep_millisecs *= u64::from(scenario.divisor.get());
     let run = if runs { RunState::Merging } else { RunState::Stopped };
     let setup = HostSetup { ksm, run, exactness, enrollment: MachineEnrollment::AtArrival };
     let mut host = HostState::with_scenario(scenario, seed, setup);

@@ -555,6 +555,11 @@ impl Machine {
         }
     }
 
+    /// The number of its template.
+    pub(super) fn template(&self) -> usize {
+        self.template
+    }
+
     /// Its memory, in pages. Pages are numbered from 0.
     #[must_use]
     pub fn pages(&self) -> u64 {
