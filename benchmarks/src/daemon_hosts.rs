@@ -184,44 +184,7 @@ fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
     let others = others?;
     let policies: Vec<&PolicyReport> = guided.policies.iter().chain(&others.policies).collect();
     let hours = guided.seconds / 3600.0;
-    let mut table = MarkdownTable::new(
-        format!(
-            "`{}`, 1/{divisor} of its memory, {hours} h; the daemon with {:.2} % of one CPU",
-            host.scenario,
-            rate * 1e2
-        ),
-        &[
-            "policy",
-            "saved, GiB x h",
-            "saved at the end, GiB",
-            "90 % after, s",
-            "CPU s",
-            "COW breaks",
-            "huge pages split",
-        ],
-    );
-    for policy in &policies {
-        let last = policy.last();
-        table.rows.push(vec![
-            policy.policy.clone(),
-            format!("{:.2}", policy.saved_gib_hours()),
-            format!("{:.2}", last.saved_bytes as f64 / f64::from(1 << 30)),
-            policy.seconds_to_most().map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.0}")),
-            format!("{:.1}", last.cpu_seconds()),
-            last.cow_breaks.to_string(),
-            last.huge_pages_split.to_string(),
-        ]);
-        let whole_minutes = policy.samples.iter().filter(|sample| sample.seconds % 60.0 == 0.0);
-        findings.samples.extend(whole_minutes.map(|sample| {
-            let SampleReport { seconds, saved_bytes, ksmd_cpu_seconds, pagefold_cpu_seconds, .. } = sample;
-            format!(
-                "{},{divisor},{},{seconds},{saved_bytes},{ksmd_cpu_seconds:.3},{pagefold_cpu_seconds:.3},{},{}",
-                host.scenario, policy.policy, sample.cow_breaks, sample.huge_pages_split
-            )
-        }));
-    }
-    table.notes.push("`flat-out` has a whole CPU for a part of the host.".to_owned());
-    findings.tables.push(table);
+    report_policies(host, (rate, hours), &policies, findings);
     let mut check = |claim: &str, measured: String, met: bool| {
         findings.checks.push(ThresholdCheck { claim: format!("{}: {claim}", host.scenario), measured, met });
     };
@@ -285,6 +248,54 @@ fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
         met: real_time < MAX_REAL_TIME,
     });
     Ok(())
+}
+
+/// Adds a table of the policies, and their samples of each minute.
+fn report_policies(
+    host: &SimulatedHost,
+    (rate, hours): (f64, f64),
+    policies: &[&PolicyReport],
+    findings: &mut Findings,
+) {
+    let divisor = host.divisor;
+    let mut table = MarkdownTable::new(
+        format!(
+            "`{}`, 1/{divisor} of its memory, {hours} h; the daemon with {:.2} % of one CPU",
+            host.scenario,
+            rate * 1e2
+        ),
+        &[
+            "policy",
+            "saved, GiB x h",
+            "saved at the end, GiB",
+            "90 % after, s",
+            "CPU s",
+            "COW breaks",
+            "huge pages split",
+        ],
+    );
+    for policy in policies {
+        let last = policy.last();
+        table.rows.push(vec![
+            policy.policy.clone(),
+            format!("{:.2}", policy.saved_gib_hours()),
+            format!("{:.2}", last.saved_bytes as f64 / f64::from(1 << 30)),
+            policy.seconds_to_most().map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.0}")),
+            format!("{:.1}", last.cpu_seconds()),
+            last.cow_breaks.to_string(),
+            last.huge_pages_split.to_string(),
+        ]);
+        let whole_minutes = policy.samples.iter().filter(|sample| sample.seconds % 60.0 == 0.0);
+        findings.samples.extend(whole_minutes.map(|sample| {
+            let SampleReport { seconds, saved_bytes, ksmd_cpu_seconds, pagefold_cpu_seconds, .. } = sample;
+            format!(
+                "{},{divisor},{},{seconds},{saved_bytes},{ksmd_cpu_seconds:.3},{pagefold_cpu_seconds:.3},{},{}",
+                host.scenario, policy.policy, sample.cow_breaks, sample.huge_pages_split
+            )
+        }));
+    }
+    table.notes.push("`flat-out` has a whole CPU for a part of the host.".to_owned());
+    findings.tables.push(table);
 }
 
 /// Simulates policies with the command.
