@@ -11,6 +11,7 @@
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use anyhow::{Context, Result, ensure};
+use pagefold_daemon::decide::{CpuBound, DaemonRules};
 use pagefold_sim::decide::host_state::Exactness;
 use pagefold_sim::decide::policies::ComparedPolicy;
 use pagefold_sim::decide::scale::divide_memory;
@@ -26,8 +27,6 @@ use std::time::{Duration, Instant};
 /// A simulated host.
 struct SimulatedHost {
     scenario: &'static str,
-    /// CPUs of the scenario, of which the daemon has 1 % by default (docs/daemon.md).
-    cpus: u32,
     /// The part that is simulated.
     divisor: u32,
     /// Whether all machines start at once and stay.
@@ -35,22 +34,16 @@ struct SimulatedHost {
 }
 
 const HOSTS: [SimulatedHost; 4] = [
-    SimulatedHost { scenario: "lab-cloud", cpus: 48, divisor: 64, is_steady: false },
-    SimulatedHost { scenario: "htc-64", cpus: 128, divisor: 32, is_steady: true },
-    SimulatedHost { scenario: "giant-700", cpus: 64, divisor: 32, is_steady: true },
-    SimulatedHost { scenario: "containers-2000", cpus: 64, divisor: 8, is_steady: false },
+    SimulatedHost { scenario: "lab-cloud", divisor: 64, is_steady: false },
+    SimulatedHost { scenario: "htc-64", divisor: 32, is_steady: true },
+    SimulatedHost { scenario: "giant-700", divisor: 32, is_steady: true },
+    SimulatedHost { scenario: "containers-2000", divisor: 8, is_steady: false },
 ];
-
-/// The daemon's default rate on a host of many CPUs, as a share of them.
-const SHARE_OF_HOST: f64 = 0.01;
 
 /// The daemon, which merges across trust domains as all other policies do.
 const DAEMON: &str = "guided:across-domains";
 /// Policies beside it.
 const OTHER_POLICIES: &str = "default,ksmtuned,advisor,flat-out";
-
-/// The daemon's default burst: so much time of its rate (docs/daemon.md).
-const BURST_PERIOD: Duration = Duration::from_secs(300);
 
 /// Target: 90 % of the savings after so many times the shortest time.
 const MAX_TIME_RATIO: f64 = 1.3;
@@ -71,6 +64,7 @@ struct ComparisonReport {
 #[derive(Deserialize)]
 struct PolicyReport {
     policy: String,
+    saved_gib_hours: SpreadReport,
     times: Vec<TimeReport>,
     scan_wait: Option<ScanWaitReport>,
     samples: Vec<SampleReport>,
@@ -112,14 +106,6 @@ impl SampleReport {
 impl PolicyReport {
     fn last(&self) -> &SampleReport {
         self.samples.last().expect("a run has samples")
-    }
-
-    /// Savings over time, in GiB times hours.
-    fn saved_gib_hours(&self) -> f64 {
-        let area = |pair: &[SampleReport]| {
-            (pair[0].saved_bytes + pair[1].saved_bytes) as f64 / 2.0 * (pair[1].seconds - pair[0].seconds)
-        };
-        self.samples.windows(2).map(area).sum::<f64>() / f64::from(1 << 30) / 3600.0
     }
 
     /// Seconds until 90 % of the duplicates are merged.
@@ -172,8 +158,10 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
 
 fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
     let divisor = host.divisor;
-    let rate = f64::from(host.cpus) * SHARE_OF_HOST / f64::from(divisor);
-    let burst = rate * BURST_PERIOD.as_secs_f64();
+    // The daemon's default bound, as `sim compare` divides it.
+    let mut rules = DaemonRules::default();
+    CpuBound::default().apply(Some(shipped_scenario(host)?.host.cpus as usize), &mut rules)?;
+    let (rate, burst) = (rules.cpu_rate / f64::from(divisor), rules.burst.as_secs_f64() / f64::from(divisor));
     let started = Instant::now();
     let (guided, others) = thread::scope(|scope| {
         let guided = scope.spawn(|| compare(host, DAEMON).map(|report| (report, started.elapsed())));
@@ -196,13 +184,14 @@ fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
         needed <= burst * (1.0 + BURST_TOLERANCE),
     );
     let wait = daemon.scan_wait.as_ref().context("the daemon's run has no wait for scans")?;
+    let max_wait = wait.priority_seconds + burst / rate;
     check(
         "each process is scanned within the time after which it precedes all others, and one refill of the burst",
-        format!("{:.0} of {:.0} s", wait.longest_seconds, wait.priority_seconds + BURST_PERIOD.as_secs_f64()),
-        wait.longest_seconds <= wait.priority_seconds + BURST_PERIOD.as_secs_f64(),
+        format!("{:.0} of {max_wait:.0} s", wait.longest_seconds),
+        wait.longest_seconds <= max_wait,
     );
     if host.is_steady {
-        let needed = ksmd_cpu_seconds(host.scenario, divisor)?;
+        let needed = ksmd_cpu_seconds(host)?;
         let (seconds, shortest) = (daemon.seconds_to_most(), needed / rate);
         check(
             &format!("90 % of the savings within {MAX_TIME_RATIO} times what ksmd needs for these pages"),
@@ -230,7 +219,7 @@ fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
     } else {
         let fastest =
             others.policies.iter().find(|policy| policy.policy == "flat-out").context("flat-out is missing")?;
-        let share = daemon.saved_gib_hours() / fastest.saved_gib_hours();
+        let share = daemon.saved_gib_hours.mean / fastest.saved_gib_hours.mean;
         findings.unjudged.push(format!(
             "{}: {:.0} % of what a whole CPU saves over time on 1/{divisor} of the host, with {:.1} % of a CPU",
             host.scenario,
@@ -278,7 +267,7 @@ fn report_policies(
         let last = policy.last();
         table.rows.push(vec![
             policy.policy.clone(),
-            format!("{:.2}", policy.saved_gib_hours()),
+            format!("{:.2}", policy.saved_gib_hours.mean),
             format!("{:.2}", last.saved_bytes as f64 / f64::from(1 << 30)),
             policy.seconds_to_most().map_or_else(|| "-".to_owned(), |seconds| format!("{seconds:.0}")),
             format!("{:.1}", last.cpu_seconds()),
@@ -312,11 +301,16 @@ fn compare(host: &SimulatedHost, policies: &str) -> Result<ComparisonReport> {
     serde_json::from_slice(&output.stdout).context("`sim compare` printed no JSON")
 }
 
+/// The whole host.
+fn shipped_scenario(host: &SimulatedHost) -> Result<Scenario> {
+    let text = shipped_text(host.scenario).context("the scenario is not shipped")?;
+    Ok(parse_scenario(text)?)
+}
+
 /// ksmd's CPU time until 90 % of a host's duplicates are merged, if it visits no other page.
-fn ksmd_cpu_seconds(name: &str, divisor: u32) -> Result<f64> {
-    let text = shipped_text(name).context("the scenario is not shipped")?;
-    let mut scenario = parse_scenario(text)?;
-    divide_memory(&mut scenario, NonZeroU32::new(divisor).context("the divisor is 0")?);
+fn ksmd_cpu_seconds(host: &SimulatedHost) -> Result<f64> {
+    let mut scenario = shipped_scenario(host)?;
+    divide_memory(&mut scenario, NonZeroU32::new(host.divisor).context("the divisor is 0")?);
     keep_mergeable_pages(&mut scenario);
     let run = simulate(&scenario, &ComparedPolicy::FlatOut, scenario.seed, Exactness::Exact, &mut |_| ())?;
     let most = run.duplicates as f64 * 0.9;
@@ -355,7 +349,13 @@ mod tests {
             huge_pages_split: 0,
         };
         let samples = cpu_by_minute.iter().enumerate().map(sample).collect();
-        PolicyReport { policy: "guided".to_owned(), times: Vec::new(), scan_wait: None, samples }
+        PolicyReport {
+            policy: "guided".to_owned(),
+            saved_gib_hours: SpreadReport { mean: 1.0 },
+            times: Vec::new(),
+            scan_wait: None,
+            samples,
+        }
     }
 
     #[test]
@@ -370,7 +370,6 @@ mod tests {
         let minutes: Vec<f64> =
             (0..=40).map(|minute| if minute <= 10 { 60.0 * minute as f64 } else { 600.0 }).collect();
         assert_eq!(report(&minutes).converged_cores(), 0.0);
-        assert!((report(&minutes).saved_gib_hours() - 2.0 / 3.0).abs() < 1e-9);
     }
 
     #[test]
