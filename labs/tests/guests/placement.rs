@@ -167,7 +167,29 @@ fn placement_on_two_nodes_is_undone_and_recovered() {
     for name in ["undone", "recovered"] {
         assert_eq!(step(name), before, "{name}: {output}");
     }
+    assert_eq!(step("compared"), (before.0, 0, "0-1".to_owned()), "{output}");
+    check_experiment(&output, before.0);
     check_engine_members(&output);
+}
+
+/// An experiment whose arm B places the process on node 1: it has no page there under A, and all of its pages under B.
+fn check_experiment(output: &str, pages: u64) {
+    assert!(output.lines().any(|line| line == "AB-STATUS 0"), "{output}");
+    let json: String = output.lines().filter_map(|line| line.strip_prefix("AB ")).collect();
+    let report: serde_json::Value = serde_json::from_str(&json).unwrap_or_else(|error| panic!("{error}: {output}"));
+    assert_eq!(report["failed_undos"], serde_json::json!([]), "{report}");
+    let metric = &report["result"]["metrics"][0];
+    assert_eq!((&metric["verdict"], &metric["comparison"]["blocks"]), (&"better".into(), &6.into()), "{metric}");
+    let samples = report["result"]["samples"].as_array().unwrap();
+    let compared: Vec<_> = samples.iter().filter(|run| run["kind"] == "comparison").collect();
+    assert_eq!(compared.len(), 6 * 4, "{samples:?}");
+    for run in compared {
+        let counted = run["samples"][0][0].as_f64().unwrap();
+        match run["label"] == "A" {
+            true => assert_eq!(counted, 1.0, "{run}"),
+            false => assert!(counted > pages as f64, "{run}"),
+        }
+    }
 }
 
 /// The user-space engine on two nodes: merged memory stays on the node of the processes that share it.
