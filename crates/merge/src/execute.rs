@@ -527,11 +527,7 @@ impl MergeRun<'_, '_> {
 
     /// Unenroll ranges that do not stay merged.
     fn check_and_unenroll(&mut self, phase: UnenrollPhase) -> Result<(), session::Error> {
-        self.monitor.check_pages(if phase == UnenrollPhase::DuringMerge {
-            CheckScope::RanSinceCheck
-        } else {
-            CheckScope::All
-        });
+        self.monitor.check_pages(CheckScope::Planned);
         let unenrolled = self.monitor.unenroll_unprofitable(self.session, phase)?;
         if !unenrolled.is_empty() {
             self.unstable_found_at = self.session.host().now();

@@ -18,7 +18,7 @@ use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
 use pagefold_host::activity::ActivityCounters;
 use pagefold_host::page_state::{EntryState, FrameLookup, PageStates};
-use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe, parse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,10 @@ const MAX_PAGES_PER_RANGE: u64 = 1024;
 /// Consecutive sampled pages, and the number of such stripes in a range.
 const PAGES_PER_STRIPE: u64 = 16;
 const STRIPES_PER_RANGE: u64 = 8;
+
+/// Minimum pause between two checks of all processes during merges, and the same as a multiple of the time that the last
+/// one took.
+const MIN_ALL_CHECK_PAUSE: (Duration, u32) = (Duration::from_secs(5), 100);
 
 /// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
@@ -45,6 +49,10 @@ pub struct SampledRange {
     pub lifetime_stats: LifetimeStats,
     sampled_since: Instant,
     pages: Box<[SampledPage]>,
+    /// Sampled pages that were merged at the last check.
+    merged: Pages,
+    /// Whether any sampled page broke and was not merged again by the last check.
+    has_broken: bool,
 }
 
 /// A sampled page.
@@ -87,16 +95,21 @@ impl SampledPage {
     }
 }
 
-/// The processes whose pages are checked.
+/// The processes whose pages are checked, as far as their pages may have changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckScope {
     /// All processes.
     All,
-    /// Processes that have run since the last check: other processes write nothing.
-    RanSinceCheck,
-    /// Processes that have had a page fault since the last check, as each write to a merged page is one. Use it only
-    /// while ksmd is idle: ksmd merges pages without a fault.
-    FaultedSinceCheck,
+    /// The processes of the last plan. All processes if the last check of all is at least [`MIN_ALL_CHECK_PAUSE`] ago.
+    Planned,
+}
+
+/// How many pages of a process merged with others, by the kernel, and how many with the zero page. Either changes when
+/// ksmd merges a page of it that had not been merged before.
+#[derive(Clone, Debug, PartialEq)]
+struct MergedNumbers {
+    merging_pages: u64,
+    zero_pages: Reading<i64>,
 }
 
 /// When ranges are unenrolled.
@@ -116,11 +129,23 @@ pub enum UnenrollPhase {
 /// A watched process.
 struct SampledProcess {
     process: Facts,
+    /// Its sampled ranges, by address.
+    ranges: Vec<SampledRange>,
     /// Its activity at the last check, and the time of that check.
     activity: Reading<ActivityCounters>,
     checked_at: Instant,
+    /// Its numbers at the last check; `None` if they are not known, or if ranges were added since.
+    merged_numbers: Option<MergedNumbers>,
     /// Whether it has run while watched.
     ever_ran: bool,
+}
+
+/// A process in a check.
+struct CheckedProcess {
+    /// The time that counts since its last check.
+    interval: Duration,
+    /// Whether it may have written pages, or ksmd may have merged some that were not merged before.
+    has_changed: bool,
 }
 
 /// What was observed of a range, for the sampler of the next daemon.
@@ -139,9 +164,12 @@ pub type RangeLifetimes = BTreeMap<(ProcessId, AddressRange), RangeLifetime>;
 pub struct CowSampler<'h> {
     host: &'h dyn Host,
     processes: BTreeMap<ProcessId, SampledProcess>,
-    ranges: Vec<SampledRange>,
     /// What an earlier sampler observed of ranges that are not watched yet.
     earlier: RangeLifetimes,
+    /// Processes of the last plan.
+    planned: BTreeSet<ProcessId>,
+    /// When all processes may be checked again during merges.
+    check_all_at: Instant,
     any_ran: bool,
     /// COW breaks that the last check found, extrapolated from the sample.
     cow_breaks: f64,
@@ -150,19 +178,26 @@ pub struct CowSampler<'h> {
 impl<'h> CowSampler<'h> {
     /// A sampler without ranges.
     pub fn new(host: &'h dyn Host) -> Self {
-        let (processes, earlier) = (BTreeMap::new(), BTreeMap::new());
-        Self { host, processes, ranges: Vec::new(), earlier, any_ran: false, cow_breaks: 0.0 }
+        Self {
+            host,
+            processes: BTreeMap::new(),
+            earlier: BTreeMap::new(),
+            planned: BTreeSet::new(),
+            check_all_at: host.now(),
+            any_ran: false,
+            cow_breaks: 0.0,
+        }
     }
 
     /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
     pub fn add_plan(&mut self, plan: &MergePlan, excluded: impl Fn(ProcessId) -> Vec<AddressRange>) {
         self.any_ran = false;
-        let mut new_ranges = Vec::new();
+        self.planned = plan.targets.iter().map(|target| target.process.id).collect();
         for target in &plan.targets {
             let ranges = target.ranges.iter().map(|planned| (planned.range, planned.enrolled));
-            new_ranges.extend(self.cut_into_samples(&target.process, ranges, excluded(target.process.id)));
+            let new_ranges = self.cut_into_samples(&target.process, ranges, excluded(target.process.id));
+            self.add_ranges(new_ranges);
         }
-        self.add_ranges(new_ranges);
     }
 
     /// Watch ranges of a process that Pagefold enrolled earlier, except for those that are watched already.
@@ -183,13 +218,15 @@ impl<'h> CowSampler<'h> {
         let (host, id, page_bytes) = (self.host, process.id, self.host.page_size().bytes());
         // Unenrolling a range splits no huge page beside it.
         let max_range_bytes = (MAX_PAGES_PER_RANGE * page_bytes).max(observe::huge_page_bytes(host).unwrap_or(0));
-        self.processes.entry(id).or_insert_with(|| SampledProcess {
+        let watched = self.processes.entry(id).or_insert_with(|| SampledProcess {
             process: process.clone(),
+            ranges: Vec::new(),
             activity: read_activity(host, id),
             checked_at: host.now(),
+            merged_numbers: None,
             ever_ran: false,
         });
-        skipped.extend(self.ranges.iter().filter(|sampled| sampled.process == id).map(|sampled| sampled.range));
+        skipped.extend(watched.ranges.iter().map(|sampled| sampled.range));
         let skipped = AddressRange::union(skipped);
         let parts = ranges.flat_map(|(range, enrolled_by_program)| {
             range.subtract(&skipped).into_iter().map(move |part| (part, enrolled_by_program))
@@ -206,7 +243,12 @@ impl<'h> CowSampler<'h> {
     /// What was observed of all ranges, also by earlier samplers.
     pub fn lifetimes(&self) -> RangeLifetimes {
         let lifetime = |sampled: &SampledRange| ((sampled.process, sampled.range), sampled.lifetime());
-        self.earlier.clone().into_iter().chain(self.ranges.iter().map(lifetime)).collect()
+        self.earlier.clone().into_iter().chain(self.ranges().map(lifetime)).collect()
+    }
+
+    /// All sampled ranges.
+    fn ranges(&self) -> impl Iterator<Item = &SampledRange> {
+        self.processes.values().flat_map(|watched| &watched.ranges)
     }
 
     /// Continue the observations of an earlier sampler once its ranges are watched again.
@@ -221,7 +263,7 @@ impl<'h> CowSampler<'h> {
 
     /// Whether there is nothing to watch.
     pub fn is_empty(&self) -> bool {
-        self.ranges.is_empty()
+        self.ranges().next().is_none()
     }
 
     /// The facts of a watched process.
@@ -229,19 +271,20 @@ impl<'h> CowSampler<'h> {
         self.processes.get(&process).map(|watched| &watched.process)
     }
 
-    /// Whether any process has run since a plan was added. A process that does not run writes nothing.
+    /// Whether any process of the last plan has run since that was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
         let has_run = |(&process, watched): (&ProcessId, &SampledProcess)| {
             let activity = read_activity(self.host, process);
             activity.is_ok() && activity != watched.activity
         };
-        self.any_ran = self.any_ran || self.processes.iter().any(has_run);
+        let planned = self.planned.iter().filter_map(|process| self.processes.get_key_value(process));
+        self.any_ran = self.any_ran || planned.into_iter().any(has_run);
         self.any_ran
     }
 
     /// The observations of all ranges.
     pub fn lifetime_stats(&self) -> LifetimeStats {
-        self.ranges.iter().fold(LifetimeStats::default(), |sum, sampled| sum + sampled.lifetime_stats)
+        self.ranges().fold(LifetimeStats::default(), |sum, sampled| sum + sampled.lifetime_stats)
     }
 
     /// Approximate number of merged pages that the last check found broken.
@@ -259,100 +302,97 @@ impl<'h> CowSampler<'h> {
             (rate > 0.0 && seconds > 0.0)
                 .then(|| CowBreakRate { lifetime_seconds: 1.0 / rate, breaks_per_second: breaks })
         };
-        self.ranges.iter().filter_map(break_rate).collect()
+        self.ranges().filter_map(break_rate).collect()
     }
 
-    /// Check pages again. Time counts only for processes that ever ran: other processes cannot have written. Ended
-    /// processes are dropped: their pages were freed, not written.
+    /// Check pages again; pages that are not checked count as unchanged. Time counts only for processes that ever ran:
+    /// other processes cannot have written. Ended processes are dropped: their pages were freed, not written.
     pub fn check_pages(&mut self, scope: CheckScope) -> Reading<()> {
-        let now = self.host.now();
-        let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
-        let mut without_faults: BTreeSet<ProcessId> = BTreeSet::new();
+        let (host, now, page_bytes) = (self.host, self.host.now(), self.host.page_size().bytes());
+        let checks_all = scope == CheckScope::All || now >= self.check_all_at;
+        let mut checked: BTreeMap<ProcessId, CheckedProcess> = BTreeMap::new();
         self.processes.retain(|&process, watched| {
-            let activity = read_activity(self.host, process);
-            let is_running = activity.is_ok();
-            let has_run = is_running && activity != watched.activity;
+            if !checks_all && !self.planned.contains(&process) {
+                return true;
+            }
+            let activity = read_activity(host, process);
+            if activity.is_err() {
+                return false;
+            }
+            let has_run = activity != watched.activity;
             watched.ever_ran |= has_run;
-            self.any_ran |= has_run;
-            if is_running && (has_run || scope == CheckScope::All) {
-                let interval = now - std::mem::replace(&mut watched.checked_at, now);
-                elapsed.insert(process, if watched.ever_ran { interval } else { Duration::ZERO });
-            }
-            let has_no_fault =
-                matches!((&activity, &watched.activity), (Ok(current), Ok(last)) if current.has_same_faults(*last));
-            if scope == CheckScope::FaultedSinceCheck && has_no_fault {
-                without_faults.insert(process);
-            }
-            watched.activity = activity;
-            is_running
+            self.any_ran |= has_run && self.planned.contains(&process);
+            let elapsed = now - std::mem::replace(&mut watched.checked_at, now);
+            let interval = if watched.ever_ran { elapsed } else { Duration::ZERO };
+            let numbers = read_merged_numbers(host, process).ok();
+            let has_same_faults =
+                matches!((&activity, &watched.activity), (Ok(now), Ok(last)) if now.has_same_faults(*last));
+            let has_changed = !has_same_faults || numbers.is_none() || numbers != watched.merged_numbers;
+            (watched.activity, watched.merged_numbers) = (activity, numbers);
+            checked.insert(process, CheckedProcess { interval, has_changed });
+            true
         });
-        self.ranges.retain(|sampled| self.processes.contains_key(&sampled.process));
-        let page_bytes = self.host.page_size().bytes();
-        // Pages without new information count as unchanged.
-        for page in self.ranges.iter_mut().flat_map(|sampled| &mut sampled.pages) {
-            page.set_merged(page.was_merged());
-        }
-        let mut states: PageStates<(u32, u32)> = PageStates::default();
-        let mut first = 0;
-        while let Some(process) = self.ranges.get(first).map(|sampled| sampled.process) {
-            let count = self.ranges[first..].partition_point(|sampled| sampled.process == process);
-            if elapsed.contains_key(&process)
-                && !without_faults.contains(&process)
-                && let Ok(handle) = hold(self.host, process)
-            {
-                for index in first..first + count {
-                    self.ranges[index].check_pages(&*handle, page_bytes, &mut |position, frame| {
-                        states.push(frame, (index as u32, position as u32));
-                    });
-                    if states.len() >= FRAMES_PER_READ {
-                        self.record_merged(&mut states)?;
-                    }
-                }
-            }
-            first += count;
-        }
-        self.record_merged(&mut states)?;
+        self.read_pages(&checked)?;
         self.cow_breaks = 0.0;
-        for sampled in &mut self.ranges {
-            let Some(&elapsed) = elapsed.get(&sampled.process) else { continue };
-            let merged_before = sampled.pages.iter().filter(|page| page.was_merged()).count() as u64;
-            let (mut broken, mut broken_twice) = (Pages::ZERO, Pages::ZERO);
-            for page in &mut sampled.pages {
-                if page.finish_check() {
-                    broken += Pages(1);
-                    broken_twice += Pages(u64::from(page.break_count() == 2));
-                }
+        for (process, CheckedProcess { interval, has_changed }) in checked {
+            for sampled in self.processes.get_mut(&process).into_iter().flat_map(|watched| &mut watched.ranges) {
+                let merged_before = sampled.merged;
+                let is_read = has_changed || sampled.has_broken;
+                let (broken, broken_twice) = if is_read { sampled.finish_check() } else { (Pages::ZERO, Pages::ZERO) };
+                sampled.lifetime_stats.add_interval(merged_before, (broken, broken_twice), interval);
+                self.cow_breaks += broken.0 as f64 * sampled.pages_per_sample(page_bytes);
             }
-            sampled.lifetime_stats.add_interval(Pages(merged_before), (broken, broken_twice), elapsed);
-            self.cow_breaks += broken.0 as f64 * sampled.pages_per_sample(page_bytes);
+        }
+        if checks_all {
+            let pause = MIN_ALL_CHECK_PAUSE.0.max(elapsed_since(host, now) * MIN_ALL_CHECK_PAUSE.1);
+            self.check_all_at = host.now() + pause;
         }
         Ok(())
     }
 
-    /// Record whether pages are merged, each given by its range and its position there.
-    fn record_merged(&mut self, states: &mut PageStates<(u32, u32)>) -> Reading<()> {
-        let ranges = &mut self.ranges;
-        states.resolve(self.host, |(range, position), state| {
-            ranges[range as usize].pages[position as usize].set_merged(state.is_merged());
-        })
+    /// Read the sampled pages of processes: all of those that have changed. Of the others only those of ranges with broken
+    /// pages, which ksmd may have merged again without a fault, and without a change of the numbers.
+    fn read_pages(&mut self, checked: &BTreeMap<ProcessId, CheckedProcess>) -> Reading<()> {
+        let (host, page_bytes) = (self.host, self.host.page_size().bytes());
+        let mut states: PageStates<(u32, u32)> = PageStates::default();
+        let mut read: Vec<&mut SampledRange> = Vec::new();
+        for (&process, watched) in &mut self.processes {
+            let Some(CheckedProcess { has_changed, .. }) = checked.get(&process) else { continue };
+            let Ok(handle) = hold(host, process) else { continue };
+            for sampled in watched.ranges.iter_mut().filter(|sampled| *has_changed || sampled.has_broken) {
+                let index = read.len() as u32;
+                sampled.check_pages(&*handle, page_bytes, &mut |position, frame| {
+                    states.push(frame, (index, position as u32));
+                });
+                read.push(sampled);
+                if states.len() >= FRAMES_PER_READ {
+                    record_merged(host, &mut states, &mut read)?;
+                }
+            }
+        }
+        record_merged(host, &mut states, &mut read)
     }
 
-    /// Add ranges.
+    /// Add ranges of watched processes.
     pub fn add_ranges(&mut self, ranges: impl IntoIterator<Item = SampledRange>) {
-        self.ranges.extend(ranges);
-        self.ranges.sort_by_key(|sampled| (sampled.process, sampled.range));
+        for sampled in ranges {
+            if let Some(watched) = self.processes.get_mut(&sampled.process) {
+                let position = watched.ranges.partition_point(|other| other.range < sampled.range);
+                watched.ranges.insert(position, sampled);
+                watched.merged_numbers = None;
+            }
+        }
     }
 
     /// Stop watching a process.
     pub fn forget_process(&mut self, process: ProcessId) {
         self.processes.remove(&process);
-        self.ranges.retain(|sampled| sampled.process != process);
         self.earlier.retain(|&(other, _), _| other != process);
     }
 
     /// Whether any range is unprofitable that programs had not enrolled themselves.
     pub fn has_unprofitable(&self, is_profitable: impl Fn(&LifetimeStats) -> bool) -> bool {
-        !self.ranges.iter().all(|sampled| sampled.enrolled_by_program || is_profitable(&sampled.lifetime_stats))
+        !self.ranges().all(|sampled| sampled.enrolled_by_program || is_profitable(&sampled.lifetime_stats))
     }
 
     /// Take out unprofitable ranges and, depending on the phase, ranges without merged pages. The latter are checked by
@@ -362,25 +402,44 @@ impl<'h> CowSampler<'h> {
         is_profitable: impl Fn(&LifetimeStats) -> bool,
         phase: UnenrollPhase,
     ) -> Vec<SampledRange> {
-        let has_run =
-            |sampled: &SampledRange| self.processes.get(&sampled.process).is_some_and(|watched| watched.ever_ran);
-        let must_be_merged = |sampled: &SampledRange| match phase {
-            UnenrollPhase::AfterSettled => has_run(sampled),
+        let must_be_merged = |ever_ran: bool| match phase {
+            UnenrollPhase::AfterSettled => ever_ran,
             UnenrollPhase::AfterInterruption => true,
             UnenrollPhase::DuringMerge | UnenrollPhase::BetweenRounds => false,
         };
+        let host = self.host;
         let has_merged_pages = |sampled: &SampledRange| {
-            sampled.pages.iter().any(|page| page.was_merged())
-                || !verify::count_range_pages(self.host, sampled.process, sampled.range)
+            sampled.merged > Pages::ZERO
+                || !verify::count_range_pages(host, sampled.process, sampled.range)
                     .is_ok_and(|counts| counts.merged + counts.zero == Pages::ZERO)
         };
-        let is_kept = |sampled: &SampledRange| {
-            is_profitable(&sampled.lifetime_stats) && (!must_be_merged(sampled) || has_merged_pages(sampled))
-        };
-        let (kept, dropped) = std::mem::take(&mut self.ranges).into_iter().partition(is_kept);
-        self.ranges = kept;
-        dropped
+        let mut unprofitable = Vec::new();
+        for watched in self.processes.values_mut() {
+            let must_be_merged = must_be_merged(watched.ever_ran);
+            unprofitable.extend(watched.ranges.extract_if(.., |sampled| {
+                !is_profitable(&sampled.lifetime_stats) || must_be_merged && !has_merged_pages(sampled)
+            }));
+        }
+        unprofitable
     }
+}
+
+/// Fails on a kernel that does not tell them.
+fn read_merged_numbers(host: &dyn Host, process: ProcessId) -> Reading<MergedNumbers> {
+    let handle = hold(host, process)?;
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+    Ok(MergedNumbers { merging_pages: ksm.merging_pages?, zero_pages: ksm.zero_pages })
+}
+
+/// Record whether pages are merged, each given by its range and its position there.
+fn record_merged(
+    host: &dyn Host,
+    states: &mut PageStates<(u32, u32)>,
+    ranges: &mut [&mut SampledRange],
+) -> Reading<()> {
+    states.resolve(host, |(range, position), state| {
+        ranges[range as usize].pages[position as usize].set_merged(state.is_merged());
+    })
 }
 
 /// The activity of a process so far: often read, so in ticks.
@@ -399,6 +458,8 @@ impl SampledRange {
             lifetime_stats: LifetimeStats::default(),
             sampled_since: now,
             pages,
+            merged: Pages::ZERO,
+            has_broken: false,
         }
     }
 
@@ -423,6 +484,21 @@ impl SampledRange {
                 self.pages.iter_mut().zip(lifetime.page_breaks).for_each(|(page, breaks)| page.set_break_count(breaks));
             }
         }
+    }
+
+    /// Finish a check of its pages. Returns how many broke, and how many of them for the second time.
+    fn finish_check(&mut self) -> (Pages, Pages) {
+        let (mut broken, mut broken_twice) = (Pages::ZERO, Pages::ZERO);
+        (self.merged, self.has_broken) = (Pages::ZERO, false);
+        for page in &mut self.pages {
+            if page.finish_check() {
+                broken += Pages(1);
+                broken_twice += Pages(u64::from(page.break_count() == 2));
+            }
+            self.merged += Pages(u64::from(page.is_merged()));
+            self.has_broken |= page.break_count() > 0 && !page.is_merged();
+        }
+        (broken, broken_twice)
     }
 
     /// The number of pages that each sampled page stands for.
@@ -564,12 +640,56 @@ mod tests {
             next.check_pages(CheckScope::All).unwrap();
             host.map_pages(PID, (whole.start, whole.end), "", true);
             host.set_cpu_ticks(PID, if continues { 1 } else { 2 });
-            next.check_pages(CheckScope::RanSinceCheck).unwrap();
+            next.check_pages(CheckScope::All).unwrap();
             let stats = next.lifetime_stats();
             assert_eq!(stats.repeated_cow_breaks > Pages::ZERO, continues, "{stats:?}");
             let is_profitable = |stats: &LifetimeStats| stats.is_profitable(PAGE_BYTES);
             let dropped = next.take_unprofitable(is_profitable, UnenrollPhase::BetweenRounds);
             assert_eq!(dropped.len(), if continues { 0 } else { 2 });
+        }
+    }
+
+    #[test]
+    fn pages_are_read_again_only_where_they_may_have_changed() {
+        let host = FakeHost::booted();
+        let whole = (MAX_PAGES_PER_RANGE * PAGE_BYTES, 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES);
+        let set_numbers = |merging| {
+            let text = format!("ksm_merging_pages {merging}\nksm_zero_pages 0\n");
+            host.put_file(&format!("proc/{PID}/ksm_stat"), &text);
+        };
+        set_numbers(2048);
+        let mut sampler = sampler_with_gaps(&host, 0);
+        let mut check = |name| {
+            host.map_pages(PID, whole, name, true);
+            sampler.check_pages(CheckScope::All).unwrap();
+            (sampler.cow_breaks(), sampler.lifetime_stats().repeated_cow_breaks)
+        };
+        let (none, all) = (Pages::ZERO, Pages(2 * MAX_PAGES_PER_RANGE));
+        assert_eq!(check(MERGED_PAGE_NAME), (none, none));
+        assert_eq!(check(""), (none, none), "without a fault nothing was written");
+        set_numbers(0);
+        assert_eq!(check(""), (all, none));
+        // ksmd merges the broken pages again: one number less and one more for each.
+        assert_eq!(check(MERGED_PAGE_NAME), (none, none));
+        set_numbers(1);
+        let (breaks, repeated) = check("");
+        assert!(breaks == all && repeated > none, "the second merge was noticed: {breaks:?} {repeated:?}");
+    }
+
+    #[test]
+    fn processes_without_a_plan_are_checked_seldom_during_merges() {
+        let host = FakeHost::booted();
+        host.enable_virtual_time();
+        let mut sampler = sampler_with_gaps(&host, 0);
+        sampler.check_pages(CheckScope::Planned).unwrap();
+        sampler.add_plan(&MergePlan::default(), |_| Vec::new());
+        let whole = (MAX_PAGES_PER_RANGE * PAGE_BYTES, 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES);
+        host.map_pages(PID, whole, "", true);
+        host.set_cpu_ticks(PID, 1);
+        for (millis, is_checked) in [(0, false), (4999, false), (1, true)] {
+            host.sleep(Duration::from_millis(millis));
+            sampler.check_pages(CheckScope::Planned).unwrap();
+            assert_eq!(sampler.cow_breaks() > Pages::ZERO, is_checked, "{millis}");
         }
     }
 
@@ -609,7 +729,7 @@ mod tests {
             );
         }
         host.set_cpu_ticks(PID, 1);
-        sampler.check_pages(CheckScope::RanSinceCheck).unwrap();
+        sampler.check_pages(CheckScope::All).unwrap();
         let broken = sampler.lifetime_stats().cow_breaks;
         // Seven of eight pages are broken.
         assert!(broken.0 > STRIPES_PER_RANGE * PAGES_PER_STRIPE, "{broken:?}");

@@ -21,6 +21,7 @@ mod restart;
 mod saved_file;
 mod settings;
 mod snapshot;
+mod upkeep_pace;
 mod wait_reader;
 mod worker;
 
@@ -55,6 +56,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Barrier};
 use std::thread::ScopedJoinHandle;
 use std::time::{Duration, Instant};
+use upkeep_pace::UpkeepPace;
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
 
@@ -71,9 +73,6 @@ const HANG_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Poll interval for the end of the threads.
 const END_POLL_INTERVAL: Duration = Duration::from_millis(1);
-
-/// Minimum interval between two times at which the schedule is saved, unless a merge has ended.
-const SCHEDULE_SAVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Number of decisions kept.
 const MAX_KEPT_DECISIONS: usize = 100;
@@ -126,8 +125,9 @@ pub struct Daemon<'h, 'a> {
     operator_store: Option<OperatorStore>,
     /// Passes the schedule on to the next daemon, where that is possible.
     schedule_file: Option<SavedFile>,
-    /// When the schedule was last saved, and whether it has changed since.
-    schedule_saved: (Duration, bool),
+    schedule_save_pace: UpkeepPace,
+    /// Whether the schedule has changed since it was saved.
+    has_unsaved_schedule: bool,
     work_orders: Sender<WorkOrder>,
     /// Requests to the thread that walks page tables.
     walk_requests: Sender<WalkRequest>,
@@ -284,7 +284,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             other_tuner: None,
             operator_store: None,
             schedule_file: None,
-            schedule_saved: (Duration::ZERO, false),
+            schedule_save_pace: UpkeepPace::default(),
+            has_unsaved_schedule: false,
             work_orders,
             walk_requests,
             walk_schedule: fair_share::WalkSchedule::default(),
@@ -385,13 +386,15 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     /// Save the schedule for the next daemon.
     fn save_schedule(&mut self) {
-        self.schedule_saved = (self.event_time, false);
+        let cpu_before = self.host.thread_cpu_time();
         let saved = SavedSchedule::new(&self.state().passed_state());
         let now = self.host.unix_time();
         if let Some(Err(why)) = self.schedule_file.as_ref().map(|file| file.save(&saved, now)) {
             (self.log)(&format!("the next daemon will scan all processes anew: the schedule cannot be saved: {why}"));
             self.schedule_file = None;
         }
+        self.has_unsaved_schedule = false;
+        self.schedule_save_pace.record(self.event_time, self.host.thread_cpu_time().saturating_sub(cpu_before));
     }
 
     /// Load the zero pages that merges have noted since.
@@ -507,8 +510,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }));
         self.update_split_zeros();
         self.request_walk();
-        let (saved_at, has_changed) = self.schedule_saved;
-        if has_changed && now >= saved_at + SCHEDULE_SAVE_INTERVAL {
+        if self.has_unsaved_schedule && self.schedule_save_pace.is_due(now) {
             self.save_schedule();
         }
         Ok(())
@@ -536,8 +538,8 @@ impl<'h, 'a> Daemon<'h, 'a> {
             summary.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
         self.save_operator_event(&event);
-        let has_merged = matches!(event, Event::MergeDone(_));
-        self.schedule_saved.1 |= has_merged || matches!(event, Event::CensusDone(_) | Event::UnenrollDone(_));
+        self.has_unsaved_schedule |=
+            matches!(event, Event::CensusDone(_) | Event::MergeDone(_) | Event::UnenrollDone(_));
         let state = self.state.take().expect("the state is returned after every step");
         let (state, effects) = step(state, self.event_time, event);
         self.state = Some(state);
@@ -561,9 +563,6 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     let _ = self.work_orders.send(order);
                 }
             }
-        }
-        if has_merged {
-            self.save_schedule();
         }
     }
 

@@ -8,6 +8,7 @@ use super::adoption::{describe_dropped, read_recorded_processes};
 use super::part_counts::PartCounts;
 use super::restart::{SavedWatch, WATCH_FILE};
 use super::saved_file::SavedFile;
+use super::upkeep_pace::UpkeepPace;
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
     Adoption, CensusSummary, Effect, Event, MergeCandidate, MergeSummary, MergedCheckSummary, RemergeBackoff,
@@ -54,10 +55,6 @@ const REGION_SCAN_COST_PAGES: u64 = 8;
 /// Reused fingerprints that cost as much as one page read, for listing and lookup; measured by `make bench ARGS=again`.
 const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
 
-/// Minimum interval between two times at which observations are saved, and the same as a multiple of the time that
-/// saving takes.
-const WATCH_SAVE_INTERVAL: (Duration, u32) = (Duration::from_secs(60), 1000);
-
 /// A task with the settings in force.
 pub(super) struct WorkOrder {
     pub effect: Effect,
@@ -85,8 +82,8 @@ pub(super) struct Worker<'h> {
     watch_file: Option<SavedFile>,
     /// Whether the observations of the previous daemon were taken over, if there are any.
     watch_restored: bool,
-    /// When the observations are saved next.
-    save_watch_at: Duration,
+    watch_save_pace: UpkeepPace,
+    forget_pace: UpkeepPace,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
     /// Page counts of what was scanned of each process.
@@ -126,7 +123,8 @@ impl<'h> Worker<'h> {
             enrolled_ranges: BTreeMap::new(),
             watch_file: None,
             watch_restored: false,
-            save_watch_at: Duration::ZERO,
+            watch_save_pace: UpkeepPace::default(),
+            forget_pace: UpkeepPace::default(),
             started_at: host.now(),
             prepared: None,
             part_counts: BTreeMap::new(),
@@ -172,7 +170,6 @@ impl<'h> Worker<'h> {
 
     fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
         self.cancel = cancel;
-        let is_merge = matches!(effect, Effect::Merge { .. });
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
@@ -193,7 +190,7 @@ impl<'h> Worker<'h> {
         if let Some(Err(error)) = self.session.as_mut().map(Session::store_recorded_enrollments) {
             self.send(Message::WorkResult(WorkResult::UndoFailed(session::chain(&error))));
         }
-        if self.session.is_some() && (is_merge || self.time_since_start() >= self.save_watch_at) {
+        if self.session.is_some() && self.watch_save_pace.is_due(self.time_since_start()) {
             self.save_watch();
         }
         result.unwrap_or_else(|error| match error {
@@ -252,8 +249,7 @@ impl<'h> Worker<'h> {
             self.send(Message::WorkResult(WorkResult::StateNotPassedOn(why.to_string())));
             self.watch_file = None;
         }
-        let cpu_time = self.host.thread_cpu_time().saturating_sub(cpu_before);
-        self.save_watch_at = now + WATCH_SAVE_INTERVAL.0.max(cpu_time * WATCH_SAVE_INTERVAL.1);
+        self.watch_save_pace.record(now, self.host.thread_cpu_time().saturating_sub(cpu_before));
     }
 
     /// Watch the recorded ranges that are still enrolled, and drop the others from the record. Ranges that this daemon
@@ -314,11 +310,7 @@ impl<'h> Worker<'h> {
         let request = PlanRequest { max_added_metadata, excluded_ranges, ..census_plan_request(parts, settings) };
         let excluded = exclusion_reason(parts, settings);
         let progress = pagefold_census::ScanProgress::default();
-        let host = self.host;
-        self.stable_ages.retain_processes(|process| is_alive(host, process));
-        self.merge_monitor.retain_processes(|process| is_alive(host, process));
-        self.remerge_backoff.retain(|process| is_alive(host, process));
-        self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
+        self.forget_ended_processes();
         let ages = Some((&mut self.stable_ages, self.host.now()));
         let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
         let census = &prepared.census;
@@ -338,7 +330,6 @@ impl<'h> Worker<'h> {
             partial: census.partial,
         };
         let mut page_counts = BTreeMap::new();
-        self.part_counts.retain(|process, _| is_alive(host, *process));
         for subject in census.subjects.iter().filter(|subject| !subject.is_foreign) {
             let parts = self.part_counts.entry(subject.process.id).or_default();
             // Of two parts of one process, the counts are known from their own scans.
@@ -359,6 +350,20 @@ impl<'h> Worker<'h> {
         prepared.census = Census::default();
         self.prepared = Some(prepared).filter(|_| !summary.partial);
         Ok(summary)
+    }
+
+    /// Drop what is known of processes that have ended, if that is due.
+    fn forget_ended_processes(&mut self) {
+        let (host, now, cpu_before) = (self.host, self.time_since_start(), self.host.thread_cpu_time());
+        if !self.forget_pace.is_due(now) {
+            return;
+        }
+        self.stable_ages.retain_processes(|process| is_alive(host, process));
+        self.merge_monitor.retain_processes(|process| is_alive(host, process));
+        self.remerge_backoff.retain(|process| is_alive(host, process));
+        self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
+        self.part_counts.retain(|process, _| is_alive(host, *process));
+        self.forget_pace.record(now, host.thread_cpu_time().saturating_sub(cpu_before));
     }
 
     /// Metadata that KSM may still allocate, if it is limited. Metadata of processes that exited before the host was
@@ -477,7 +482,7 @@ impl<'h> Worker<'h> {
         let cpu_before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         let mut summary = MergedCheckSummary::default();
-        if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && unenroll {
+        if self.merge_monitor.check_pages(CheckScope::All) && unenroll {
             let unenrolled = self.merge_monitor.unenroll_unprofitable(session, UnenrollPhase::BetweenRounds)?;
             summary.unenrolled_bytes = self.host.page_size().bytes_of(unenrolled.values().copied().sum());
             summary.unenrolled_from = unenrolled.into_keys().collect();
@@ -492,7 +497,7 @@ impl<'h> Worker<'h> {
     /// pages again.
     fn sweep(&mut self) -> Result<bool, Error> {
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
-        self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck);
+        self.merge_monitor.check_pages(CheckScope::All);
         Ok(ksmd::sweep_ended_processes(session, &self.cancel)?)
     }
 

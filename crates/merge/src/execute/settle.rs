@@ -150,7 +150,7 @@ impl MergeRun<'_, '_> {
         // ksmd would merge pages with COW breaks again and hide the breaks, so it stays stopped while pages are
         // watched. From here on each check sees every break, in this round or the next.
         self.pause_ksmd()?;
-        self.monitor.check_pages(CheckScope::All);
+        self.monitor.check_pages(CheckScope::Planned);
         wait.last_check.0 = host.now();
         wait.settled_at = Some(wait.last_check.0);
         Ok(false)
@@ -227,7 +227,7 @@ impl MergeRun<'_, '_> {
             let page_size = self.session.host().page_size();
             // The plan may not be watched yet.
             self.monitor.add_plan(self.plan);
-            self.monitor.check_pages(CheckScope::All);
+            self.monitor.check_pages(CheckScope::Planned);
             for (process, pages) in
                 self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
             {
