@@ -251,10 +251,11 @@ impl DaemonState {
         }
         self.census_count += 1;
         for (process, sketches) in std::mem::take(&mut summary.sketches) {
-            let is_whole = summary.scanned_ranges.get(&process).is_none_or(|ranges| *ranges == [ScanPart::WHOLE.range]);
-            match self.tracked.get_mut(&process) {
-                Some(tracked) if due.contains(&process) => tracked.add_sketches(sketches),
-                Some(tracked) if is_whole => tracked.set_sketches(sketches),
+            let ranges = summary.scanned_ranges.get(&process).map_or(&[ScanPart::WHOLE.range][..], Vec::as_slice);
+            // Of two parts of one process, the sketches are known from their own scans.
+            match (self.tracked.get_mut(&process), ranges) {
+                (Some(tracked), [range]) if due.contains(&process) => tracked.progress.add_sketches(*range, sketches),
+                (Some(tracked), [range]) if *range == ScanPart::WHOLE.range => tracked.set_sketches(sketches),
                 _ => {}
             }
         }
@@ -345,10 +346,12 @@ impl DaemonState {
                 is_profitable: profitable.iter().any(|(candidate, _)| *candidate == process),
                 is_unstable: summary.not_yet_stable.contains(&process),
             };
-            let Some(tracked) = self.tracked.get_mut(&process) else { continue };
-            tracked.progress.scanned_beside.extend(task.processes.iter().copied().filter(|other| *other != process));
-            let is_first = tracked.is_unscanned();
-            let step = tracked.progress.record(process, &result, is_first);
+            let others = task.processes.iter().copied().filter(|other| *other != process);
+            let step = self.update_progress(process, |progress, is_first_scan, next_part| {
+                progress.scanned_beside.extend(others);
+                progress.record(process, &result, is_first_scan, next_part)
+            });
+            let Some(step) = step else { continue };
             self.follow_step(process, step, max_interval, position < MAX_MISSED_PARTNER_CHECKS);
         }
     }

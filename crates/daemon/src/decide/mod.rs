@@ -339,12 +339,11 @@ impl DaemonState {
     }
 
     /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
-    /// however much memory there is. Where a process has several parts, each other part may be scanned beside each.
+    /// however much memory there is.
     fn max_scan_interval(&self) -> Duration {
-        let scannable = || self.tracked.values().filter(|tracked| tracked.may_be_scanned());
-        let parts = scannable().map(|tracked| self.part_count(tracked)).max().unwrap_or(1) as f64;
-        let mib = scannable().map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
-        let seconds = mib * self.census_seconds_per_mib * parts * SCAN_INTERVAL_COST_FACTOR;
+        let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
+        let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
+        let seconds = mib * self.census_seconds_per_mib * SCAN_INTERVAL_COST_FACTOR;
         self.rules.max_scan_interval.max(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 

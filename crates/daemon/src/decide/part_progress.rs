@@ -2,13 +2,14 @@
 //!
 //! A scan visits the parts of a process in address order. The first scan only records their pages. Each later scan
 //! compares every part with a partner, and with the parts of the same process behind it. A large partner is taken part
-//! by part as well. What a part was found to hold stays cached in between, so a repeated part costs a fraction. A
-//! process that fits into one census has one part, and its scan is complete after one census.
+//! by part as well. Each part has a sketch of its contents from the last scan: parts that have too little in common to pay
+//! for their comparison are not compared. What a part was found to hold stays cached in between, so a repeated part costs
+//! a fraction. A process that fits into one census has one part, and its scan is complete after one census.
 //!
 //! Parts are ranges of addresses that the census itself limits by resident memory. A process may map or unmap memory
 //! in between: the part is then shorter or longer, and the next one begins where it ended.
 
-use pagefold_base::units::{AddressRange, ProcessId};
+use pagefold_base::units::{AddressRange, Pages, ProcessId};
 use pagefold_census::ScanPart;
 use pagefold_census::decide::sketch::ContentSketches;
 use std::collections::BTreeSet;
@@ -40,6 +41,28 @@ pub enum NextStep {
     Complete,
 }
 
+/// The sketches of a part of a process.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PartSketches {
+    /// Its addresses.
+    pub range: AddressRange,
+    /// Its sketches.
+    pub sketches: ContentSketches,
+}
+
+/// The sketches of a process with this many pages.
+pub fn joined_sketches(parts: &[PartSketches], pages: Pages) -> Option<ContentSketches> {
+    let sketches = parts.iter().map(|part| part.sketches.clone());
+    sketches.reduce(|sum, part| ContentSketches {
+        all: sum.all.joined(&part.all, pages),
+        unmerged: sum.unmerged.joined(&part.unmerged, pages),
+    })
+}
+
+/// Where the next part of a process at or behind an address begins that is worth a comparison with a part that has these
+/// sketches; `None` if there is none.
+pub type NextPart<'f> = &'f dyn Fn(Option<&ContentSketches>, ProcessId, u64) -> Option<u64>;
+
 /// Progress of the current scan of a process.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PartProgress {
@@ -53,8 +76,8 @@ pub struct PartProgress {
     pub found_profitable: bool,
     /// Whether any part so far had contents that are not stable yet.
     pub found_unstable: bool,
-    /// Sketches of the parts so far.
-    pub sketches: Option<ContentSketches>,
+    /// The parts so far, each with its sketches.
+    pub sketches: Vec<PartSketches>,
     /// The processes that were scanned beside it.
     pub scanned_beside: BTreeSet<ProcessId>,
 }
@@ -67,7 +90,7 @@ impl Default for PartProgress {
             repeats: 0,
             found_profitable: false,
             found_unstable: false,
-            sketches: None,
+            sketches: Vec::new(),
             scanned_beside: BTreeSet::new(),
         }
     }
@@ -91,7 +114,13 @@ impl PartProgress {
     }
 
     /// Record a census of the current part. A first scan compares nothing.
-    pub fn record(&mut self, process: ProcessId, result: &PartResult, is_first_scan: bool) -> NextStep {
+    pub fn record(
+        &mut self,
+        process: ProcessId,
+        result: &PartResult,
+        is_first_scan: bool,
+        next_part: NextPart<'_>,
+    ) -> NextStep {
         self.found_profitable |= result.is_profitable;
         self.found_unstable |= result.is_unstable;
         let was_at_start = self.is_at_start();
@@ -109,29 +138,39 @@ impl PartProgress {
             return NextStep::Repeat;
         }
         self.repeats = 0;
-        match rest {
-            Some(rest) => {
-                self.partner = Some(rest);
+        match rest.and_then(|(partner, end)| Some((partner, next_part(self.current_sketches(), partner, end)?))) {
+            Some(next) => {
+                self.partner = Some(next);
                 NextStep::Continue
             }
-            None => self.finish_partner(process, result.partner.map(|(partner, _)| partner)),
+            None => self.finish_partner(process, result.partner.map(|(partner, _)| partner), next_part),
         }
     }
 
     /// The partner was lost: it has exited or may not be scanned any more.
-    pub fn drop_partner(&mut self, process: ProcessId) -> NextStep {
+    pub fn drop_partner(&mut self, process: ProcessId, next_part: NextPart<'_>) -> NextStep {
         self.repeats = 0;
         let partner = self.partner.map(|(partner, _)| partner);
-        self.finish_partner(process, partner)
+        self.finish_partner(process, partner, next_part)
+    }
+
+    /// The sketches of the current part, once it was scanned.
+    fn current_sketches(&self) -> Option<&ContentSketches> {
+        self.sketches.last().filter(|part| part.range.start == self.part.start).map(|part| &part.sketches)
     }
 
     /// The current part was compared with all of a partner. The last partner is the rest of the process itself.
-    fn finish_partner(&mut self, process: ProcessId, partner: Option<ProcessId>) -> NextStep {
+    fn finish_partner(&mut self, process: ProcessId, partner: Option<ProcessId>, next_part: NextPart<'_>) -> NextStep {
         if self.part.end == ScanPart::WHOLE.range.end || partner == Some(process) {
             return self.finish_part();
         }
-        self.partner = Some((process, self.part.end));
-        NextStep::Continue
+        match next_part(self.current_sketches(), process, self.part.end) {
+            Some(start) => {
+                self.partner = Some((process, start));
+                NextStep::Continue
+            }
+            None => self.finish_part(),
+        }
     }
 
     fn finish_part(&mut self) -> NextStep {
@@ -143,14 +182,9 @@ impl PartProgress {
         NextStep::Continue
     }
 
-    /// Add the sketches of a part of a process with this many pages.
-    pub fn add_sketches(&mut self, sketches: ContentSketches, pages: pagefold_base::units::Pages) {
-        self.sketches = Some(match self.sketches.take() {
-            Some(others) => ContentSketches {
-                all: others.all.joined(&sketches.all, pages),
-                unmerged: others.unmerged.joined(&sketches.unmerged, pages),
-            },
-            None => sketches,
-        });
+    /// Add the sketches of a part. Those of an earlier census of the same part are replaced.
+    pub fn add_sketches(&mut self, range: AddressRange, sketches: ContentSketches) {
+        self.sketches.retain(|part| part.range.start != range.start);
+        self.sketches.push(PartSketches { range, sketches });
     }
 }

@@ -1,13 +1,14 @@
 //! Choosing the next task.
 
+use super::part_progress::{NextPart, PartSketches};
 use super::{
-    CensusTask, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, PendingUnenroll, ScanCause,
-    ShutdownStage, TrackedProcess, UnenrollScope,
+    CensusTask, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, NextStep, PartProgress,
+    PendingUnenroll, ScanCause, ShutdownStage, TrackedProcess, UnenrollScope,
 };
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::units::{AddressRange, Bytes, Pages, ProcessId};
 use pagefold_census::ScanPart;
-use pagefold_census::decide::sketch::Sketch;
+use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -37,6 +38,12 @@ const MEMORY_BYTES_PER_INDEX_BYTE: u64 = 124;
 /// Share of the burst that the scan of one part may take: a part and a part of a partner fit together, with a tenth left
 /// for errors of the prediction.
 const MAX_PART_BURST_SHARE: f64 = 0.45;
+
+/// Two parts are compared if their sketches tell this share of the savings that would pay for it: a sketch is an estimate.
+const MIN_SKETCHED_SHARE: f64 = 0.5;
+
+/// Base pages of a MiB.
+const BASE_PAGES_PER_MIB: f64 = 256.0;
 
 /// Smallest part. Its fixed cost is that of listing regions and processes.
 const MIN_PART_BYTES: u64 = 16 << 20;
@@ -296,11 +303,49 @@ impl DaemonState {
         };
         let seekers: Vec<ProcessId> = self.tracked.iter().filter_map(is_lost).collect();
         for process in seekers {
-            let step = self.tracked.get_mut(&process).map(|tracked| tracked.progress.drop_partner(process));
+            let step =
+                self.update_progress(process, |progress, _, next_part| progress.drop_partner(process, next_part));
             if let Some(step) = step {
                 self.follow_step(process, step, self.max_scan_interval(), false);
             }
         }
+    }
+
+    /// Update the progress of a process's scan by a function of the progress, whether it is the first scan, and the next
+    /// part that is worth a comparison.
+    pub(super) fn update_progress(
+        &mut self,
+        process: ProcessId,
+        update: impl FnOnce(&mut PartProgress, bool, NextPart<'_>) -> NextStep,
+    ) -> Option<NextStep> {
+        let tracked = self.tracked.get_mut(&process)?;
+        let (mut progress, is_first_scan) = (std::mem::take(&mut tracked.progress), tracked.is_unscanned());
+        let step = update(&mut progress, is_first_scan, &|sketches, other, from| {
+            self.next_part_to_compare((process, sketches), other, from)
+        });
+        self.tracked.get_mut(&process)?.progress = progress;
+        Some(step)
+    }
+
+    /// Where the next part of `other` at or behind an address begins that is worth a comparison with a part of a process
+    /// that has these sketches. Where a part has no sketch, that is not known, and it is compared.
+    fn next_part_to_compare(
+        &self,
+        (process, sketches): (ProcessId, Option<&ContentSketches>),
+        other: ProcessId,
+        from: u64,
+    ) -> Option<u64> {
+        let (tracked, partner) = (self.tracked.get(&process)?, self.tracked.get(&other)?);
+        let sketched_end = partner.part_sketches.last().map_or(0, |part| part.range.end);
+        let Some(sketches) = sketches.filter(|_| from < sketched_end) else { return Some(from) };
+        let cpu_seconds = self.scan_cpu_seconds(tracked) + self.scan_cpu_seconds(partner);
+        let paying_mib = cpu_seconds / self.rules.max_cpu_seconds_per_mib;
+        let is_worth = |part: &PartSketches| {
+            let shared_mib = sketches.unmerged.shared(&part.sketches.all).0 as f64 / BASE_PAGES_PER_MIB;
+            self.is_memory_short_for(&[process]) || shared_mib >= paying_mib * MIN_SKETCHED_SHARE
+        };
+        let behind = partner.part_sketches.iter().filter(|part| part.range.end > from);
+        behind.into_iter().find(|part| is_worth(part)).map(|part| part.range.start.max(from))
     }
 
     /// The parts of the chosen processes that a census scans next.
@@ -416,23 +461,24 @@ impl DaemonState {
         if self.is_cpu_time_scarce(&due) {
             // Where CPU time is scarce, first scans of ever more new processes would leave none for merging. Known
             // processes wait for both.
-            due.sort_by_key(|process| tracked(process).scan_order(&self.rules));
+            due.sort_by_cached_key(|process| tracked(process).scan_order(&self.rules));
         } else {
-            due.sort_by_key(|process| !tracked(process).is_unscanned());
+            due.sort_by_cached_key(|process| !tracked(process).is_unscanned());
         }
         // If the census cannot take all, similar processes are scanned together: different ones have little in common.
         let mut positions: BTreeMap<_, usize> = BTreeMap::new();
         for (position, process) in due.iter().enumerate() {
             positions.entry(self.similarity_class(process)).or_insert(position);
         }
-        due.sort_by_key(|process| positions[&self.similarity_class(process)]);
-        due.sort_by_key(|process| !tracked(process).is_cgroup_memory_short(&self.rules));
-        due.sort_by_key(|process| tracked(process).overruns);
+        due.sort_by_cached_key(|process| positions[&self.similarity_class(process)]);
+        due.sort_by_cached_key(|process| {
+            (tracked(process).overruns, !tracked(process).is_cgroup_memory_short(&self.rules))
+        });
         if tracked(&due[0]).overruns == 0 {
             due.retain(|process| tracked(process).overruns == 0 || self.is_overdue(tracked(process)));
         }
         // A process that has waited too long precedes all others, whatever their priority.
-        due.sort_by_key(|process| match self.is_overdue(tracked(process)) {
+        due.sort_by_cached_key(|process| match self.is_overdue(tracked(process)) {
             true => (false, tracked(process).next_scan),
             false => (true, Duration::ZERO),
         });

@@ -1,6 +1,7 @@
 use super::*;
+use pagefold_base::content::Fingerprint;
 use pagefold_base::domain::TrustDomain;
-use pagefold_base::units::{AddressRange, NetBytes, Pid};
+use pagefold_base::units::{AddressRange, NetBytes, Pages, Pid};
 use pagefold_census::ScanPart;
 use pagefold_census::decide::sketch::{ContentSketches, Sketch};
 use std::collections::BTreeSet;
@@ -16,6 +17,13 @@ mod unenroll;
 
 const MIB: u64 = 1 << 20;
 const TICK: Duration = Duration::from_millis(250);
+
+/// Sketches of these contents, of which the first `merged` are merged.
+fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentSketches {
+    let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
+    let sketch = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
+    ContentSketches { all: sketch(0), unmerged: sketch(merged) }
+}
 
 fn id(pid: u32) -> ProcessId {
     ProcessId { pid: Pid(pid), start_time: u64::from(pid) }

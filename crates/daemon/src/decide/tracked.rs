@@ -1,7 +1,7 @@
 //! A tracked process, and when its memory is scanned next.
 
 use super::event::{DecisionReason, UnenrollScope};
-use super::part_progress::{NextStep, PartProgress};
+use super::part_progress::{NextStep, PartProgress, PartSketches, joined_sketches};
 use super::rules::DaemonRules;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::memory::Shortage;
@@ -115,6 +115,8 @@ pub struct TrackedProcess {
     pub resident: Bytes,
     /// Its content sketches from the last scan.
     pub sketches: Option<Arc<ContentSketches>>,
+    /// The sketches of its parts from the last scan, if there were several.
+    pub part_sketches: Arc<[PartSketches]>,
     /// Memory shortage in its cgroup, as far as it is known.
     pub shortage: Shortage,
     /// Whether the daemon has enrolled any of its ranges.
@@ -188,6 +190,7 @@ impl TrackedProcess {
             pending_unenroll: None,
             resident,
             sketches: None,
+            part_sketches: Arc::default(),
             shortage: Shortage::default(),
             enrolled: false,
             maybe_merged: false,
@@ -349,9 +352,11 @@ impl TrackedProcess {
             NextStep::Continue => now,
             NextStep::Complete => {
                 let mut progress = std::mem::take(&mut self.progress);
-                if let Some(sketches) = progress.sketches.take() {
+                let parts = std::mem::take(&mut progress.sketches);
+                if let Some(sketches) = joined_sketches(&parts, Pages(self.resident.0 / BASE_PAGE_BYTES)) {
                     self.set_sketches(sketches);
                 }
+                self.part_sketches = if parts.len() > 1 { parts.into() } else { Arc::default() };
                 return Some(progress);
             }
         };
@@ -374,24 +379,22 @@ impl TrackedProcess {
     ) {
         let is_first = self.last_scan.is_none();
         self.last_scan = Some(now);
+        let duration = now.saturating_sub(self.scan_started_at);
         self.unstable_scans = if has_unstable && !is_profitable { self.unstable_scans + 1 } else { 0 };
         if has_unstable && self.unstable_scans <= MAX_EARLY_UNSTABLE_SCANS {
             self.scan_interval = rules.min_scan_interval;
         } else if is_profitable && !self.last_merge_unprofitable {
             self.scan_interval = (self.scan_interval / 2).max(rules.min_scan_interval);
         } else if !is_profitable && !is_first {
-            self.scan_interval = (self.scan_interval * 2).clamp(rules.min_scan_interval, max_interval);
+            // The pauses grow from the start, however long a scan in parts takes.
+            let grown = self.scan_interval.max(duration) * 2;
+            self.scan_interval = grown.clamp(rules.min_scan_interval, max_interval);
         }
         self.last_scan_found_nothing = !is_profitable && !has_unstable && !is_first;
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };
         // A scan in parts may take longer than the interval; the process has not waited meanwhile.
         self.next_scan = (self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread)).max(now);
         self.scan_cause = ScanCause::Due;
-    }
-
-    /// Record content sketches of a part of it.
-    pub fn add_sketches(&mut self, sketches: ContentSketches) {
-        self.progress.add_sketches(sketches, Pages(self.resident.0 / BASE_PAGE_BYTES));
     }
 
     /// Record its content sketches.

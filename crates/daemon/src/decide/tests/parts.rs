@@ -94,13 +94,49 @@ fn large_processes_are_compared_in_all_parts() {
     }
 }
 
+/// The parts of one process: where their sketches tell savings that pay for it, and only there.
+#[test]
+fn parts_are_compared_where_that_may_pay() {
+    // The parts share 20 MiB by their sketches, and a comparison takes some 4 s.
+    for (max_cpu_seconds_per_mib, compares) in [(0.02, false), (1.0, true)] {
+        let rules = DaemonRules { cpu_rate: 1.0, max_cpu_seconds_per_mib, ..rules_with_burst(5) };
+        let mut host = host_with_sizes(rules, &[20]);
+        host.sketches.insert(id(2), make_sketches(0..5000, 0));
+        host.run(300);
+        let is_comparison = |census: &BTreeMap<ProcessId, Vec<AddressRange>>| census[&id(2)].len() > 1;
+        assert!(host.state.tracked()[&id(2)].part_sketches.len() > 4, "{:?}", host.state.tracked());
+        assert_eq!(scanned_by_census(&host).iter().any(is_comparison), compares, "{max_cpu_seconds_per_mib}");
+    }
+}
+
+/// A scan in parts that takes long is repeated after a pause that is as long.
+#[test]
+fn fruitless_scan_in_parts_is_followed_by_a_pause() {
+    let mut host = host_with_sizes(rules_with_burst(10), &[64]);
+    host.sketches.insert(id(2), make_sketches(0..5000, 0));
+    let interval_after_scan = |host: &mut SimulatedHost| {
+        let before = host.state.tracked()[&id(2)].last_scan;
+        while host.state.tracked()[&id(2)].last_scan == before {
+            host.tick();
+            assert!(host.now < Duration::from_secs(10_000), "it is never scanned");
+        }
+        let tracked = &host.state.tracked()[&id(2)];
+        (host.now - tracked.scan_started_at, tracked.next_scan - host.now)
+    };
+    interval_after_scan(&mut host);
+    let (duration, pause) = interval_after_scan(&mut host);
+    assert!(duration > Duration::from_secs(60) && pause >= duration, "{duration:?} {pause:?}");
+}
+
 #[test]
 fn unstable_part_is_compared_again_before_the_next_one() {
     let result = |is_unstable| PartResult { end: Some(GIB), is_unstable, ..PartResult::default() };
     let mut progress = PartProgress::default();
-    assert_eq!(progress.record(id(1), &result(false), true), NextStep::Continue, "a first scan compares nothing");
+    let all = |_: Option<&ContentSketches>, _, from| Some(from);
+    let first_step = progress.record(id(1), &result(false), true, &all);
+    assert_eq!(first_step, NextStep::Continue, "a first scan compares nothing");
     let mut progress = PartProgress::default();
-    let steps = [true; 3].map(|is_unstable| progress.record(id(1), &result(is_unstable), false));
+    let steps = [true; 3].map(|is_unstable| progress.record(id(1), &result(is_unstable), false, &all));
     assert_eq!(steps, [NextStep::Repeat, NextStep::Repeat, NextStep::Continue]);
     assert_eq!(progress.partner(), Some((id(1), GIB)), "its other parts come last");
 }

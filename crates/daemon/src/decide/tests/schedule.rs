@@ -1,9 +1,7 @@
 //! Scan order of new processes, and with scarce CPU time.
 
 use super::*;
-use pagefold_base::content::Fingerprint;
 use pagefold_base::memory::Shortage;
-use pagefold_base::units::Pages;
 
 #[test]
 fn unchanged_process_is_scanned_less_and_less_often() {
@@ -328,13 +326,6 @@ fn new_process_is_scanned_with_varying_partners() {
         .flatten()
         .collect();
     assert!(partners.len() > 5, "{partners:?}");
-}
-
-/// Sketches of these contents, of which the first `merged` are merged.
-fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentSketches {
-    let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
-    let sketch = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
-    ContentSketches { all: sketch(0), unmerged: sketch(merged) }
 }
 
 /// The censuses with a process, from an index of the trace on. Each number is the last but one decimal digit of a pid.
