@@ -181,7 +181,7 @@ impl<'h> ContinuousMerge<'h, '_> {
         report_event: &mut dyn FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<Duration, Error> {
-        let has_unstable = monitor.check_pages(CheckScope::All);
+        let has_unstable = monitor.check_pages(CheckScope::RanSinceCheck);
         let remerge_is_due = remerge::is_due(monitor);
         if !has_unstable && !remerge_is_due {
             return Ok(Duration::ZERO);

@@ -402,8 +402,9 @@ impl<'w, 'h> MergeRun<'w, 'h> {
 impl MergeRun<'_, '_> {
     fn merge(&mut self) -> Result<MergeEnd, session::Error> {
         self.progress.enter(MergeStage::Enrolling);
+        self.monitor.begin_plan(self.plan);
         // Pages with COW breaks while ksmd was idle would be merged again.
-        self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
+        self.check_and_unenroll(CheckScope::AllIfDue, UnenrollPhase::DuringMerge)?;
         self.failed_changes.extend(self.monitor.repeat_temporary_unenroll(self.session)?);
         self.unenroll_unprofitable()?;
         self.enroll_targets(false)?;
@@ -526,8 +527,8 @@ impl MergeRun<'_, '_> {
     }
 
     /// Unenroll ranges that do not stay merged.
-    fn check_and_unenroll(&mut self, phase: UnenrollPhase) -> Result<(), session::Error> {
-        self.monitor.check_pages(CheckScope::Planned);
+    fn check_and_unenroll(&mut self, scope: CheckScope, phase: UnenrollPhase) -> Result<(), session::Error> {
+        self.monitor.check_pages(scope);
         let unenrolled = self.monitor.unenroll_unprofitable(self.session, phase)?;
         if !unenrolled.is_empty() {
             self.unstable_found_at = self.session.host().now();

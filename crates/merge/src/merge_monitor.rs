@@ -120,6 +120,11 @@ impl<'h> MergeMonitor<'h> {
         self.max_pressure_percent = Some(percent);
     }
 
+    /// A merge by this plan begins.
+    pub fn begin_plan(&mut self, plan: &MergePlan) {
+        self.sampler.begin_plan(plan);
+    }
+
     /// Watch the ranges of a plan as well. Call it after enrolling, since injected calls count as the target's
     /// activity.
     pub fn add_plan(&mut self, plan: &MergePlan) {
@@ -127,8 +132,8 @@ impl<'h> MergeMonitor<'h> {
         self.sampler.add_plan(plan, unenrolled);
     }
 
-    /// Watch ranges of a process that an earlier Pagefold enrolled as well. The next check must cover all
-    /// pages, to find which ones are merged.
+    /// Watch ranges of a process that an earlier Pagefold enrolled as well. It is in no plan, so
+    /// the next check must be of [`CheckScope::All`], to find which pages are merged.
     pub fn add_enrolled(&mut self, process: &Process, ranges: &[AddressRange]) {
         self.sampler.add_enrolled(process, ranges);
     }

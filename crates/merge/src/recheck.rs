@@ -7,8 +7,9 @@
 //! unenrolled while few pages are merged ([`MergeMonitor`](crate::merge_monitor::MergeMonitor)).
 //!
 //! Two checks detect a page that broke in between and was not merged again. They miss a page that broke and merged
-//! again, so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and
-//! the check that begins a round sees all breaks since the previous one.
+//! again, so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, so that
+//! a check sees all breaks since the round before. Where that takes long, not every round has a check of all processes
+//! ([`CheckScope::AllIfDue`]): breaks of pages that the next round merges again are missed then.
 
 use crate::decide::plan::MergePlan;
 use crate::verify;
@@ -18,7 +19,7 @@ use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
 use pagefold_host::activity::ActivityCounters;
 use pagefold_host::page_state::{EntryState, FrameLookup, PageStates};
-use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe, parse};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -29,9 +30,11 @@ const MAX_PAGES_PER_RANGE: u64 = 1024;
 const PAGES_PER_STRIPE: u64 = 16;
 const STRIPES_PER_RANGE: u64 = 8;
 
-/// Minimum pause between two checks of all processes during merges, and the same as a multiple of the time that the last
-/// one took.
-const MIN_ALL_CHECK_PAUSE: (Duration, u32) = (Duration::from_secs(5), 100);
+/// Minimum pause between two checks of all processes by [`CheckScope::AllIfDue`].
+const MIN_PAUSE_BETWEEN_ALL: Duration = Duration::from_secs(5);
+
+/// The same as a multiple of the time that the last one took: a twentieth of one CPU.
+const ALL_PAUSE_FACTOR: u32 = 20;
 
 /// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
@@ -51,8 +54,6 @@ pub struct SampledRange {
     pages: Box<[SampledPage]>,
     /// Sampled pages that were merged at the last check.
     merged: Pages,
-    /// Whether any sampled page broke and was not merged again by the last check.
-    has_broken: bool,
 }
 
 /// A sampled page.
@@ -95,21 +96,20 @@ impl SampledPage {
     }
 }
 
-/// The processes whose pages are checked, as far as their pages may have changed.
+/// The processes whose pages are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckScope {
     /// All processes.
     All,
-    /// The processes of the last plan. All processes if the last check of all is at least [`MIN_ALL_CHECK_PAUSE`] ago.
-    Planned,
-}
-
-/// How many pages of a process merged with others, by the kernel, and how many with the zero page. Either changes when
-/// ksmd merges a page of it that had not been merged before.
-#[derive(Clone, Debug, PartialEq)]
-struct MergedNumbers {
-    merging_pages: u64,
-    zero_pages: Reading<i64>,
+    /// Those of the current plan. All processes, if the last check of all is long enough ago for the time that it took.
+    AllIfDue,
+    /// Those of the current plan that have run since the last check.
+    PlannedThatRan,
+    /// Processes that have run since the last check: other processes write nothing.
+    RanSinceCheck,
+    /// Processes that have had a page fault since the last check, as each write to a merged page is one. Use it only
+    /// while ksmd is idle: ksmd merges pages without a fault.
+    FaultedSinceCheck,
 }
 
 /// When ranges are unenrolled.
@@ -134,18 +134,8 @@ struct SampledProcess {
     /// Its activity at the last check, and the time of that check.
     activity: Reading<ActivityCounters>,
     checked_at: Instant,
-    /// Its numbers at the last check; `None` if they are not known, or if ranges were added since.
-    merged_numbers: Option<MergedNumbers>,
     /// Whether it has run while watched.
     ever_ran: bool,
-}
-
-/// A process in a check.
-struct CheckedProcess {
-    /// The time that counts since its last check.
-    interval: Duration,
-    /// Whether it may have written pages, or ksmd may have merged some that were not merged before.
-    has_changed: bool,
 }
 
 /// What was observed of a range, for the sampler of the next daemon.
@@ -166,9 +156,9 @@ pub struct CowSampler<'h> {
     processes: BTreeMap<ProcessId, SampledProcess>,
     /// What an earlier sampler observed of ranges that are not watched yet.
     earlier: RangeLifetimes,
-    /// Processes of the last plan.
+    /// Processes of the current plan, or of the last one.
     planned: BTreeSet<ProcessId>,
-    /// When all processes may be checked again during merges.
+    /// When [`CheckScope::AllIfDue`] covers all processes again.
     check_all_at: Instant,
     any_ran: bool,
     /// COW breaks that the last check found, extrapolated from the sample.
@@ -189,10 +179,14 @@ impl<'h> CowSampler<'h> {
         }
     }
 
+    /// A merge by this plan begins.
+    pub fn begin_plan(&mut self, plan: &MergePlan) {
+        self.planned = plan.targets.iter().map(|target| target.process.id).collect();
+    }
+
     /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
     pub fn add_plan(&mut self, plan: &MergePlan, excluded: impl Fn(ProcessId) -> Vec<AddressRange>) {
         self.any_ran = false;
-        self.planned = plan.targets.iter().map(|target| target.process.id).collect();
         for target in &plan.targets {
             let ranges = target.ranges.iter().map(|planned| (planned.range, planned.enrolled));
             let new_ranges = self.cut_into_samples(&target.process, ranges, excluded(target.process.id));
@@ -223,7 +217,6 @@ impl<'h> CowSampler<'h> {
             ranges: Vec::new(),
             activity: read_activity(host, id),
             checked_at: host.now(),
-            merged_numbers: None,
             ever_ran: false,
         });
         skipped.extend(watched.ranges.iter().map(|sampled| sampled.range));
@@ -271,7 +264,7 @@ impl<'h> CowSampler<'h> {
         self.processes.get(&process).map(|watched| &watched.process)
     }
 
-    /// Whether any process of the last plan has run since that was added. A process that does not run writes nothing.
+    /// Whether any process of the plan has run since it was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
         let has_run = |(&process, watched): (&ProcessId, &SampledProcess)| {
             let activity = read_activity(self.host, process);
@@ -309,10 +302,12 @@ impl<'h> CowSampler<'h> {
     /// other processes cannot have written. Ended processes are dropped: their pages were freed, not written.
     pub fn check_pages(&mut self, scope: CheckScope) -> Reading<()> {
         let (host, now, page_bytes) = (self.host, self.host.now(), self.host.page_size().bytes());
-        let checks_all = scope == CheckScope::All || now >= self.check_all_at;
-        let mut checked: BTreeMap<ProcessId, CheckedProcess> = BTreeMap::new();
+        let is_all_due = now >= self.check_all_at;
+        let mut intervals: BTreeMap<ProcessId, Duration> = BTreeMap::new();
+        let mut without_faults: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
-            if !checks_all && !self.planned.contains(&process) {
+            let is_planned = self.planned.contains(&process);
+            if !is_planned && (scope == CheckScope::PlannedThatRan || scope == CheckScope::AllIfDue && !is_all_due) {
                 return true;
             }
             let activity = read_activity(host, process);
@@ -321,45 +316,44 @@ impl<'h> CowSampler<'h> {
             }
             let has_run = activity != watched.activity;
             watched.ever_ran |= has_run;
-            self.any_ran |= has_run && self.planned.contains(&process);
-            let elapsed = now - std::mem::replace(&mut watched.checked_at, now);
-            let interval = if watched.ever_ran { elapsed } else { Duration::ZERO };
-            let numbers = read_merged_numbers(host, process).ok();
-            let has_same_faults =
+            self.any_ran |= has_run && is_planned;
+            if has_run || matches!(scope, CheckScope::All | CheckScope::AllIfDue) {
+                let elapsed = now - std::mem::replace(&mut watched.checked_at, now);
+                intervals.insert(process, if watched.ever_ran { elapsed } else { Duration::ZERO });
+            }
+            let has_no_fault =
                 matches!((&activity, &watched.activity), (Ok(now), Ok(last)) if now.has_same_faults(*last));
-            let has_changed = !has_same_faults || numbers.is_none() || numbers != watched.merged_numbers;
-            (watched.activity, watched.merged_numbers) = (activity, numbers);
-            checked.insert(process, CheckedProcess { interval, has_changed });
+            if scope == CheckScope::FaultedSinceCheck && has_no_fault {
+                without_faults.insert(process);
+            }
+            watched.activity = activity;
             true
         });
-        self.read_pages(&checked)?;
+        self.read_pages(|process| intervals.contains_key(&process) && !without_faults.contains(&process))?;
         self.cow_breaks = 0.0;
-        for (process, CheckedProcess { interval, has_changed }) in checked {
+        for (process, interval) in intervals {
+            let is_read = !without_faults.contains(&process);
             for sampled in self.processes.get_mut(&process).into_iter().flat_map(|watched| &mut watched.ranges) {
                 let merged_before = sampled.merged;
-                let is_read = has_changed || sampled.has_broken;
-                let (broken, broken_twice) = if is_read { sampled.finish_check() } else { (Pages::ZERO, Pages::ZERO) };
+                let (broken, broken_twice) = if is_read { sampled.finish_check() } else { Default::default() };
                 sampled.lifetime_stats.add_interval(merged_before, (broken, broken_twice), interval);
                 self.cow_breaks += broken.0 as f64 * sampled.pages_per_sample(page_bytes);
             }
         }
-        if checks_all {
-            let pause = MIN_ALL_CHECK_PAUSE.0.max(elapsed_since(host, now) * MIN_ALL_CHECK_PAUSE.1);
-            self.check_all_at = host.now() + pause;
+        if scope == CheckScope::AllIfDue && is_all_due {
+            self.check_all_at = host.now() + MIN_PAUSE_BETWEEN_ALL.max(elapsed_since(host, now) * ALL_PAUSE_FACTOR);
         }
         Ok(())
     }
 
-    /// Read the sampled pages of processes: all of those that have changed. Of the others only those of ranges with broken
-    /// pages, which ksmd may have merged again without a fault, and without a change of the numbers.
-    fn read_pages(&mut self, checked: &BTreeMap<ProcessId, CheckedProcess>) -> Reading<()> {
+    /// Read the sampled pages of some processes.
+    fn read_pages(&mut self, is_read: impl Fn(ProcessId) -> bool) -> Reading<()> {
         let (host, page_bytes) = (self.host, self.host.page_size().bytes());
         let mut states: PageStates<(u32, u32)> = PageStates::default();
         let mut read: Vec<&mut SampledRange> = Vec::new();
-        for (&process, watched) in &mut self.processes {
-            let Some(CheckedProcess { has_changed, .. }) = checked.get(&process) else { continue };
+        for (&process, watched) in self.processes.iter_mut().filter(|(process, _)| is_read(**process)) {
             let Ok(handle) = hold(host, process) else { continue };
-            for sampled in watched.ranges.iter_mut().filter(|sampled| *has_changed || sampled.has_broken) {
+            for sampled in &mut watched.ranges {
                 let index = read.len() as u32;
                 sampled.check_pages(&*handle, page_bytes, &mut |position, frame| {
                     states.push(frame, (index, position as u32));
@@ -375,11 +369,16 @@ impl<'h> CowSampler<'h> {
 
     /// Add ranges of watched processes.
     pub fn add_ranges(&mut self, ranges: impl IntoIterator<Item = SampledRange>) {
+        let mut added_to = BTreeSet::new();
         for sampled in ranges {
             if let Some(watched) = self.processes.get_mut(&sampled.process) {
-                let position = watched.ranges.partition_point(|other| other.range < sampled.range);
-                watched.ranges.insert(position, sampled);
-                watched.merged_numbers = None;
+                added_to.insert(sampled.process);
+                watched.ranges.push(sampled);
+            }
+        }
+        for process in added_to {
+            if let Some(watched) = self.processes.get_mut(&process) {
+                watched.ranges.sort_by_key(|sampled| sampled.range);
             }
         }
     }
@@ -395,8 +394,8 @@ impl<'h> CowSampler<'h> {
         !self.ranges().all(|sampled| sampled.enrolled_by_program || is_profitable(&sampled.lifetime_stats))
     }
 
-    /// Take out unprofitable ranges and, depending on the phase, ranges without merged pages. The latter are checked by
-    /// their sample first, and then whole.
+    /// Take out unprofitable ranges and, depending on the phase, ranges of the plan's processes without merged pages. The
+    /// latter are checked by their sample first, and then whole.
     pub fn take_unprofitable(
         &mut self,
         is_profitable: impl Fn(&LifetimeStats) -> bool,
@@ -414,21 +413,14 @@ impl<'h> CowSampler<'h> {
                     .is_ok_and(|counts| counts.merged + counts.zero == Pages::ZERO)
         };
         let mut unprofitable = Vec::new();
-        for watched in self.processes.values_mut() {
-            let must_be_merged = must_be_merged(watched.ever_ran);
+        for (process, watched) in &mut self.processes {
+            let must_be_merged = self.planned.contains(process) && must_be_merged(watched.ever_ran);
             unprofitable.extend(watched.ranges.extract_if(.., |sampled| {
                 !is_profitable(&sampled.lifetime_stats) || must_be_merged && !has_merged_pages(sampled)
             }));
         }
         unprofitable
     }
-}
-
-/// Fails on a kernel that does not tell them.
-fn read_merged_numbers(host: &dyn Host, process: ProcessId) -> Reading<MergedNumbers> {
-    let handle = hold(host, process)?;
-    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    Ok(MergedNumbers { merging_pages: ksm.merging_pages?, zero_pages: ksm.zero_pages })
 }
 
 /// Record whether pages are merged, each given by its range and its position there.
@@ -459,7 +451,6 @@ impl SampledRange {
             sampled_since: now,
             pages,
             merged: Pages::ZERO,
-            has_broken: false,
         }
     }
 
@@ -489,14 +480,13 @@ impl SampledRange {
     /// Finish a check of its pages. Returns how many broke, and how many of them for the second time.
     fn finish_check(&mut self) -> (Pages, Pages) {
         let (mut broken, mut broken_twice) = (Pages::ZERO, Pages::ZERO);
-        (self.merged, self.has_broken) = (Pages::ZERO, false);
+        self.merged = Pages::ZERO;
         for page in &mut self.pages {
             if page.finish_check() {
                 broken += Pages(1);
                 broken_twice += Pages(u64::from(page.break_count() == 2));
             }
             self.merged += Pages(u64::from(page.is_merged()));
-            self.has_broken |= page.break_count() > 0 && !page.is_merged();
         }
         (broken, broken_twice)
     }
@@ -580,7 +570,9 @@ mod tests {
             enroll_method: EnrollMethod::InProcess,
         };
         let mut sampler = CowSampler::new(host);
-        sampler.add_plan(&MergePlan { targets: vec![target], ..MergePlan::default() }, |_| Vec::new());
+        let plan = MergePlan { targets: vec![target], ..MergePlan::default() };
+        sampler.begin_plan(&plan);
+        sampler.add_plan(&plan, |_| Vec::new());
         sampler
     }
 
@@ -649,47 +641,40 @@ mod tests {
         }
     }
 
-    #[test]
-    fn pages_are_read_again_only_where_they_may_have_changed() {
-        let host = FakeHost::booted();
-        let whole = (MAX_PAGES_PER_RANGE * PAGE_BYTES, 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES);
-        let set_numbers = |merging| {
-            let text = format!("ksm_merging_pages {merging}\nksm_zero_pages 0\n");
-            host.put_file(&format!("proc/{PID}/ksm_stat"), &text);
-        };
-        set_numbers(2048);
-        let mut sampler = sampler_with_gaps(&host, 0);
-        let mut check = |name| {
-            host.map_pages(PID, whole, name, true);
-            sampler.check_pages(CheckScope::All).unwrap();
-            (sampler.cow_breaks(), sampler.lifetime_stats().repeated_cow_breaks)
-        };
-        let (none, all) = (Pages::ZERO, Pages(2 * MAX_PAGES_PER_RANGE));
-        assert_eq!(check(MERGED_PAGE_NAME), (none, none));
-        assert_eq!(check(""), (none, none), "without a fault nothing was written");
-        set_numbers(0);
-        assert_eq!(check(""), (all, none));
-        // ksmd merges the broken pages again: one number less and one more for each.
-        assert_eq!(check(MERGED_PAGE_NAME), (none, none));
-        set_numbers(1);
-        let (breaks, repeated) = check("");
-        assert!(breaks == all && repeated > none, "the second merge was noticed: {breaks:?} {repeated:?}");
-    }
-
+    /// The second process is in no plan any more.
     #[test]
     fn processes_without_a_plan_are_checked_seldom_during_merges() {
         let host = FakeHost::booted();
         host.enable_virtual_time();
         let mut sampler = sampler_with_gaps(&host, 0);
-        sampler.check_pages(CheckScope::Planned).unwrap();
-        sampler.add_plan(&MergePlan::default(), |_| Vec::new());
+        sampler.check_pages(CheckScope::AllIfDue).unwrap();
+        sampler.begin_plan(&MergePlan::default());
         let whole = (MAX_PAGES_PER_RANGE * PAGE_BYTES, 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES);
         host.map_pages(PID, whole, "", true);
         host.set_cpu_ticks(PID, 1);
-        for (millis, is_checked) in [(0, false), (4999, false), (1, true)] {
+        for (millis, scope, is_checked) in [
+            (0, CheckScope::AllIfDue, false),
+            (4999, CheckScope::AllIfDue, false),
+            (1, CheckScope::PlannedThatRan, false),
+            (0, CheckScope::AllIfDue, true),
+        ] {
             host.sleep(Duration::from_millis(millis));
-            sampler.check_pages(CheckScope::Planned).unwrap();
-            assert_eq!(sampler.cow_breaks() > Pages::ZERO, is_checked, "{millis}");
+            sampler.check_pages(scope).unwrap();
+            assert_eq!(sampler.cow_breaks() > Pages::ZERO, is_checked, "{millis} {scope:?}");
+        }
+    }
+
+    #[test]
+    fn processes_of_the_plan_are_always_checked() {
+        for scope in [CheckScope::AllIfDue, CheckScope::PlannedThatRan] {
+            let host = FakeHost::booted();
+            host.enable_virtual_time();
+            let mut sampler = sampler_with_gaps(&host, 0);
+            sampler.check_pages(CheckScope::AllIfDue).unwrap();
+            host.map_pages(PID, (MAX_PAGES_PER_RANGE * PAGE_BYTES, 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES), "", true);
+            host.set_cpu_ticks(PID, 1);
+            sampler.check_pages(scope).unwrap();
+            assert_eq!(sampler.cow_breaks(), Pages(2 * MAX_PAGES_PER_RANGE), "{scope:?}");
         }
     }
 

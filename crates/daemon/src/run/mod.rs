@@ -539,7 +539,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
         self.save_operator_event(&event);
         self.has_unsaved_schedule |=
-            matches!(event, Event::CensusDone(_) | Event::MergeDone(_) | Event::UnenrollDone(_));
+            matches!(event, Event::CensusDone(_) | Event::MergeDone(_) | Event::UnenrollDone(_) | Event::TaskFailed(_));
         let state = self.state.take().expect("the state is returned after every step");
         let (state, effects) = step(state, self.event_time, event);
         self.state = Some(state);

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
-/// Minimum pause between two times, and the same as a multiple of the CPU time that the last one took: the work stays
-/// below a thousandth of one CPU.
-const PAUSE: (Duration, u32) = (Duration::from_secs(1), 1000);
+/// Minimum pause between two times.
+const MIN_PAUSE: Duration = Duration::from_secs(1);
+
+/// The same as a multiple of the CPU time that the last time took: the work stays below a thousandth of one CPU.
+const PAUSE_PER_CPU_TIME: u32 = 1000;
 
 /// When the work is due next.
 #[derive(Clone, Copy, Debug, Default)]
@@ -20,7 +22,7 @@ impl UpkeepPace {
 
     /// The work was done now, and took this CPU time.
     pub fn record(&mut self, now: Duration, cpu_time: Duration) {
-        self.next = now + PAUSE.0.max(cpu_time * PAUSE.1);
+        self.next = now + MIN_PAUSE.max(cpu_time * PAUSE_PER_CPU_TIME);
     }
 }
 

@@ -34,6 +34,7 @@ use pagefold_merge::prepare::{PlanRequest, PreparedPlan, prepare_plan};
 use pagefold_merge::recheck::{CheckScope, UnenrollPhase};
 use pagefold_merge::unmerge;
 use pagefold_sys::allocator::trim_free_memory;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
@@ -83,6 +84,8 @@ pub(super) struct Worker<'h> {
     /// Whether the observations of the previous daemon were taken over, if there are any.
     watch_restored: bool,
     watch_save_pace: UpkeepPace,
+    /// Whether merged pages were observed since observations were saved.
+    has_unsaved_watch: bool,
     forget_pace: UpkeepPace,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
@@ -124,6 +127,7 @@ impl<'h> Worker<'h> {
             watch_file: None,
             watch_restored: false,
             watch_save_pace: UpkeepPace::default(),
+            has_unsaved_watch: false,
             forget_pace: UpkeepPace::default(),
             started_at: host.now(),
             prepared: None,
@@ -143,7 +147,10 @@ impl<'h> Worker<'h> {
                         trim_free_memory();
                     }
                 }
-                Err(RecvTimeoutError::Timeout) => self.check_overwritten(),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.check_overwritten();
+                    self.save_watch_if_due();
+                }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
@@ -171,6 +178,7 @@ impl<'h> Worker<'h> {
     fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
         self.cancel = cancel;
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
+        let changes_watch = !matches!(effect, Effect::Census(_));
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
             Effect::Census(parts) => self.take_census(&parts, &settings).map(Event::CensusDone),
@@ -190,9 +198,8 @@ impl<'h> Worker<'h> {
         if let Some(Err(error)) = self.session.as_mut().map(Session::store_recorded_enrollments) {
             self.send(Message::WorkResult(WorkResult::UndoFailed(session::chain(&error))));
         }
-        if self.session.is_some() && self.watch_save_pace.is_due(self.time_since_start()) {
-            self.save_watch();
-        }
+        self.has_unsaved_watch |= changes_watch;
+        self.save_watch_if_due();
         result.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
                 self.settings_overwritten = true;
@@ -240,8 +247,16 @@ impl<'h> Worker<'h> {
         Ok(())
     }
 
+    /// Save what was observed of merged pages since the last time, if that is due.
+    fn save_watch_if_due(&mut self) {
+        if self.session.is_some() && self.has_unsaved_watch && self.watch_save_pace.is_due(self.time_since_start()) {
+            self.save_watch();
+        }
+    }
+
     /// Save what was observed of merged pages for the next daemon.
     fn save_watch(&mut self) {
+        self.has_unsaved_watch = false;
         let (cpu_before, now) = (self.host.thread_cpu_time(), self.time_since_start());
         let saved = SavedWatch::new(&self.merge_monitor.record(), self.remerge_backoff.records(now));
         let saved = self.watch_file.as_ref().map(|file| file.save(&saved, self.host.unix_time()));
@@ -358,11 +373,15 @@ impl<'h> Worker<'h> {
         if !self.forget_pace.is_due(now) {
             return;
         }
-        self.stable_ages.retain_processes(|process| is_alive(host, process));
-        self.merge_monitor.retain_processes(|process| is_alive(host, process));
-        self.remerge_backoff.retain(|process| is_alive(host, process));
-        self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
-        self.part_counts.retain(|process, _| is_alive(host, *process));
+        // Each process is looked up once.
+        let known = RefCell::new(BTreeMap::new());
+        let is_alive =
+            |process: ProcessId| *known.borrow_mut().entry(process).or_insert_with(|| is_alive(host, process));
+        self.stable_ages.retain_processes(is_alive);
+        self.merge_monitor.retain_processes(is_alive);
+        self.remerge_backoff.retain(is_alive);
+        self.enrolled_ranges.retain(|process, _| is_alive(*process));
+        self.part_counts.retain(|process, _| is_alive(*process));
         self.forget_pace.record(now, host.thread_cpu_time().saturating_sub(cpu_before));
     }
 
@@ -482,7 +501,7 @@ impl<'h> Worker<'h> {
         let cpu_before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         let mut summary = MergedCheckSummary::default();
-        if self.merge_monitor.check_pages(CheckScope::All) && unenroll {
+        if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && unenroll {
             let unenrolled = self.merge_monitor.unenroll_unprofitable(session, UnenrollPhase::BetweenRounds)?;
             summary.unenrolled_bytes = self.host.page_size().bytes_of(unenrolled.values().copied().sum());
             summary.unenrolled_from = unenrolled.into_keys().collect();
@@ -497,7 +516,7 @@ impl<'h> Worker<'h> {
     /// pages again.
     fn sweep(&mut self) -> Result<bool, Error> {
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
-        self.merge_monitor.check_pages(CheckScope::All);
+        self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck);
         Ok(ksmd::sweep_ended_processes(session, &self.cancel)?)
     }
 

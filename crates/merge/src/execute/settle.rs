@@ -148,9 +148,9 @@ impl MergeRun<'_, '_> {
             return Ok(true);
         }
         // ksmd would merge pages with COW breaks again and hide the breaks, so it stays stopped while pages are
-        // watched. From here on each check sees every break, in this round or the next.
+        // watched. From here on each check of a page sees its break, until ksmd works again.
         self.pause_ksmd()?;
-        self.monitor.check_pages(CheckScope::Planned);
+        self.monitor.check_pages(CheckScope::AllIfDue);
         wait.last_check.0 = host.now();
         wait.settled_at = Some(wait.last_check.0);
         Ok(false)
@@ -195,7 +195,7 @@ impl MergeRun<'_, '_> {
         let (checked_at, pause) = wait.last_check;
         if elapsed_since(host, checked_at) >= pause {
             let began = host.now();
-            self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
+            self.check_and_unenroll(CheckScope::PlannedThatRan, UnenrollPhase::DuringMerge)?;
             let ended = host.now();
             wait.last_check = (ended, CHECK_INTERVAL.max((ended - began) * CHECK_PAUSE_FACTOR));
         }
@@ -221,13 +221,13 @@ impl MergeRun<'_, '_> {
     /// Unenroll ranges without merged pages; after an interrupted round only if ksmd is not to continue with them.
     fn finish(&mut self, end: MergeEnd) -> Result<MergeEnd, session::Error> {
         if end == MergeEnd::Settled {
-            self.check_and_unenroll(UnenrollPhase::AfterSettled)?;
+            self.check_and_unenroll(CheckScope::AllIfDue, UnenrollPhase::AfterSettled)?;
         } else if self.options.after_merge.for_end(&end) == AfterMerge::UndoChanges && !self.plan.whole_processes {
             self.pause_ksmd()?;
             let page_size = self.session.host().page_size();
             // The plan may not be watched yet.
             self.monitor.add_plan(self.plan);
-            self.monitor.check_pages(CheckScope::Planned);
+            self.monitor.check_pages(CheckScope::AllIfDue);
             for (process, pages) in
                 self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
             {
