@@ -12,6 +12,7 @@ use pagefold_base::memory::Shortage;
 use pagefold_base::units::{AddressRange, Bytes, ProcessId};
 use pagefold_census::ScanPart;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A process that could be merged, with what that gains and costs.
@@ -191,7 +192,7 @@ impl DaemonState {
         match self.tracked.get_mut(&process) {
             Some(tracked) => {
                 if tracked.similarity_key != arrival.similarity_key {
-                    tracked.sketches = None;
+                    (tracked.sketches, tracked.part_sketches) = (None, Arc::default());
                 }
                 (tracked.similarity_key, tracked.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
                 // Pages merged before the exclusion are unenrolled.

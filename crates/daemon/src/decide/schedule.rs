@@ -299,7 +299,7 @@ impl DaemonState {
         let is_lost = |(process, tracked): (&ProcessId, &TrackedProcess)| {
             let (partner, _) = tracked.progress.partner()?;
             let partner_state = self.tracked.get(&partner).filter(|partner| partner.may_be_scanned());
-            partner_state.is_none_or(|partner| partner.domain != tracked.domain).then_some(*process)
+            partner_state.is_none_or(|partner| !self.may_share(partner, tracked)).then_some(*process)
         };
         let seekers: Vec<ProcessId> = self.tracked.iter().filter_map(is_lost).collect();
         for process in seekers {
@@ -329,7 +329,7 @@ impl DaemonState {
 
     /// Where the next part of `other` at or behind an address begins that is worth a comparison with a part of a process
     /// that has these sketches. Where a part has no sketch, that is not known, and it is compared.
-    fn next_part_to_compare(
+    pub(super) fn next_part_to_compare(
         &self,
         (process, sketches): (ProcessId, Option<&ContentSketches>),
         other: ProcessId,
@@ -341,7 +341,10 @@ impl DaemonState {
         let cpu_seconds = self.scan_cpu_seconds(tracked) + self.scan_cpu_seconds(partner);
         let paying_mib = cpu_seconds / self.rules.max_cpu_seconds_per_mib;
         let is_worth = |part: &PartSketches| {
-            let shared_mib = sketches.unmerged.shared(&part.sketches.all).0 as f64 / BASE_PAGES_PER_MIB;
+            // The pages of either may merge with pages of the other that are merged already.
+            let (own, others) = (sketches, &part.sketches);
+            let shared = own.unmerged.shared(&others.all).max(own.all.shared(&others.unmerged));
+            let shared_mib = shared.0 as f64 / BASE_PAGES_PER_MIB;
             self.is_memory_short_for(&[process]) || shared_mib >= paying_mib * MIN_SKETCHED_SHARE
         };
         let behind = partner.part_sketches.iter().filter(|part| part.range.end > from);
@@ -395,8 +398,8 @@ impl DaemonState {
         self.reported_pause = None;
         let mut due_chosen: Vec<ProcessId> = due.into_iter().filter(|process| chosen.contains(process)).collect();
         if chosen.iter().any(|process| self.is_large(&self.tracked[process])) {
-            // A part is scanned beside processes of its own trust domain only.
-            let is_beside = |process: &ProcessId| self.tracked[process].domain == self.tracked[&due_chosen[0]].domain;
+            // A part is scanned beside processes only with which it may share pages.
+            let is_beside = |process: &ProcessId| self.may_share(&self.tracked[process], &self.tracked[&due_chosen[0]]);
             chosen.retain(is_beside);
             due_chosen.retain(|process| chosen.contains(process));
         }
@@ -617,10 +620,20 @@ impl DaemonState {
             > self.cpu_budget.available_seconds()
     }
 
-    /// Processes of one class are likely to share pages: they have the same trust domain and the same similarity key.
-    fn similarity_class(&self, process: &ProcessId) -> (&TrustDomain, &str) {
+    /// Processes of one class are likely to share pages: they have the same similarity key, and one sharing domain.
+    fn similarity_class(&self, process: &ProcessId) -> (Option<&TrustDomain>, &str) {
         let tracked = &self.tracked[process];
-        (&tracked.domain, &tracked.similarity_key)
+        (self.sharing_domain(tracked), &tracked.similarity_key)
+    }
+
+    /// The trust domain with which a process may share pages; `None` for all domains.
+    fn sharing_domain<'p>(&self, tracked: &'p TrackedProcess) -> Option<&'p TrustDomain> {
+        (!self.rules.across_domains).then_some(&tracked.domain)
+    }
+
+    /// Whether two processes may share pages.
+    fn may_share(&self, one: &TrackedProcess, other: &TrackedProcess) -> bool {
+        self.sharing_domain(one) == self.sharing_domain(other)
     }
 
     /// Orders the processes of one class. The first stays first; the others are sorted by urgency, then by how much
@@ -656,13 +669,11 @@ impl DaemonState {
 
     /// The unmerged contents of one process, without the contents of partners in the same scan.
     fn unmatched_content(&self, process: &ProcessId, scanned: &BTreeSet<ProcessId>) -> Sketch {
-        let Some((domain, sketches)) =
-            self.tracked.get(process).and_then(|tracked| Some((&tracked.domain, tracked.sketches.as_ref()?)))
-        else {
-            return Sketch::default();
-        };
+        let Some(tracked) = self.tracked.get(process) else { return Sketch::default() };
+        let Some(sketches) = &tracked.sketches else { return Sketch::default() };
         let scanned = scanned.iter().filter(|other| *other != process).filter_map(|other| self.tracked.get(other));
-        let scanned = scanned.filter(|other| other.domain == *domain).filter_map(|other| other.sketches.as_ref());
+        let scanned =
+            scanned.filter(|other| self.may_share(other, tracked)).filter_map(|other| other.sketches.as_ref());
         scanned.fold(sketches.unmerged.clone(), |unmatched, other| unmatched.without(&other.all))
     }
 
@@ -680,7 +691,7 @@ impl DaemonState {
         let Some(tracked) = self.tracked.get(&process) else { return false };
         let unmatched = self.unmatched_content(&process, scanned);
         let is_candidate = |(other, candidate): &(&ProcessId, &TrackedProcess)| {
-            !scanned.contains(other) && candidate.may_be_scanned() && candidate.domain == tracked.domain
+            !scanned.contains(other) && candidate.may_be_scanned() && self.may_share(candidate, tracked)
         };
         let mut candidates = self.tracked.iter().filter(is_candidate);
         candidates.any(|(_, candidate)| has_large_overlap(tracked, &unmatched, candidate))
@@ -706,9 +717,9 @@ impl DaemonState {
     /// random, because a sketch does not contain all contents.
     fn choose_partners(&self, due: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
-        let domains: BTreeSet<_> = due.iter().map(|process| &self.tracked[process].domain).collect();
+        let domains: BTreeSet<_> = due.iter().map(|process| self.sharing_domain(&self.tracked[process])).collect();
         for domain in domains {
-            let in_domain = |process: &ProcessId| &self.tracked[process].domain == domain;
+            let in_domain = |process: &ProcessId| self.sharing_domain(&self.tracked[process]) == domain;
             let due: Vec<ProcessId> = due.iter().copied().filter(in_domain).collect();
             let similarity_keys: BTreeSet<_> =
                 due.iter().map(|process| &self.tracked[process].similarity_key).collect();

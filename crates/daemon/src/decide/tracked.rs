@@ -385,10 +385,10 @@ impl TrackedProcess {
             self.scan_interval = rules.min_scan_interval;
         } else if is_profitable && !self.last_merge_unprofitable {
             self.scan_interval = (self.scan_interval / 2).max(rules.min_scan_interval);
-        } else if !is_profitable && !is_first {
-            // The pauses grow from the start, however long a scan in parts takes.
+        } else if !is_first && (!is_profitable || duration > self.scan_interval) {
+            // The pause after a scan in parts is at least as long as the scan.
             let grown = self.scan_interval.max(duration) * 2;
-            self.scan_interval = grown.clamp(rules.min_scan_interval, max_interval);
+            self.scan_interval = grown.clamp(rules.min_scan_interval, max_interval.max(duration * 2));
         }
         self.last_scan_found_nothing = !is_profitable && !has_unstable && !is_first;
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };

@@ -1,6 +1,7 @@
 //! Processes too large for one census, and the time within which every process is scanned.
 
 use super::*;
+use crate::decide::part_progress::PartSketches;
 use proptest::prelude::*;
 
 const GIB: u64 = 1 << 30;
@@ -97,16 +98,37 @@ fn large_processes_are_compared_in_all_parts() {
 /// The parts of one process: where their sketches tell savings that pay for it, and only there.
 #[test]
 fn parts_are_compared_where_that_may_pay() {
-    // The parts share 20 MiB by their sketches, and a comparison takes some 4 s.
-    for (max_cpu_seconds_per_mib, compares) in [(0.02, false), (1.0, true)] {
+    // The parts share 20 MiB by their sketches, or nothing that is not merged, and a comparison takes some 4 s.
+    for (max_cpu_seconds_per_mib, merged, compares) in [(0.02, 0, false), (1.0, 0, true), (1.0, 5000, false)] {
         let rules = DaemonRules { cpu_rate: 1.0, max_cpu_seconds_per_mib, ..rules_with_burst(5) };
         let mut host = host_with_sizes(rules, &[20]);
-        host.sketches.insert(id(2), make_sketches(0..5000, 0));
+        host.sketches.insert(id(2), make_sketches(0..5000, merged));
         host.run(300);
         let is_comparison = |census: &BTreeMap<ProcessId, Vec<AddressRange>>| census[&id(2)].len() > 1;
         assert!(host.state.tracked()[&id(2)].part_sketches.len() > 4, "{:?}", host.state.tracked());
         assert_eq!(scanned_by_census(&host).iter().any(is_comparison), compares, "{max_cpu_seconds_per_mib}");
     }
+}
+
+/// Pages that are not merged may be behind a part whose equal pages are.
+#[test]
+fn unmerged_pages_are_compared_with_merged_ones_before_them() {
+    let rules = DaemonRules { cpu_rate: 1.0, max_cpu_seconds_per_mib: 1.0, ..rules_with_burst(5) };
+    let mut host = host_with_sizes(rules, &[20]);
+    host.run(300);
+    let part = |start: u64, end: u64, merged| PartSketches {
+        range: AddressRange { start: start * GIB, end: end * GIB },
+        sketches: make_sketches(0..5000, merged),
+    };
+    let compared = |state: &DaemonState, own_merged, from: u64| {
+        let own = make_sketches(0..5000, own_merged);
+        state.next_part_to_compare((id(2), Some(&own)), id(2), from * GIB)
+    };
+    host.state.tracked.get_mut(&id(2)).unwrap().part_sketches =
+        [part(0, 4, 0), part(4, 8, 5000), part(8, 20, 0)].into();
+    assert_eq!(compared(&host.state, 5000, 4), Some(8 * GIB), "the part from 8 GiB on is not merged");
+    assert_eq!(compared(&host.state, 0, 4), Some(4 * GIB));
+    assert_eq!(compared(&host.state, 0, 20), Some(20 * GIB), "nothing is known of new memory");
 }
 
 /// A scan in parts that takes long is repeated after a pause that is as long.
@@ -126,6 +148,15 @@ fn fruitless_scan_in_parts_is_followed_by_a_pause() {
     interval_after_scan(&mut host);
     let (duration, pause) = interval_after_scan(&mut host);
     assert!(duration > Duration::from_secs(60) && pause >= duration, "{duration:?} {pause:?}");
+    // Merges that save too little are no reason to hurry.
+    let (now, rules) = (host.now, rules_with_burst(10));
+    let tracked = host.state.tracked.get_mut(&id(2)).unwrap();
+    for longest in [duration * 100, Duration::from_secs(1)] {
+        (tracked.scan_interval, tracked.last_merge_unprofitable) = (rules.min_scan_interval, true);
+        tracked.scan_started_at = now - duration;
+        tracked.finish_scan(now, (true, false), 0.0, &rules, longest);
+        assert_eq!(tracked.next_scan, now + duration);
+    }
 }
 
 #[test]

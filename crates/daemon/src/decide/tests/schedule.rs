@@ -390,29 +390,45 @@ fn processes_arriving_together_each_meet_a_match() {
 /// However many arrive together, each meets an old process with the same contents.
 #[test]
 fn many_arrivals_all_meet_their_match() {
-    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
+    let missed = arrivals_without_their_match(0, false);
+    assert!(missed.is_empty(), "{missed:?}");
+}
+
+/// The old processes are of another trust domain.
+#[test]
+fn arrivals_meet_their_match_in_another_domain_only_if_domains_may_share() {
+    let missed = arrivals_without_their_match(1, true);
+    assert!(missed.is_empty(), "{missed:?}");
+    assert!(arrivals_without_their_match(1, false).len() > 12, "they would share nothing");
+}
+
+/// New processes that are in no census with the old process of the same contents, whose number is `old_offset` higher. Odd
+/// numbers are of another domain than even ones.
+fn arrivals_without_their_match(old_offset: u32, across_domains: bool) -> Vec<u32> {
+    let rules = DaemonRules { burst: Duration::from_secs(3600), across_domains, ..rules(DaemonMode::Advise) };
+    let mut host = SimulatedHost::new(rules);
     host.net_per_process = 0;
     let deliver_arrival = |host: &mut SimulatedHost, pid: u32| {
-        let number = u64::from(pid % 1000);
+        let number = u64::from(pid % 1000 / 2);
         host.sketches.insert(id(pid), make_sketches((0..5000).map(|content| number * 10_000 + content), 0));
         let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
         // Room for fifteen processes.
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(200 * MIB), ..arrival }));
     };
     let pids = || (0..24).map(|number| 2 * number);
-    pids().for_each(|pid| deliver_arrival(&mut host, 1000 + pid));
+    let old = |pid: u32| 1000 + pid + old_offset;
+    pids().for_each(|pid| deliver_arrival(&mut host, old(pid)));
     host.run(5000);
     let before = host.trace.len();
     pids().for_each(|pid| deliver_arrival(&mut host, 2000 + pid));
     host.run(60);
     let met = |pid: u32| {
         host.trace[before..].iter().any(|(_, effect)| match effect {
-            Effect::Census(parts) => parts.contains_key(&id(1000 + pid)) && parts.contains_key(&id(2000 + pid)),
+            Effect::Census(parts) => parts.contains_key(&id(old(pid))) && parts.contains_key(&id(2000 + pid)),
             _ => false,
         })
     };
-    let missed: Vec<u32> = pids().filter(|pid| !met(*pid)).collect();
-    assert!(missed.is_empty(), "{missed:?}");
+    pids().filter(|pid| !met(*pid)).collect()
 }
 
 /// The contents of one process have become those of another. The next scan finds that, and the two meet soon after.
