@@ -47,9 +47,9 @@ const OTHER_POLICIES: &str = "default,ksmtuned,advisor,flat-out";
 
 /// Target: 90 % of the savings after so many times the shortest time.
 const MAX_TIME_RATIO: f64 = 1.3;
-/// Target: CPU time in the last half hour, as a share of one CPU, of the whole host.
+/// Target: CPU time in the last half of the day, as a share of one CPU, of the whole host.
 const MAX_CONVERGED_CORES: f64 = 0.01;
-const CONVERGED_SECONDS: f64 = 1800.0;
+const CONVERGED_SECONDS: f64 = 12.0 * 3600.0;
 /// Target: real time for a simulated run of the daemon.
 const MAX_REAL_TIME: Duration = Duration::from_secs(600);
 /// The bucket may be exceeded by what a census takes beyond its prediction, as a share of the burst.
