@@ -120,6 +120,11 @@ impl<'h> MergeMonitor<'h> {
         self.max_pressure_percent = Some(percent);
     }
 
+    /// Set the share of one CPU that the program may use, on which the pace of checks depends.
+    pub fn set_cpu_rate(&mut self, cpu_rate: f64) {
+        self.sampler.set_cpu_rate(cpu_rate);
+    }
+
     /// A merge by this plan begins.
     pub fn begin_plan(&mut self, plan: &MergePlan) {
         self.sampler.begin_plan(plan);

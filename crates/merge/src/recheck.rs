@@ -33,8 +33,8 @@ const STRIPES_PER_RANGE: u64 = 8;
 /// Minimum pause between two checks of all processes by [`CheckScope::AllIfDue`].
 const MIN_PAUSE_BETWEEN_ALL: Duration = Duration::from_secs(5);
 
-/// The same as a multiple of the time that the last one took: a twentieth of one CPU.
-const ALL_PAUSE_FACTOR: u32 = 20;
+/// Share of the permitted CPU time that these checks may take.
+const ALL_CHECKS_CPU_SHARE: f64 = 0.05;
 
 /// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
@@ -158,6 +158,8 @@ pub struct CowSampler<'h> {
     earlier: RangeLifetimes,
     /// Processes of the current plan, or of the last one.
     planned: BTreeSet<ProcessId>,
+    /// The share of one CPU that the program may use.
+    cpu_rate: f64,
     /// When [`CheckScope::AllIfDue`] covers all processes again.
     check_all_at: Instant,
     any_ran: bool,
@@ -173,10 +175,16 @@ impl<'h> CowSampler<'h> {
             processes: BTreeMap::new(),
             earlier: BTreeMap::new(),
             planned: BTreeSet::new(),
+            cpu_rate: 1.0,
             check_all_at: host.now(),
             any_ran: false,
             cow_breaks: 0.0,
         }
+    }
+
+    /// Set the share of one CPU that the program may use: one by default, and at least a thousandth.
+    pub fn set_cpu_rate(&mut self, cpu_rate: f64) {
+        self.cpu_rate = cpu_rate.max(0.001);
     }
 
     /// A merge by this plan begins.
@@ -341,7 +349,8 @@ impl<'h> CowSampler<'h> {
             }
         }
         if scope == CheckScope::AllIfDue && is_all_due {
-            self.check_all_at = host.now() + MIN_PAUSE_BETWEEN_ALL.max(elapsed_since(host, now) * ALL_PAUSE_FACTOR);
+            let pause = elapsed_since(host, now).div_f64(self.cpu_rate * ALL_CHECKS_CPU_SHARE);
+            self.check_all_at = host.now() + MIN_PAUSE_BETWEEN_ALL.max(pause);
         }
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! Updating the state for an event.
 
 use super::merge_estimate::{self, MergeEstimate};
-use super::schedule::MAX_MISSED_PARTNER_CHECKS;
 use super::{
     CensusSummary, CensusTask, DaemonState, Decision, DecisionReason, Event, MergeCandidate, MergeSummary,
     MergedCheckSummary, NextStep, PartResult, ShutdownStage, TickReadings, TrackedProcess, WaitTimes,
@@ -336,7 +335,7 @@ impl DaemonState {
                 tracked.back_off(self.now, &self.rules);
             }
         }
-        for (position, &process) in task.due.iter().enumerate().filter(|(_, due)| !summary.left_out.contains(due)) {
+        for &process in task.due.iter().filter(|due| !summary.left_out.contains(due)) {
             let partner = task.partner.map(|partner| {
                 let is_itself = partner == process;
                 (partner, end_of(ranges(&partner).get(usize::from(is_itself))))
@@ -347,35 +346,21 @@ impl DaemonState {
                 is_profitable: profitable.iter().any(|(candidate, _)| *candidate == process),
                 is_unstable: summary.not_yet_stable.contains(&process),
             };
-            let others = task.processes.iter().copied().filter(|other| *other != process);
             let step = self.update_progress(process, |progress, is_first_scan, next_part| {
-                progress.scanned_beside.extend(others);
                 progress.record(process, &result, is_first_scan, next_part)
             });
             let Some(step) = step else { continue };
-            self.follow_step(process, step, max_interval, position < MAX_MISSED_PARTNER_CHECKS);
+            self.follow_step(process, step, max_interval);
         }
     }
 
-    /// Schedule what follows in the scan of a process. `checks_partners`: whether to look for partners that it missed.
-    pub(super) fn follow_step(
-        &mut self,
-        process: ProcessId,
-        step: NextStep,
-        max_interval: Duration,
-        checks_partners: bool,
-    ) {
+    /// Schedule what follows in the scan of a process.
+    pub(super) fn follow_step(&mut self, process: ProcessId, step: NextStep, max_interval: Duration) {
         let spread = self.random_fraction(process);
         let Some(tracked) = self.tracked.get_mut(&process) else { return };
         let Some(progress) = tracked.finish_part(self.now, step, &self.rules) else { return };
-        let mut scanned = progress.scanned_beside;
-        scanned.insert(process);
         let found = (progress.found_profitable, progress.found_unstable);
         tracked.finish_scan(self.now, found, spread, &self.rules, max_interval);
-        let has_missed = checks_partners && self.has_missed_partner(process, &scanned);
-        if let Some(tracked) = self.tracked.get_mut(&process).filter(|_| has_missed) {
-            tracked.record_missed_partner(self.now, &self.rules);
-        }
     }
 
     /// Report unprofitable candidates that were due: partners are reported when their own scan is due.

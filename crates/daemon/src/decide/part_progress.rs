@@ -12,7 +12,6 @@
 use pagefold_base::units::{AddressRange, Pages, ProcessId};
 use pagefold_census::ScanPart;
 use pagefold_census::decide::sketch::ContentSketches;
-use std::collections::BTreeSet;
 
 /// Repeated censuses of one part and its partner, where these have contents in common that are not stable yet.
 const MAX_PART_REPEATS: u32 = 2;
@@ -78,8 +77,6 @@ pub struct PartProgress {
     pub found_unstable: bool,
     /// The parts so far, each with its sketches.
     pub sketches: Vec<PartSketches>,
-    /// The processes that were scanned beside it.
-    pub scanned_beside: BTreeSet<ProcessId>,
 }
 
 impl Default for PartProgress {
@@ -91,7 +88,6 @@ impl Default for PartProgress {
             found_profitable: false,
             found_unstable: false,
             sketches: Vec::new(),
-            scanned_beside: BTreeSet::new(),
         }
     }
 }

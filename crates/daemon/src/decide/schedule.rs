@@ -16,16 +16,9 @@ use std::time::Duration;
 /// Maximum number of due processes for which a partner with common contents is sought.
 const MAX_PARTNER_SEEKERS: usize = 8;
 
-/// Maximum number of scanned processes for which missed partners are sought. Each candidate partner takes a
-/// microsecond.
-pub(super) const MAX_MISSED_PARTNER_CHECKS: usize = 32;
-
 /// Share of a process's unmerged pages, and the least number of pages, that a partner must hold for an early joint
 /// scan.
 const MIN_LARGE_OVERLAP: (u64, Pages) = (16, Pages(256));
-
-/// One scan in this many has a partner that is chosen at random.
-const SCANS_PER_RANDOM_PARTNER: u64 = 4;
 
 /// Size limit of a census's index: this many bytes, plus this part of all tracked memory (divisor). With the daemon's
 /// other memory, including some 0.11 % for reused fingerprints, that stays below 32 MiB plus 0.2 % of tracked memory.
@@ -306,7 +299,7 @@ impl DaemonState {
             let step =
                 self.update_progress(process, |progress, _, next_part| progress.drop_partner(process, next_part));
             if let Some(step) = step {
-                self.follow_step(process, step, self.max_scan_interval(), false);
+                self.follow_step(process, step, self.max_scan_interval());
             }
         }
     }
@@ -685,18 +678,6 @@ impl DaemonState {
         shared.0.checked_ilog2().map_or(0, |log2| log2 + 1)
     }
 
-    /// Whether a scanned process missed a partner: a process of the same domain holds many of its unmerged pages, and
-    /// the processes that were scanned with it do not.
-    pub(super) fn has_missed_partner(&self, process: ProcessId, scanned: &BTreeSet<ProcessId>) -> bool {
-        let Some(tracked) = self.tracked.get(&process) else { return false };
-        let unmatched = self.unmatched_content(&process, scanned);
-        let is_candidate = |(other, candidate): &(&ProcessId, &TrackedProcess)| {
-            !scanned.contains(other) && candidate.may_be_scanned() && self.may_share(candidate, tracked)
-        };
-        let mut candidates = self.tracked.iter().filter(is_candidate);
-        candidates.any(|(_, candidate)| has_large_overlap(tracked, &unmatched, candidate))
-    }
-
     /// The best partner of the same class, and whether it holds many of the pages that `process` has not merged and the
     /// chosen processes do not hold.
     fn choose_companion(&self, process: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
@@ -713,8 +694,8 @@ impl DaemonState {
 
     /// Known partners from the trust domains of the due processes. Of similar processes: the one that holds most of the
     /// sought contents, and the one that holds most of the rest. Of other processes: the one that holds most of the
-    /// sought contents, and the biggest that holds any of them or has no sketch. Some scans choose one of each group at
-    /// random, because a sketch does not contain all contents.
+    /// sought contents, and the biggest that holds any of them or has no sketch. Of similar processes that hold none of
+    /// them one is chosen at random, because a sketch does not contain all contents.
     fn choose_partners(&self, due: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = due.iter().map(|process| self.sharing_domain(&self.tracked[process])).collect();
@@ -735,30 +716,17 @@ impl DaemonState {
             let without_first = |sketch: &Sketch| {
                 first_sketches.map_or_else(Sketch::default, |sketches| sketch.clone().without(&sketches.all))
             };
-            let at_random =
-                due.first().is_some_and(|process| self.random_u64(*process).is_multiple_of(SCANS_PER_RANDOM_PARTNER));
-            let unmatched: Vec<Sketch> =
-                if at_random { Vec::new() } else { sought.iter().map(without_first).collect() };
-            let low_cost = |process: &ProcessId| Reverse(self.tracked[process].overruns);
+            let unmatched: Vec<Sketch> = sought.iter().map(without_first).collect();
             let second = take_best(&mut similar, |process| {
                 (self.overlap_per_cost(&unmatched, process), self.random_u64(*process))
             });
             let has_no_sketch = |process: &ProcessId| self.tracked[process].sketches.is_none();
-            let dissimilar_partners = if due.iter().any(has_no_sketch) {
-                [
-                    take_best(&mut dissimilar, rank),
-                    take_best(&mut dissimilar, |process| self.partner_rank(&[], process)),
-                ]
-            } else if at_random {
-                [take_best(&mut dissimilar, |process| (low_cost(process), self.random_u64(*process))), None]
-            } else {
+            if !due.iter().any(has_no_sketch) {
                 dissimilar.retain(|process| has_no_sketch(process) || self.overlap_level(&sought, process) > 0);
-                [
-                    take_best(&mut dissimilar, rank),
-                    take_best(&mut dissimilar, |process| self.partner_rank(&[], process)),
-                ]
-            };
-            partners.extend([first, second].into_iter().chain(dissimilar_partners).flatten());
+            }
+            let best_dissimilar = take_best(&mut dissimilar, rank);
+            let biggest_dissimilar = take_best(&mut dissimilar, |process| self.partner_rank(&[], process));
+            partners.extend([first, second, best_dissimilar, biggest_dissimilar].into_iter().flatten());
         }
         partners
     }

@@ -29,9 +29,6 @@ const IDLE_CPU_SHARE: f64 = 0.01;
 /// time never becomes stable.
 const MAX_EARLY_UNSTABLE_SCANS: u32 = 2;
 
-/// Maximum number of early scans after scans without a partner that holds many of the same pages.
-const MAX_EARLY_MISSED_PARTNER_SCANS: u32 = 4;
-
 /// After a change of its trust domain, a process that changes it again within this time is not merged for a while.
 const DOMAIN_CHANGE_COOLDOWN: Duration = Duration::from_secs(3600);
 
@@ -161,8 +158,6 @@ pub struct TrackedProcess {
     pub overruns: u32,
     /// Consecutive scans that found only unstable contents.
     unstable_scans: u32,
-    /// Scans without a partner known to hold many of the same pages, since its contents changed.
-    missed_partner_scans: u32,
     /// Whether the last scan found nothing, not even unstable contents.
     pub(super) last_scan_found_nothing: bool,
     /// Whether its last merge saved less than half of the prediction, or cost more than the limit.
@@ -213,7 +208,6 @@ impl TrackedProcess {
             last_busy: None,
             overruns: 0,
             unstable_scans: 0,
-            missed_partner_scans: 0,
             last_scan_found_nothing: false,
             last_merge_unprofitable: false,
             cpu_reading_at_scan: None,
@@ -399,21 +393,7 @@ impl TrackedProcess {
 
     /// Record its content sketches.
     pub fn set_sketches(&mut self, sketches: ContentSketches) {
-        let previous = self.sketches.take().unwrap_or_default();
-        if previous.unmerged.shared(&sketches.unmerged).0 * 2 < sketches.unmerged.contents().0 {
-            self.missed_partner_scans = 0;
-        }
         self.sketches = Some(Arc::new(sketches));
-    }
-
-    /// Its last scan missed a partner with many of the same pages: scan it again soon, unless earlier such scans were
-    /// fruitless.
-    pub fn record_missed_partner(&mut self, now: Duration, rules: &DaemonRules) {
-        self.missed_partner_scans += 1;
-        if self.missed_partner_scans <= MAX_EARLY_MISSED_PARTNER_SCANS && !self.last_merge_unprofitable {
-            (self.scan_interval, self.last_scan_found_nothing) = (rules.min_scan_interval, false);
-            self.next_scan = (self.scan_started_at + self.scan_interval).max(now);
-        }
     }
 
     /// A scan of it exceeded the CPU budget: double its predicted scan cost.

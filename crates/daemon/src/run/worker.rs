@@ -178,6 +178,7 @@ impl<'h> Worker<'h> {
     fn execute(&mut self, WorkOrder { effect, settings, cancel }: WorkOrder) -> Event {
         self.cancel = cancel;
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
+        self.merge_monitor.set_cpu_rate(settings.rules.cpu_rate);
         let changes_watch = !matches!(effect, Effect::Census(_));
         let result = match effect {
             Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),

@@ -44,6 +44,7 @@ fn one_range_plan() -> MergePlan {
 fn monitor_with_cow_breaks(host: &FakeHost) -> MergeMonitor<'_> {
     host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
     let mut monitor = MergeMonitor::new(host);
+    monitor.begin_plan(&one_range_plan());
     monitor.add_plan(&one_range_plan());
     assert!(!monitor.check_pages(CheckScope::All), "they are merged");
     host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
@@ -137,6 +138,7 @@ fn unmerged_range_unenrolls_without_memory() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
     let mut monitor = MergeMonitor::new(&host);
+    monitor.begin_plan(&one_range_plan());
     monitor.add_plan(&one_range_plan());
     monitor.check_pages(CheckScope::All);
     host.set_free_kib(0);
@@ -218,6 +220,7 @@ fn stable_broken_pages_are_remerged() {
     plan.targets[0].ranges[0].range = range;
     let mut monitor = MergeMonitor::new(&host);
     monitor.set_ksmd_share(0.1);
+    monitor.begin_plan(&plan);
     monitor.add_plan(&plan);
     monitor.check_pages(CheckScope::All);
     // Each page lasts for some seconds, by the rate over all pages.
