@@ -366,10 +366,11 @@ mod tests {
     }
 
     #[test]
-    fn converged_share_is_that_of_the_last_half_hour() {
-        let minutes: Vec<f64> =
-            (0..=40).map(|minute| if minute <= 10 { 60.0 * minute as f64 } else { 600.0 }).collect();
+    fn converged_share_is_that_of_the_last_half_day() {
+        let minutes: Vec<f64> = (0..=24 * 60).map(|minute| 60.0 * f64::from(minute.min(600))).collect();
         assert_eq!(report(&minutes).converged_cores(), 0.0);
+        let always: Vec<f64> = (0..=24 * 60).map(|minute| 6.0 * f64::from(minute)).collect();
+        assert!((report(&always).converged_cores() - 0.1).abs() < 1e-9);
     }
 
     #[test]
