@@ -203,7 +203,6 @@ fn machines_are_placed_verified_and_restored() {
     check_virtual_nodes(&scenes);
     check_daemon(&scenes);
     check_full_node(&scenes);
-    check_refused_memory(&scenes);
     check_undo_of_one_process(&scenes);
     nodes_and_traps::check_four_nodes(&scenes);
     nodes_and_traps::check_hugetlb(&scenes);
@@ -406,22 +405,6 @@ fn check_full_node(scenes: &Scenes) {
     );
     assert_eq!(scenes.exit("full-undo"), 0);
     assert!(state(scenes, "large-undone").is_as(&before), "{:?}", state(scenes, "large-undone"));
-}
-
-/// The kernel refuses memory in the middle of a move: some pages are on the new node by then.
-fn check_refused_memory(scenes: &Scenes) {
-    let before = state(scenes, "refused-before");
-    let report = scenes.json("refused");
-    assert_eq!((scenes.exit("refused"), &report["outcome"]), (3, &"partial".into()), "{report}");
-    let machine = &report["machines"][0];
-    let refused = machine["kept_pages"]["the node has no free memory"].as_u64().unwrap();
-    let moved = machine["moved_pages"].as_u64().unwrap();
-    assert!(refused > 1000 && moved > 1000, "{report}");
-    let after = state(scenes, "refused");
-    assert!(after.node_pages[0] >= refused && after.node_pages[1] >= moved, "{after:?}");
-    assert_eq!(scenes.exit("refused-undo"), 0);
-    let undone = state(scenes, "refused-undone");
-    assert!(undone.is_as(&before), "{before:?} {undone:?}");
 }
 
 fn check_undo_of_one_process(scenes: &Scenes) {
