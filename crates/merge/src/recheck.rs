@@ -641,7 +641,7 @@ mod tests {
             next.check_pages(CheckScope::All).unwrap();
             host.map_pages(PID, (whole.start, whole.end), "", true);
             host.set_cpu_ticks(PID, if continues { 1 } else { 2 });
-            next.check_pages(CheckScope::All).unwrap();
+            next.check_pages(CheckScope::RanSinceCheck).unwrap();
             let stats = next.lifetime_stats();
             assert_eq!(stats.repeated_cow_breaks > Pages::ZERO, continues, "{stats:?}");
             let is_profitable = |stats: &LifetimeStats| stats.is_profitable(PAGE_BYTES);
@@ -650,7 +650,7 @@ mod tests {
         }
     }
 
-    /// The second process is in no plan any more.
+    /// The process is in an earlier plan only.
     #[test]
     fn processes_without_a_plan_are_checked_seldom_during_merges() {
         let host = FakeHost::booted();
@@ -723,7 +723,7 @@ mod tests {
             );
         }
         host.set_cpu_ticks(PID, 1);
-        sampler.check_pages(CheckScope::All).unwrap();
+        sampler.check_pages(CheckScope::RanSinceCheck).unwrap();
         let broken = sampler.lifetime_stats().cow_breaks;
         // Seven of eight pages are broken.
         assert!(broken.0 > STRIPES_PER_RANGE * PAGES_PER_STRIPE, "{broken:?}");

@@ -339,7 +339,7 @@ impl DaemonState {
     }
 
     /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
-    /// however much memory there is.
+    /// however much memory there is. Comparisons of the parts of a large process come on top.
     fn max_scan_interval(&self) -> Duration {
         let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
         let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
