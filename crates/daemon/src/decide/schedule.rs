@@ -530,24 +530,29 @@ impl DaemonState {
         let (mut due_chosen, mut chosen, mut scan_seconds, mut merge_seconds, mut scan_bytes) =
             (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
         let mut companion_count = 0;
-        let mut try_add = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, max_processes: usize| {
-            let tracked = &self.tracked[&process];
-            let (added_scan_seconds, bytes) =
-                (scan_seconds + self.scan_cpu_seconds(tracked), self.part_bytes(tracked).0);
-            let added_merge_seconds = merge_seconds + self.reserved_merge_seconds(process);
+        // Add one process, or two that are to be scanned together.
+        let mut try_add = |chosen: &mut BTreeSet<ProcessId>, added: &[ProcessId], max_processes: usize| {
+            let (mut added_scan_seconds, mut added_merge_seconds, mut bytes) =
+                (scan_seconds, merge_seconds, scan_bytes);
+            for process in added {
+                let tracked = &self.tracked[process];
+                added_scan_seconds += self.scan_cpu_seconds(tracked);
+                added_merge_seconds += self.reserved_merge_seconds(*process);
+                bytes += self.part_bytes(tracked).0;
+            }
             // A big host is scanned in portions of at least two processes.
-            let has_room = chosen.len() < max_processes.min(2)
-                || chosen.len() < max_processes && scan_bytes + bytes <= max_scan_bytes;
+            let process_count = chosen.len() + added.len();
+            let has_room =
+                process_count <= max_processes.min(2) || process_count <= max_processes && bytes <= max_scan_bytes;
             // Each census goes on with one large partner at most.
-            let has_large_partner = chosen.iter().any(|other| *other != first && is_large(other));
+            let partners = chosen.iter().chain(added).filter(|other| **other != first);
             let is_affordable = has_room
-                && !(has_large_partner && is_large(&process))
+                && partners.filter(|process| is_large(process)).count() <= 1
                 && self.required_cpu_seconds(added_scan_seconds, added_merge_seconds)
                     <= self.cpu_budget.available_seconds();
             if is_affordable {
-                chosen.insert(process);
-                (scan_seconds, merge_seconds, scan_bytes) =
-                    (added_scan_seconds, added_merge_seconds, scan_bytes + bytes);
+                chosen.extend(added);
+                (scan_seconds, merge_seconds, scan_bytes) = (added_scan_seconds, added_merge_seconds, bytes);
             }
             is_affordable
         };
@@ -555,14 +560,19 @@ impl DaemonState {
         for same_class in due.chunk_by(|a, b| self.similarity_class(a) == self.similarity_class(b)) {
             let earlier = due_chosen.len();
             for process in self.order_by_shared_content(same_class, is_scarce) {
-                if chosen.contains(&process) || try_add(&mut chosen, process, max_processes) {
+                // Add the process with the most common contents before others fill the portion.
+                let seeks_companion = !one_partner_only && companion_count < MAX_PARTNER_SEEKERS;
+                let companion = if seeks_companion { self.choose_companion(process, &chosen) } else { None };
+                let companion = companion.and_then(|(companion, has_many_pages)| has_many_pages.then_some(companion));
+                let is_chosen = chosen.contains(&process);
+                let added: Vec<ProcessId> = companion.into_iter().chain((!is_chosen).then_some(process)).collect();
+                let is_added = try_add(&mut chosen, &added, max_processes);
+                companion_count += usize::from(is_added && companion.is_some());
+                if is_added || is_chosen {
                     due_chosen.push(process);
-                    // Add the process with the most common contents before others fill the portion.
-                    if companion_count < MAX_PARTNER_SEEKERS
-                        && let Some((companion, true)) = self.choose_companion(process, &chosen)
-                    {
-                        companion_count += usize::from(try_add(&mut chosen, companion, max_processes));
-                    }
+                } else if process == first && self.is_overdue(&self.tracked[&first]) {
+                    // Without its companion the scan would be in vain, and cheaper processes would use up what both need.
+                    return None;
                 }
             }
             // A single process gets a similar partner.
@@ -572,15 +582,17 @@ impl DaemonState {
                     .all(|other| *other == single || self.similarity_class(other) != self.similarity_class(&single))
                 && let Some((companion, _)) = self.choose_companion(single, &chosen)
             {
-                try_add(&mut chosen, companion, max_processes);
+                try_add(&mut chosen, &[companion], max_processes);
             }
         }
         due_chosen.first()?;
         let (is_single, mut partners) = (chosen.len() == 1, self.choose_partners(&due_chosen, &chosen));
         // Take the most similar partner, even if its cost must be awaited: a cheaper one may have nothing in common.
         partners.truncate(if one_partner_only { 1 } else { usize::MAX });
-        let added =
-            partners.iter().filter(|partner| try_add(&mut chosen, **partner, max_processes.saturating_add(1))).count();
+        let added = partners
+            .iter()
+            .filter(|partner| try_add(&mut chosen, &[**partner], max_processes.saturating_add(1)))
+            .count();
         // A scan without a partner finds little: wait until the CPU budget can pay for one.
         let must_wait = is_single && added == 0 && !partners.is_empty();
         (!must_wait).then_some(chosen)
@@ -682,7 +694,9 @@ impl DaemonState {
     /// chosen processes do not hold.
     fn choose_companion(&self, process: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
         let is_same_class = |other: &ProcessId| {
-            !chosen.contains(other) && self.similarity_class(other) == self.similarity_class(&process)
+            *other != process
+                && !chosen.contains(other)
+                && self.similarity_class(other) == self.similarity_class(&process)
         };
         let candidates =
             self.tracked.iter().filter(|(other, tracked)| is_same_class(other) && tracked.may_be_scanned());

@@ -530,7 +530,7 @@ fn portion_contains_matches_unless_others_are_urgent() {
             let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
             let contents = (0..500).map(|number| u64::from(pid % 2) * 1000 + number);
             host.sketches.insert(id(2 * pid), make_sketches(contents, 0));
-            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(800 * MIB), ..arrival }));
+            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(600 * MIB), ..arrival }));
         }
         host.run(100);
         let mut due: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
@@ -545,7 +545,34 @@ fn portion_contains_matches_unless_others_are_urgent() {
         }
         let chosen = host.state.choose_affordable(&due).expect("there is CPU time");
         let pids: Vec<u32> = chosen.iter().map(|process| process.pid.0).collect();
-        // Room for three: the first process, its match, and the next one.
-        assert_eq!(pids, if is_short { [6, 8, 14] } else { [2, 6, 14] });
+        // Room for four: the first process with its match, and the next one with its match.
+        assert_eq!(pids, if is_short { [6, 8, 14, 16] } else { [2, 6, 10, 14] });
     }
+}
+
+/// Otherwise it would be scanned beside cheaper processes that have nothing in common with it, again and again.
+#[test]
+fn process_waits_until_its_match_is_affordable() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
+    let contents = |pid: u64| (0..5000).map(move |number| pid % 3 * 10_000 + number);
+    for pid in 1..=9 {
+        host.sketches.insert(id(2 * pid), make_sketches(contents(pid.into()), 0));
+        host.deliver(arrival(2 * pid));
+    }
+    host.run(200);
+    let due = [id(2)];
+    let chosen = |host: &SimulatedHost| host.state.choose_affordable(&due);
+    let partners = |host: &SimulatedHost| -> Vec<u32> {
+        chosen(host).into_iter().flatten().map(|process| process.pid.0).filter(|pid| *pid != 2).collect()
+    };
+    assert!(partners(&host).contains(&14), "{:?}", partners(&host));
+    for number in [8, 14] {
+        if let Some(tracked) = host.state.tracked.get_mut(&id(number)) {
+            // Scans of these take more than is available now.
+            tracked.reserved_merge_seconds = 7.0;
+            tracked.merge_halted_at = host.state.now;
+        }
+    }
+    host.state.cpu_budget.update(host.state.now, host.cpu_spent + Duration::from_secs(5));
+    assert_eq!(chosen(&host), None);
 }
