@@ -22,6 +22,7 @@ use pagefold_host::transaction::session::{ChangeLifetime, Session};
 use pagefold_host::{Host, ProcessHandle as Handle};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 /// Watched ranges and unenrolled ranges.
 pub struct MergeMonitor<'h> {
@@ -123,6 +124,11 @@ impl<'h> MergeMonitor<'h> {
     /// Set the share of one CPU that the program may use, on which the pace of checks depends.
     pub fn set_cpu_rate(&mut self, cpu_rate: f64) {
         self.sampler.set_cpu_rate(cpu_rate);
+    }
+
+    /// The pause after a check of the plan's processes that took so long.
+    pub fn pause_after_check(&self, duration: Duration) -> Duration {
+        self.sampler.pause_after_check(duration)
     }
 
     /// A merge by this plan begins.

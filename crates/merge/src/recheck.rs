@@ -36,6 +36,9 @@ const MIN_PAUSE_BETWEEN_ALL: Duration = Duration::from_secs(5);
 /// Share of the permitted CPU time that these checks may take.
 const ALL_CHECKS_CPU_SHARE: f64 = 0.05;
 
+/// Share of one CPU, and of the permitted CPU time, that checks of the current plan's processes may take during a merge.
+const PLANNED_CHECKS_CPU_SHARES: [f64; 2] = [0.02, 0.1];
+
 /// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
 
@@ -185,6 +188,12 @@ impl<'h> CowSampler<'h> {
     /// Set the share of one CPU that the program may use: one by default, and at least a thousandth.
     pub fn set_cpu_rate(&mut self, cpu_rate: f64) {
         self.cpu_rate = cpu_rate.max(0.001);
+    }
+
+    /// The pause after a check of the plan's processes that took so long.
+    pub fn pause_after_check(&self, duration: Duration) -> Duration {
+        let [share_of_cpu, share_of_rate] = PLANNED_CHECKS_CPU_SHARES;
+        duration.div_f64(share_of_cpu.min(self.cpu_rate * share_of_rate))
     }
 
     /// A merge by this plan begins.
@@ -670,6 +679,20 @@ mod tests {
             host.sleep(Duration::from_millis(millis));
             sampler.check_pages(scope).unwrap();
             assert_eq!(sampler.cow_breaks() > Pages::ZERO, is_checked, "{millis} {scope:?}");
+        }
+    }
+
+    #[test]
+    fn checks_take_a_share_of_the_permitted_cpu_time() {
+        let host = FakeHost::booted();
+        let mut sampler = CowSampler::new(&host);
+        let mut pause = |cpu_rate| {
+            sampler.set_cpu_rate(cpu_rate);
+            sampler.pause_after_check(Duration::from_millis(10)).as_secs_f64()
+        };
+        let expected = [(1.0, 0.5), (0.2, 0.5), (0.1, 1.0), (0.01, 10.0)];
+        for (cpu_rate, seconds) in expected {
+            assert!((pause(cpu_rate) - seconds).abs() < 1e-9, "{cpu_rate}: {}", pause(cpu_rate));
         }
     }
 

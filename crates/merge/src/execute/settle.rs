@@ -29,9 +29,6 @@ const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 /// How often merged pages are checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The pause between such checks, as a multiple of a check's duration.
-const CHECK_PAUSE_FACTOR: u32 = 50;
-
 /// The state between two polls of ksmd's counters.
 struct SettleWait {
     /// Pages that should merge once all ranges are enrolled.
@@ -197,7 +194,7 @@ impl MergeRun<'_, '_> {
             let began = host.now();
             self.check_and_unenroll(CheckScope::PlannedThatRan, UnenrollPhase::DuringMerge)?;
             let ended = host.now();
-            wait.last_check = (ended, CHECK_INTERVAL.max((ended - began) * CHECK_PAUSE_FACTOR));
+            wait.last_check = (ended, CHECK_INTERVAL.max(self.monitor.pause_after_check(ended - began)));
         }
         Ok(())
     }
