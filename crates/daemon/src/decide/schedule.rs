@@ -51,6 +51,10 @@ const MAX_WAIT: (f64, f64) = (2.0, 60.0);
 /// Share of the burst that may be reserved for a halted merge: other processes need scans, too.
 const MAX_RESERVED_BURST_SHARE: f64 = 0.75;
 
+/// Share of the burst that must be available to scan some of the due processes while it cannot pay for all of them: one
+/// census of many processes finds more than several of a few.
+const MIN_SCARCE_BURST_SHARE: f64 = 0.75;
+
 /// How long CPU time is reserved for a halted merge: a multiple of the time that refills the burst, and seconds at
 /// least.
 const MERGE_RESERVATION_TIMEOUT: (f64, f64) = (2.0, 60.0);
@@ -503,6 +507,12 @@ impl DaemonState {
         if !due.iter().any(|process| required_seconds(process) <= self.cpu_budget.available_seconds()) {
             return None;
         }
+        if !self.is_memory_short_for(due)
+            && self.is_cpu_time_scarce(due)
+            && self.cpu_budget.available_seconds() < self.cpu_budget.burst_seconds() * MIN_SCARCE_BURST_SHARE
+        {
+            return None;
+        }
         let first = *due.first()?;
         // Cheaper processes would use up what it waits for.
         if self.is_overdue(&self.tracked[&first]) && required_seconds(&first) > self.cpu_budget.available_seconds() {
@@ -546,10 +556,14 @@ impl DaemonState {
                 process_count <= max_processes.min(2) || process_count <= max_processes && bytes <= max_scan_bytes;
             // Each census goes on with one large partner at most.
             let partners = chosen.iter().chain(added).filter(|other| **other != first);
+            // Only the first two may have a merge that takes more than the budget holds.
+            let required_seconds = match process_count {
+                ..=2 => self.required_cpu_seconds(added_scan_seconds, added_merge_seconds),
+                _ => added_scan_seconds + added_merge_seconds,
+            };
             let is_affordable = has_room
                 && partners.filter(|process| is_large(process)).count() <= 1
-                && self.required_cpu_seconds(added_scan_seconds, added_merge_seconds)
-                    <= self.cpu_budget.available_seconds();
+                && required_seconds <= self.cpu_budget.available_seconds();
             if is_affordable {
                 chosen.extend(added);
                 (scan_seconds, merge_seconds, scan_bytes) = (added_scan_seconds, added_merge_seconds, bytes);

@@ -576,3 +576,26 @@ fn process_waits_until_its_match_is_affordable() {
     host.state.cpu_budget.update(host.state.now, host.cpu_spent + Duration::from_secs(5));
     assert_eq!(chosen(&host), None);
 }
+
+/// A census of many processes finds more than several of a few.
+#[test]
+fn scarce_cpu_time_is_saved_up_for_large_portions() {
+    let burst = Duration::from_secs(10);
+    let mut host = SimulatedHost::new(DaemonRules { burst, ..rules(DaemonMode::Act) });
+    for pid in 1..=16 {
+        let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
+        host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(2048 * MIB), ..arrival }));
+    }
+    let all: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
+    let mut are_chosen = |available: f64, due: &[ProcessId], pressure: f64| {
+        let spent = Duration::from_secs_f64(burst.as_secs_f64() - available);
+        host.state.cpu_budget = CpuTokenBucket::new(host.state.rules.cpu_rate, burst, host.now, Duration::ZERO);
+        host.state.cpu_budget.update(host.now, spent);
+        host.state.shortage = Shortage { pressure_percent: Some(pressure), left_share: None };
+        host.state.choose_affordable(due).is_some()
+    };
+    assert!(!are_chosen(7.0, &all, 0.0));
+    assert!(are_chosen(8.0, &all, 0.0));
+    assert!(are_chosen(2.5, &all[..2], 0.0), "both are affordable");
+    assert!(are_chosen(2.5, &all, 90.0), "memory is short");
+}
