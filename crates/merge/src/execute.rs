@@ -526,16 +526,18 @@ impl MergeRun<'_, '_> {
         stopped.or(deadline_reached.then_some(MergeEnd::Deadline))
     }
 
-    /// Unenroll ranges that do not stay merged.
-    fn check_and_unenroll(&mut self, scope: CheckScope, phase: UnenrollPhase) -> Result<(), session::Error> {
+    /// Unenroll ranges that do not stay merged. Returns how long the check took.
+    fn check_and_unenroll(&mut self, scope: CheckScope, phase: UnenrollPhase) -> Result<Duration, session::Error> {
+        let began = self.session.host().now();
         self.monitor.check_pages(scope);
+        let duration = elapsed_since(self.session.host(), began);
         let unenrolled = self.monitor.unenroll_unprofitable(self.session, phase)?;
         if !unenrolled.is_empty() {
             self.unstable_found_at = self.session.host().now();
         }
         self.unenrolled_pages += unenrolled.values().copied().sum::<Pages>();
         self.unenrolled_processes.extend(unenrolled.into_keys());
-        Ok(())
+        Ok(duration)
     }
 
     /// Run ksmd at the current pace.

@@ -29,6 +29,10 @@ const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 /// How often merged pages are checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
+/// The pause between such checks once ksmd has settled, as a multiple of a check's duration. Pages are then watched for less
+/// than a second.
+const SETTLED_CHECK_PAUSE_FACTOR: u32 = 50;
+
 /// The state between two polls of ksmd's counters.
 struct SettleWait {
     /// Pages that should merge once all ranges are enrolled.
@@ -148,7 +152,7 @@ impl MergeRun<'_, '_> {
         // watched. From here on each check of a page sees its break, until ksmd works again.
         self.pause_ksmd()?;
         self.monitor.check_pages(CheckScope::AllIfDue);
-        wait.last_check.0 = host.now();
+        wait.last_check = (host.now(), CHECK_INTERVAL);
         wait.settled_at = Some(wait.last_check.0);
         Ok(false)
     }
@@ -191,10 +195,12 @@ impl MergeRun<'_, '_> {
         let host = self.session.host();
         let (checked_at, pause) = wait.last_check;
         if elapsed_since(host, checked_at) >= pause {
-            let began = host.now();
-            self.check_and_unenroll(CheckScope::PlannedThatRan, UnenrollPhase::DuringMerge)?;
-            let ended = host.now();
-            wait.last_check = (ended, CHECK_INTERVAL.max(self.monitor.pause_after_check(ended - began)));
+            let duration = self.check_and_unenroll(CheckScope::PlannedThatRan, UnenrollPhase::DuringMerge)?;
+            let pause = match wait.settled_at {
+                Some(_) => duration * SETTLED_CHECK_PAUSE_FACTOR,
+                None => self.monitor.pause_after_check(duration),
+            };
+            wait.last_check = (host.now(), CHECK_INTERVAL.max(pause));
         }
         Ok(())
     }
