@@ -114,7 +114,7 @@ pub struct HostileMixBenchmark {
     pub region_count: u64,
     /// Threads of the writer. If they leave no CPU idle, the daemon pauses again and again.
     pub writer_threads: u64,
-    /// The bound for the daemon: a share of one CPU on average. An unoptimized census takes several times as much CPU time.
+    /// The bound for the daemon: a share of one CPU on average.
     pub cpu_rate: f64,
     /// CPU time that the daemon's token bucket holds at most.
     pub burst: Duration,

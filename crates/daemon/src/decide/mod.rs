@@ -45,6 +45,7 @@ mod event;
 mod event_handling;
 mod merge_estimate;
 pub mod part_progress;
+mod portion;
 mod remerge_backoff;
 mod restart;
 mod rules;
@@ -306,7 +307,7 @@ impl DaemonState {
     /// Why no scan starts for now.
     fn pause_reason(&self) -> Option<&'static str> {
         match self.reported_pause? {
-            DecisionReason::Budget => Some("the CPU budget is used up for now"),
+            DecisionReason::Budget => Some("the CPU budget does not suffice for now"),
             DecisionReason::MemoryGoal => Some("available memory is above the goal"),
             DecisionReason::Slowdown => Some("programs waited longer while it worked"),
             DecisionReason::QuietHours => Some("these are quiet hours"),

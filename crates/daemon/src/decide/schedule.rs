@@ -1,6 +1,7 @@
 //! Choosing the next task.
 
 use super::part_progress::{NextPart, PartSketches};
+use super::portion::Portion;
 use super::{
     CensusTask, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, NextStep, PartProgress,
     PendingUnenroll, ScanCause, ShutdownStage, TrackedProcess, UnenrollScope,
@@ -51,8 +52,8 @@ const MAX_WAIT: (f64, f64) = (2.0, 60.0);
 /// Share of the burst that may be reserved for a halted merge: other processes need scans, too.
 const MAX_RESERVED_BURST_SHARE: f64 = 0.75;
 
-/// Share of the burst that must be available to scan some of the due processes while it cannot pay for all of them: one
-/// census of many processes finds more than several of a few.
+/// Share of the burst that must be available to scan some of the due processes while it cannot pay for all of them, unless
+/// memory is short: one census of many processes finds more than several of a few.
 const MIN_SCARCE_BURST_SHARE: f64 = 0.75;
 
 /// How long CPU time is reserved for a halted merge: a multiple of the time that refills the burst, and seconds at
@@ -228,7 +229,7 @@ impl DaemonState {
     }
 
     /// The most resident memory that a census may cover, so that its index stays within the limit.
-    fn max_census_bytes(&self) -> u64 {
+    pub(super) fn max_census_bytes(&self) -> u64 {
         (INDEX_BYTES_LIMIT.0 + self.tracked_bytes / INDEX_BYTES_LIMIT.1) * MEMORY_BYTES_PER_INDEX_BYTE
     }
 
@@ -246,7 +247,7 @@ impl DaemonState {
     }
 
     /// The resident memory of the next part of a process.
-    fn part_bytes(&self, tracked: &TrackedProcess) -> Bytes {
+    pub(super) fn part_bytes(&self, tracked: &TrackedProcess) -> Bytes {
         Bytes(tracked.resident.0.div_ceil(self.part_count(tracked)))
     }
 
@@ -257,7 +258,7 @@ impl DaemonState {
 
     /// Predicted CPU seconds of scanning the next part of a process. Two parts are always within the burst; a scan that
     /// takes longer is halted, and the next part is smaller.
-    fn scan_cpu_seconds(&self, tracked: &TrackedProcess) -> f64 {
+    pub(super) fn scan_cpu_seconds(&self, tracked: &TrackedProcess) -> f64 {
         let mib = self.part_bytes(tracked).0 as f64 / 1048576.0;
         (mib * self.census_seconds_per_mib * tracked.scan_cost_factor())
             .min(self.cpu_budget.burst_seconds() * MAX_PART_BURST_SHARE)
@@ -369,17 +370,19 @@ impl DaemonState {
 
     /// CPU seconds reserved for the halted merge of a process. None if memory is short, or if other processes have used
     /// them up for longer than [`MERGE_RESERVATION_TIMEOUT`].
-    fn reserved_merge_seconds(&self, process: ProcessId) -> f64 {
+    pub(super) fn reserved_merge_seconds(&self, process: ProcessId) -> f64 {
         let tracked = &self.tracked[&process];
         let timeout = (self.cpu_budget.burst_seconds() / self.rules.cpu_rate * MERGE_RESERVATION_TIMEOUT.0)
             .max(MERGE_RESERVATION_TIMEOUT.1);
-        let elapsed = self.now.saturating_sub(tracked.next_scan.max(tracked.merge_halted_at)).as_secs_f64();
+        // A process that is not due is a partner of another one.
+        let due_at = if tracked.next_scan <= self.now { tracked.next_scan } else { Duration::ZERO };
+        let elapsed = self.now.saturating_sub(due_at.max(tracked.merge_halted_at)).as_secs_f64();
         if elapsed < timeout && !self.is_memory_short_for(&[process]) { tracked.reserved_merge_seconds } else { 0.0 }
     }
 
     /// CPU seconds that must be available before a scan. They include the reserves for halted merges, because the scan
     /// would use these up each time. The sum is limited to most of the burst, unless the scan alone takes more.
-    fn required_cpu_seconds(&self, scan_seconds: f64, merge_seconds: f64) -> f64 {
+    pub(super) fn required_cpu_seconds(&self, scan_seconds: f64, merge_seconds: f64) -> f64 {
         (scan_seconds + merge_seconds).min(scan_seconds.max(self.cpu_budget.burst_seconds() * MAX_RESERVED_BURST_SHARE))
     }
 
@@ -390,7 +393,7 @@ impl DaemonState {
             return;
         }
         let Some(mut chosen) = self.choose_affordable(&due) else {
-            return self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", effects);
+            return self.report_pause(DecisionReason::Budget, "the CPU budget does not suffice for now", effects);
         };
         self.reported_pause = None;
         let mut due_chosen: Vec<ProcessId> = due.into_iter().filter(|process| chosen.contains(process)).collect();
@@ -498,6 +501,7 @@ impl DaemonState {
 
     /// The due processes and their partners that the CPU budget can pay for now; `None` to wait for more.
     pub(super) fn choose_affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        let first = *due.first()?;
         let required_seconds = |process: &ProcessId| {
             self.required_cpu_seconds(
                 self.scan_cpu_seconds(&self.tracked[process]),
@@ -507,13 +511,15 @@ impl DaemonState {
         if !due.iter().any(|process| required_seconds(process) <= self.cpu_budget.available_seconds()) {
             return None;
         }
-        if !self.is_memory_short_for(due)
-            && self.is_cpu_time_scarce(due)
+        // Others are only near their time.
+        let now_due: Vec<ProcessId> =
+            due.iter().copied().filter(|process| self.tracked[process].next_scan <= self.now).collect();
+        if !self.is_memory_short_for(&[first])
+            && self.is_cpu_time_scarce(&now_due)
             && self.cpu_budget.available_seconds() < self.cpu_budget.burst_seconds() * MIN_SCARCE_BURST_SHARE
         {
             return None;
         }
-        let first = *due.first()?;
         // Cheaper processes would use up what it waits for.
         if self.is_overdue(&self.tracked[&first]) && required_seconds(&first) > self.cpu_budget.available_seconds() {
             return None;
@@ -533,83 +539,64 @@ impl DaemonState {
         let first = *due.first()?;
         // A process whose scan exceeded the budget is scanned with one partner only, to find out which of them is
         // expensive.
-        let one_partner_only = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
-        let max_processes = if one_partner_only { 1 } else { usize::MAX };
-        let max_scan_bytes = self.max_census_bytes();
-        let is_large = |process: &ProcessId| self.is_large(&self.tracked[process]);
-        let (mut due_chosen, mut chosen, mut scan_seconds, mut merge_seconds, mut scan_bytes) =
-            (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
-        let mut companion_count = 0;
-        // Add one process, or two that are to be scanned together.
-        let mut try_add = |chosen: &mut BTreeSet<ProcessId>, added: &[ProcessId], max_processes: usize| {
-            let (mut added_scan_seconds, mut added_merge_seconds, mut bytes) =
-                (scan_seconds, merge_seconds, scan_bytes);
-            for process in added {
-                let tracked = &self.tracked[process];
-                added_scan_seconds += self.scan_cpu_seconds(tracked);
-                added_merge_seconds += self.reserved_merge_seconds(*process);
-                bytes += self.part_bytes(tracked).0;
-            }
-            // A big host is scanned in portions of at least two processes.
-            let process_count = chosen.len() + added.len();
-            let has_room =
-                process_count <= max_processes.min(2) || process_count <= max_processes && bytes <= max_scan_bytes;
-            // Each census goes on with one large partner at most.
-            let partners = chosen.iter().chain(added).filter(|other| **other != first);
-            // Only the first two may have a merge that takes more than the budget holds.
-            let required_seconds = match process_count {
-                ..=2 => self.required_cpu_seconds(added_scan_seconds, added_merge_seconds),
-                _ => added_scan_seconds + added_merge_seconds,
-            };
-            let is_affordable = has_room
-                && partners.filter(|process| is_large(process)).count() <= 1
-                && required_seconds <= self.cpu_budget.available_seconds();
-            if is_affordable {
-                chosen.extend(added);
-                (scan_seconds, merge_seconds, scan_bytes) = (added_scan_seconds, added_merge_seconds, bytes);
-            }
-            is_affordable
-        };
+        let one_partner_only = self.tracked[&first].overruns > 0;
+        let mut portion = Portion::new(self, first, if one_partner_only { 1 } else { usize::MAX });
+        // First scans only record pages.
+        let seeks_companions = !one_partner_only && !self.tracked[&first].is_unscanned();
+        // `waiting` are due processes that are scanned with their companions later.
+        let (mut due_chosen, mut waiting, mut companion_count) = (Vec::new(), BTreeSet::new(), 0);
         let is_scarce = self.is_cpu_time_scarce(due);
         for same_class in due.chunk_by(|a, b| self.similarity_class(a) == self.similarity_class(b)) {
             let earlier = due_chosen.len();
             for process in self.order_by_shared_content(same_class, is_scarce) {
-                // Add the process with the most common contents before others fill the portion.
-                let seeks_companion = !one_partner_only && companion_count < MAX_PARTNER_SEEKERS;
-                let companion = if seeks_companion { self.choose_companion(process, &chosen) } else { None };
-                let companion = companion.and_then(|(companion, has_many_pages)| has_many_pages.then_some(companion));
-                let is_chosen = chosen.contains(&process);
-                let added: Vec<ProcessId> = companion.into_iter().chain((!is_chosen).then_some(process)).collect();
-                let is_added = try_add(&mut chosen, &added, max_processes);
-                companion_count += usize::from(is_added && companion.is_some());
-                if is_added || is_chosen {
-                    due_chosen.push(process);
-                } else if process == first && self.is_overdue(&self.tracked[&first]) {
-                    // Without its companion the scan would be in vain, and cheaper processes would use up what both need.
-                    return None;
+                let is_chosen = portion.chosen.contains(&process);
+                if !(is_chosen || portion.fits(process)) {
+                    continue;
                 }
+                let added: Vec<ProcessId> = (!is_chosen).then_some(process).into_iter().collect();
+                // Add the process with the most common contents before others fill the portion.
+                let companion = (seeks_companions && companion_count < MAX_PARTNER_SEEKERS)
+                    .then(|| self.choose_companion(process, &portion.chosen))
+                    .flatten()
+                    .filter(|(_, has_many_pages)| *has_many_pages);
+                let pair = companion.map(|(companion, _)| [&added[..], &[companion]].concat());
+                match pair.filter(|pair| portion.has_room_for(pair)) {
+                    Some(pair) if portion.can_pay_for(&pair) => {
+                        portion.add(&pair);
+                        companion_count += 1;
+                    }
+                    // Beside others its scan would find little, and cheaper processes would use up what both need.
+                    Some(_) if process == first => return None,
+                    Some(_) if !is_chosen => {
+                        waiting.insert(process);
+                        continue;
+                    }
+                    _ => portion.add(&added),
+                }
+                due_chosen.push(process);
             }
             // A single process gets a similar partner.
             if let [single] = due_chosen[earlier..]
-                && chosen
+                && portion
+                    .chosen
                     .iter()
                     .all(|other| *other == single || self.similarity_class(other) != self.similarity_class(&single))
-                && let Some((companion, _)) = self.choose_companion(single, &chosen)
+                && let Some((companion, _)) = self.choose_companion(single, &portion.chosen)
+                && !waiting.contains(&companion)
             {
-                try_add(&mut chosen, &[companion], max_processes);
+                portion.try_add(companion);
             }
         }
         due_chosen.first()?;
-        let (is_single, mut partners) = (chosen.len() == 1, self.choose_partners(&due_chosen, &chosen));
+        let is_single = portion.chosen.len() == 1;
+        let mut partners = self.choose_partners(&due_chosen, &portion.chosen, &waiting);
         // Take the most similar partner, even if its cost must be awaited: a cheaper one may have nothing in common.
         partners.truncate(if one_partner_only { 1 } else { usize::MAX });
-        let added = partners
-            .iter()
-            .filter(|partner| try_add(&mut chosen, &[**partner], max_processes.saturating_add(1)))
-            .count();
+        portion.max_processes = portion.max_processes.saturating_add(1);
+        let added = partners.iter().filter(|partner| portion.try_add(**partner)).count();
         // A scan without a partner finds little: wait until the CPU budget can pay for one.
         let must_wait = is_single && added == 0 && !partners.is_empty();
-        (!must_wait).then_some(chosen)
+        (!must_wait).then_some(portion.chosen)
     }
 
     /// The due processes that go on with the same partner, and this partner. One of the due processes may be the partner
@@ -720,11 +707,16 @@ impl DaemonState {
         Some((best, has_large_overlap(&self.tracked[&process], &unmatched, &self.tracked[&best])))
     }
 
-    /// Known partners from the trust domains of the due processes. Of similar processes: the one that holds most of the
-    /// sought contents, and the one that holds most of the rest. Of other processes: the one that holds most of the
-    /// sought contents, and the biggest that holds any of them or has no sketch. Of similar processes that hold none of
-    /// them one is chosen at random, because a sketch does not contain all contents.
-    fn choose_partners(&self, due: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+    /// Known partners from the trust domains of the due processes, without those that are `waiting`. Of similar processes: the
+    /// one that holds most of the sought contents, and the one that holds most of the rest. Of other processes: the one
+    /// that holds most of the sought contents, and the biggest that holds any of them or has no sketch. Of similar
+    /// processes that hold none of them one is chosen at random, because a sketch does not contain all contents.
+    fn choose_partners(
+        &self,
+        due: &[ProcessId],
+        chosen: &BTreeSet<ProcessId>,
+        waiting: &BTreeSet<ProcessId>,
+    ) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = due.iter().map(|process| self.sharing_domain(&self.tracked[process])).collect();
         for domain in domains {
@@ -732,8 +724,9 @@ impl DaemonState {
             let due: Vec<ProcessId> = due.iter().copied().filter(in_domain).collect();
             let similarity_keys: BTreeSet<_> =
                 due.iter().map(|process| &self.tracked[process].similarity_key).collect();
-            let is_candidate =
-                |process: &ProcessId| !chosen.contains(process) && self.tracked[process].may_be_scanned();
+            let is_candidate = |process: &ProcessId| {
+                !chosen.contains(process) && !waiting.contains(process) && self.tracked[process].may_be_scanned()
+            };
             let candidates = self.tracked.keys().copied().filter(in_domain).filter(is_candidate);
             let (mut similar, mut dissimilar): (Vec<_>, Vec<_>) =
                 candidates.partition(|process| similarity_keys.contains(&self.tracked[process].similarity_key));

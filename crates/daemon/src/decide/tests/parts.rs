@@ -298,12 +298,15 @@ proptest! {
         burst in 2u64..10,
         arrival_mib in 64u64..2048,
         merges in any::<bool>(),
+        are_similar in any::<bool>(),
     ) {
         let mode = if merges { DaemonMode::Act } else { DaemonMode::Advise };
         let mut host = host_with_sizes(DaemonRules { cpu_rate: rate, mode, ..rules_with_burst(burst) }, &[]);
         host.net_per_process = if merges { 8 * MIB as i64 } else { 0 };
         // Processes with odd numbers are of another trust domain.
         let pids: Vec<u32> = (1..).zip(&processes).map(|(number, (_, domain))| 2 * number + domain).collect();
+        let similar = pids.iter().copied().chain(1000..1375).filter(|_| are_similar);
+        host.sketches = similar.map(|pid| (id(pid), make_sketches(0..2000, 0))).collect();
         for (pid, (gib, _)) in pids.iter().zip(&processes) {
             host.deliver(sized_arrival(*pid, gib * GIB));
         }

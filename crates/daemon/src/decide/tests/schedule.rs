@@ -550,31 +550,51 @@ fn portion_contains_matches_unless_others_are_urgent() {
     }
 }
 
-/// Otherwise it would be scanned beside cheaper processes that have nothing in common with it, again and again.
-#[test]
-fn process_waits_until_its_match_is_affordable() {
+/// Nine processes of three templates, each scanned several times. Processes 2, 8 and 14 have one template.
+fn host_with_templates() -> SimulatedHost {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
-    let contents = |pid: u64| (0..5000).map(move |number| pid % 3 * 10_000 + number);
     for pid in 1..=9 {
-        host.sketches.insert(id(2 * pid), make_sketches(contents(pid.into()), 0));
+        let contents = (0..5000).map(|number| u64::from(pid % 3) * 10_000 + number);
+        host.sketches.insert(id(2 * pid), make_sketches(contents, 0));
         host.deliver(arrival(2 * pid));
     }
     host.run(200);
-    let due = [id(2)];
-    let chosen = |host: &SimulatedHost| host.state.choose_affordable(&due);
-    let partners = |host: &SimulatedHost| -> Vec<u32> {
-        chosen(host).into_iter().flatten().map(|process| process.pid.0).filter(|pid| *pid != 2).collect()
-    };
-    assert!(partners(&host).contains(&14), "{:?}", partners(&host));
-    for number in [8, 14] {
-        if let Some(tracked) = host.state.tracked.get_mut(&id(number)) {
-            // Scans of these take more than is available now.
-            tracked.reserved_merge_seconds = 7.0;
-            tracked.merge_halted_at = host.state.now;
-        }
+    host
+}
+
+/// Merges of these processes were halted, and need so much CPU time.
+fn reserve_merge_seconds(host: &mut SimulatedHost, pids: &[u32], seconds: f64) {
+    for pid in pids {
+        let tracked = host.state.tracked.get_mut(&id(*pid)).unwrap();
+        (tracked.reserved_merge_seconds, tracked.merge_halted_at) = (seconds, host.state.now);
     }
+}
+
+fn chosen_pids(host: &SimulatedHost, due: &[u32]) -> Option<Vec<u32>> {
+    let due: Vec<ProcessId> = due.iter().map(|pid| id(*pid)).collect();
+    let chosen = host.state.choose_affordable(&due)?;
+    Some(chosen.into_iter().map(|process| process.pid.0).collect())
+}
+
+/// Otherwise it would be scanned beside cheaper processes that have nothing in common with it, again and again.
+#[test]
+fn process_waits_until_its_match_is_affordable() {
+    let mut host = host_with_templates();
+    assert!(chosen_pids(&host, &[2]).is_some_and(|chosen| chosen.contains(&14)));
+    reserve_merge_seconds(&mut host, &[8, 14], 7.0);
     host.state.cpu_budget.update(host.state.now, host.cpu_spent + Duration::from_secs(5));
-    assert_eq!(chosen(&host), None);
+    assert_eq!(chosen_pids(&host, &[2, 4]), None, "a cheaper process would use up what it waits for");
+    let chosen = chosen_pids(&host, &[4, 2]).expect("the first one has another match");
+    assert!(chosen.contains(&4) && !chosen.contains(&2), "{chosen:?}");
+}
+
+#[test]
+fn only_processes_whose_merges_are_affordable_are_scanned_together() {
+    let mut host = host_with_templates();
+    assert!(chosen_pids(&host, &[2, 4]).is_some_and(|chosen| chosen.len() >= 4));
+    reserve_merge_seconds(&mut host, &[2], 20.0);
+    let chosen = chosen_pids(&host, &[2, 4]).expect("a merge that takes more than the burst is tried with the burst");
+    assert!(chosen.contains(&2) && chosen.len() == 2, "{chosen:?}");
 }
 
 /// A census of many processes finds more than several of a few.
@@ -587,15 +607,19 @@ fn scarce_cpu_time_is_saved_up_for_large_portions() {
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(2048 * MIB), ..arrival }));
     }
     let all: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
-    let mut are_chosen = |available: f64, due: &[ProcessId], pressure: f64| {
+    let mut are_chosen = |available: f64, due: &[ProcessId], pressure: f64, due_in: Duration| {
+        let next_scan = host.now + due_in;
+        host.state.tracked.values_mut().for_each(|tracked| tracked.next_scan = next_scan);
         let spent = Duration::from_secs_f64(burst.as_secs_f64() - available);
         host.state.cpu_budget = CpuTokenBucket::new(host.state.rules.cpu_rate, burst, host.now, Duration::ZERO);
         host.state.cpu_budget.update(host.now, spent);
         host.state.shortage = Shortage { pressure_percent: Some(pressure), left_share: None };
         host.state.choose_affordable(due).is_some()
     };
-    assert!(!are_chosen(7.0, &all, 0.0));
-    assert!(are_chosen(8.0, &all, 0.0));
-    assert!(are_chosen(2.5, &all[..2], 0.0), "both are affordable");
-    assert!(are_chosen(2.5, &all, 90.0), "memory is short");
+    let now = Duration::ZERO;
+    assert!(!are_chosen(7.0, &all, 0.0, now));
+    assert!(are_chosen(8.0, &all, 0.0, now));
+    assert!(are_chosen(2.5, &all[..2], 0.0, now), "both are affordable");
+    assert!(are_chosen(2.5, &all, 90.0, now), "memory is short");
+    assert!(are_chosen(2.5, &all, 0.0, Duration::from_secs(1)), "none has waited so far");
 }
