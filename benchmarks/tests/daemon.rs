@@ -11,7 +11,7 @@ fn daemon_stays_within_bounds_beside_hostile_programs() {
     let folder = tempfile::tempdir().unwrap();
     let program = env!("CARGO_BIN_EXE_pagefold-benchmarks");
     let mut command = Command::new(program);
-    command.args(["daemon", "hostile", "--quick", "--hostile", "6m", "--out"]).arg(folder.path());
+    command.args(["daemon", "hostile", "--quick", "--hostile", "4m", "--out"]).arg(folder.path());
     let output = command.output().unwrap();
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     let log = fs::read_to_string(folder.path().join("daemon-hostile/daemon.log")).unwrap_or_default();

@@ -22,6 +22,9 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+/// The bound for the daemon: a share of one core on average.
+const DAEMON_CPU_RATE: f64 = 0.1;
+
 /// CPU seconds by which the daemon may exceed its bound. Work in progress is stopped at the next check, and ends where
 /// it can. The kernel needs a second to list 60,000 regions, and one task lists them more than once.
 const MAX_CPU_OVERRUN_SECONDS: f64 = 5.0;
@@ -114,8 +117,6 @@ pub struct HostileMixBenchmark {
     pub region_count: u64,
     /// Threads of the writer. If they leave no CPU idle, the daemon pauses again and again.
     pub writer_threads: u64,
-    /// The bound for the daemon: a share of one CPU on average.
-    pub cpu_rate: f64,
     /// CPU time that the daemon's token bucket holds at most.
     pub burst: Duration,
     /// The interval between two rewrites by the periodic writer. In a brief run, a rewrite also waits for a merge.
@@ -353,7 +354,7 @@ impl HostileMixBenchmark {
         } else {
             String::new()
         };
-        let section = format!("cpu_rate = \"{}%\"\ncpu_burst = \"{burst}s\"{merge_cost}", self.cpu_rate * 100.0);
+        let section = format!("cpu_rate = \"{}%\"\ncpu_burst = \"{burst}s\"{merge_cost}", DAEMON_CPU_RATE * 100.0);
         let driver = KsmDriver::start_daemon(&self.pagefold, &folder.daemon_config(&section, &[]), log, &ksm)?;
         let (host, mut breaks) = (LiveHost::new(), CowBreakTracker::default());
         let (start, before) = (Instant::now(), read_cow_breaks()?);
@@ -412,15 +413,14 @@ impl HostileMixBenchmark {
         }
         findings.tables.push(table);
         let burst = self.burst.as_secs_f64();
-        let readings = samples.iter().map(|sample| (sample.seconds, sample.cpu_seconds));
-        let worst = max_cpu_overrun(self.cpu_rate, readings) - burst;
+        let worst = max_cpu_overrun(samples.iter().map(|sample| (sample.seconds, sample.cpu_seconds))) - burst;
         let mut add_check =
             |claim: String, measured: String, met: bool| findings.checks.push(ThresholdCheck { claim, measured, met });
         add_check(
             format!(
                 "CPU at most {:.0} % of any interval plus the burst of {burst} s, with an overrun of at most \
                  {MAX_CPU_OVERRUN_SECONDS} s",
-                self.cpu_rate * 100.0
+                DAEMON_CPU_RATE * 100.0
             ),
             format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu_seconds, last.seconds),
             worst <= MAX_CPU_OVERRUN_SECONDS,
@@ -468,10 +468,10 @@ fn format_break_counts(pages: &[u64]) -> String {
 
 /// The largest excess of CPU time over the bound, over any interval. Readings are (seconds, CPU seconds) since the
 /// start.
-fn max_cpu_overrun(cpu_rate: f64, readings: impl Iterator<Item = (f64, f64)>) -> f64 {
+fn max_cpu_overrun(readings: impl Iterator<Item = (f64, f64)>) -> f64 {
     let (mut min_excess, mut max_overrun) = (0.0_f64, f64::NEG_INFINITY);
     for (seconds, cpu) in readings {
-        let excess = cpu - cpu_rate * seconds;
+        let excess = cpu - DAEMON_CPU_RATE * seconds;
         max_overrun = max_overrun.max(excess - min_excess);
         min_excess = min_excess.min(excess);
     }
@@ -484,7 +484,7 @@ mod tests {
 
     #[test]
     fn burst_after_idle_time_counts_by_itself() {
-        let most = |readings: &[(f64, f64)]| (max_cpu_overrun(0.1, readings.iter().copied()) * 1e3).round() / 1e3;
+        let most = |readings: &[(f64, f64)]| (max_cpu_overrun(readings.iter().copied()) * 1e3).round() / 1e3;
         assert_eq!(most(&[(1.0, 0.5), (2.0, 0.5)]), 0.4, "the excess of the first second");
         // From 100 s to 102 s, although it is below the bound since the start.
         assert_eq!(most(&[(100.0, 0.0), (102.0, 2.0), (103.0, 2.0)]), 1.8);
@@ -499,7 +499,6 @@ mod tests {
             is_brief: brief,
             region_count: 1,
             writer_threads: 1,
-            cpu_rate: 0.1,
             burst,
             rewrite_interval: interval,
             pagefold: PathBuf::new(),

@@ -303,15 +303,13 @@ impl DaemonSectionRecorder<'_> {
     }
 
     fn measure_hostile_mix(&self) -> Result<Findings> {
-        // A quick run is for tests, in which an unoptimized census takes several times as much CPU time.
-        let (region_count, writer_threads, cpu_rate, burst_seconds) =
-            if self.arguments.quick { (20_000, 1, 0.2, 5) } else { (60_000, 2, 0.1, 10) };
+        let (region_count, writer_threads, burst_seconds) =
+            if self.arguments.quick { (20_000, 1, 5) } else { (60_000, 2, 10) };
         let hostile = HostileMixBenchmark {
             duration: self.arguments.hostile,
             is_brief: self.arguments.quick,
             region_count,
             writer_threads,
-            cpu_rate,
             burst: Duration::from_secs(burst_seconds),
             rewrite_interval: Duration::from_secs(20),
             pagefold: self.program.to_owned(),

@@ -205,10 +205,9 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     assert!(guest["longest_stop_ms"].is_null(), "unmerge by control socket must stop no thread");
     let merged = guest["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
     assert!(merged * 4096 >= 16 * BYTES_PER_MIB, "{guest}");
-    // All counted pages were copied, except those that were written since ksmd visited them last: the kernel still counts
-    // these as merged. Meanwhile other processes may have written to KSM pages.
+    // All counted pages were copied. Meanwhile other processes may have written to KSM pages.
     let copies = report["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
-    assert!(copies.abs_diff(merged) < merged / 20, "{merged} merged pages, {copies} copies");
+    assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
 
     let after = regions_of(first.pid, 112 * BYTES_PER_MIB)?;
     assert!(after.iter().any(|&(start, end, marked)| (start, end, marked) == (ram.0, ram.1, false)), "{after:?}");
@@ -518,7 +517,7 @@ fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
         assert_eq!((&process["merged_pages_after"], &process["zero_pages_after"]), (&0.into(), &0.into()), "{process}");
         let merged = process["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
         let copies = report["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
-        assert!(copies.abs_diff(merged) < merged / 20, "{merged} merged pages, {copies} copies");
+        assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
         assert_eq!(sums()?, before);
         assert!(regions_of(pid, 0)?.iter().all(|region| !region.2), "a region is still marked mergeable");
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
