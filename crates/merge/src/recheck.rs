@@ -36,8 +36,11 @@ const MIN_PAUSE_BETWEEN_ALL: Duration = Duration::from_secs(5);
 /// Share of the permitted CPU time that these checks may take.
 const ALL_CHECKS_CPU_SHARE: f64 = 0.05;
 
-/// Share of one CPU, and of the permitted CPU time, that checks of the current plan's processes may take during a merge.
-const PLANNED_CHECKS_CPU_SHARES: [f64; 2] = [0.02, 0.1];
+/// Share of one CPU that checks of the current plan's processes may take during a merge.
+const MAX_PLANNED_CHECKS_CPU_SHARE: f64 = 0.02;
+
+/// Share of the permitted CPU time that these checks may take.
+const PLANNED_CHECKS_RATE_SHARE: f64 = 0.1;
 
 /// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
@@ -192,8 +195,7 @@ impl<'h> CowSampler<'h> {
 
     /// The pause after a check of the plan's processes that took so long.
     pub fn pause_after_check(&self, duration: Duration) -> Duration {
-        let [share_of_cpu, share_of_rate] = PLANNED_CHECKS_CPU_SHARES;
-        duration.div_f64(share_of_cpu.min(self.cpu_rate * share_of_rate))
+        duration.div_f64(MAX_PLANNED_CHECKS_CPU_SHARE.min(self.cpu_rate * PLANNED_CHECKS_RATE_SHARE))
     }
 
     /// A merge by this plan begins.

@@ -9,8 +9,9 @@ pub(super) struct Portion<'s> {
     state: &'s DaemonState,
     /// The most urgent due process.
     first: ProcessId,
-    /// The most processes, including those to be added.
+    /// Maximum number of processes.
     pub(super) max_processes: usize,
+    /// The processes so far.
     pub(super) chosen: BTreeSet<ProcessId>,
     /// CPU seconds of scanning them.
     scan_seconds: f64,
@@ -29,18 +30,15 @@ impl<'s> Portion<'s> {
 
     /// Whether the index has room for these processes as well, and they are no second large partner.
     pub(super) fn has_room_for(&self, added: &[ProcessId]) -> bool {
-        let bytes_of = |process: &ProcessId| self.state.part_bytes(&self.state.tracked[process]).0;
-        let scan_bytes = self.scan_bytes + added.iter().map(bytes_of).sum::<u64>();
         // A big host is scanned in portions of at least two processes.
         let count = self.chosen.len() + added.len();
-        let is_within_index = count <= 2 || scan_bytes <= self.state.max_census_bytes();
+        let is_within_index = count <= 2 || self.scan_bytes_with(added) <= self.state.max_census_bytes();
         let is_large_partner =
             |process: &&ProcessId| **process != self.first && self.state.is_large(&self.state.tracked[*process]);
         // Each census goes on with one large partner at most.
-        count <= self.max_processes
-            && is_within_index
-            && (!added.iter().any(|process| is_large_partner(&process))
-                || self.chosen.iter().chain(added).filter(is_large_partner).count() <= 1)
+        let adds_none = added.iter().find(is_large_partner).is_none();
+        let has_one_at_most = || self.chosen.iter().chain(added).filter(is_large_partner).count() <= 1;
+        count <= self.max_processes && is_within_index && (adds_none || has_one_at_most())
     }
 
     /// Whether the CPU budget pays for these processes as well.
@@ -57,8 +55,7 @@ impl<'s> Portion<'s> {
     /// Add processes that are not chosen yet, whatever they take.
     pub(super) fn add(&mut self, added: &[ProcessId]) {
         (self.scan_seconds, self.merge_seconds) = self.cpu_seconds_with(added);
-        self.scan_bytes +=
-            added.iter().map(|process| self.state.part_bytes(&self.state.tracked[process]).0).sum::<u64>();
+        self.scan_bytes = self.scan_bytes_with(added);
         self.chosen.extend(added);
     }
 
@@ -74,6 +71,12 @@ impl<'s> Portion<'s> {
             self.add(&[process]);
         }
         fits
+    }
+
+    /// Memory that is scanned of all processes, with these ones.
+    fn scan_bytes_with(&self, added: &[ProcessId]) -> u64 {
+        let scan_bytes = |process: &ProcessId| self.state.part_bytes(&self.state.tracked[process]).0;
+        self.scan_bytes + added.iter().map(scan_bytes).sum::<u64>()
     }
 
     /// CPU seconds of all scans, and of the halted merges of all processes, with these ones.

@@ -511,7 +511,7 @@ impl DaemonState {
         if !due.iter().any(|process| required_seconds(process) <= self.cpu_budget.available_seconds()) {
             return None;
         }
-        // Others are only near their time.
+        // The others are only near the time of their next scan.
         let now_due: Vec<ProcessId> =
             due.iter().copied().filter(|process| self.tracked[process].next_scan <= self.now).collect();
         if !self.is_memory_short_for(&[first])

@@ -621,5 +621,5 @@ fn scarce_cpu_time_is_saved_up_for_large_portions() {
     assert!(are_chosen(8.0, &all, 0.0, now));
     assert!(are_chosen(2.5, &all[..2], 0.0, now), "both are affordable");
     assert!(are_chosen(2.5, &all, 90.0, now), "memory is short");
-    assert!(are_chosen(2.5, &all, 0.0, Duration::from_secs(1)), "none has waited so far");
+    assert!(are_chosen(2.5, &all, 0.0, Duration::from_secs(1)), "none is due yet");
 }
