@@ -6,13 +6,13 @@
 //! one until [`FakeHost::enable_virtual_time`].
 
 mod setting_text;
-mod virtual_clock;
 
 use crate::access_monitor::{self, KDAMONDS_DIRECTORY, MonitorStep, MonitoredMemory};
 use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::config_file::ConfigContent;
 use crate::guest_agent::{AgentAccess, GuestQuestion};
 use crate::qemu_monitor::{MonitorAccess, MonitorQuestion};
+use crate::virtual_clock::VirtualClock;
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
@@ -22,10 +22,9 @@ use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pages, Pfn, Pid, Proc
 use setting_text::text_after_write;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
-use virtual_clock::{ANSWER_REAL_TIME, VirtualClock};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -52,8 +51,16 @@ pub struct FakeHost {
     written_settings: Mutex<Vec<String>>,
     /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
     pending_execs: Arc<Mutex<Option<StartedPrograms>>>,
-    /// `None` if the host uses the real clock.
-    virtual_clock: Mutex<Option<VirtualClock>>,
+    /// Empty if the host uses the real clock.
+    virtual_time: OnceLock<VirtualTime>,
+}
+
+/// The virtual time of a host.
+struct VirtualTime {
+    clock: VirtualClock,
+    start: Instant,
+    /// CPU time that Pagefold has used.
+    cpu_time: Mutex<Duration>,
 }
 
 /// The date at which virtual time starts, as time since 1970: 2026-01-01 00:00 UTC.
@@ -86,7 +93,7 @@ impl FakeHost {
             advice_fault: Mutex::default(),
             written_settings: Mutex::default(),
             pending_execs: Arc::default(),
-            virtual_clock: Mutex::default(),
+            virtual_time: OnceLock::new(),
         };
         let settings = [
             ("advisor_mode", "none"),
@@ -178,22 +185,19 @@ impl FakeHost {
         self.put_file(&format!("proc/{pid}/stat"), &stat);
     }
 
-    /// Uses virtual time from now on: time passes only in sleeps and waits, to the earliest
-    /// deadline of all threads that sleep or wait, and CPU time only in
-    /// [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
+    /// Uses virtual time from now on: time passes only while all threads of the [`VirtualClock`] sleep or wait, and CPU
+    /// time only in [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
     pub fn enable_virtual_time(&self) {
-        *self.virtual_clock.lock().unwrap() = Some(VirtualClock {
+        self.virtual_time.get_or_init(|| VirtualTime {
+            clock: VirtualClock::default(),
             start: Instant::now(),
-            elapsed: Duration::ZERO,
-            cpu_time: Duration::ZERO,
-            waits: Vec::new(),
-            last_user: (thread::current().id(), Instant::now()),
+            cpu_time: Mutex::default(),
         });
     }
 
     /// Lets Pagefold, and each of its threads, use CPU time. The host must be in virtual time.
     pub fn spend_cpu_time(&self, time: Duration) {
-        self.virtual_clock.lock().unwrap().as_mut().unwrap().cpu_time += time;
+        *self.virtual_time.get().unwrap().cpu_time.lock().unwrap() += time;
     }
 
     /// Starts a process with this many resident pages.
@@ -446,39 +450,6 @@ impl FakeHost {
         self.page_nodes.lock().unwrap().extend(pages.map(|page| ((Pid(pid), page), node)));
     }
 
-    /// Registers a wait of this thread in virtual time. Returns its deadline, as virtual time; `None` on the real
-    /// clock.
-    fn begin_virtual_wait(&self, duration: Duration) -> Option<Duration> {
-        let mut clock = self.virtual_clock.lock().unwrap();
-        let clock = clock.as_mut()?;
-        let deadline = clock.elapsed + duration;
-        clock.waits.push(deadline);
-        Some(deadline)
-    }
-
-    /// Ends a wait, at its deadline, unless that of another thread is earlier, or another thread works.
-    fn end_virtual_wait(&self, deadline: Duration) -> bool {
-        let mut clock = self.virtual_clock.lock().unwrap();
-        let clock = clock.as_mut().unwrap();
-        let is_earliest = clock.waits.iter().all(|other| *other >= deadline);
-        let ends = is_earliest && !clock.is_other_thread_working();
-        if ends {
-            clock.elapsed = clock.elapsed.max(deadline);
-            clock.remove_wait(deadline);
-        }
-        ends
-    }
-
-    fn note_user(&self) {
-        if let Some(clock) = self.virtual_clock.lock().unwrap().as_mut() {
-            clock.note_user();
-        }
-    }
-
-    fn cancel_virtual_wait(&self, deadline: Duration) {
-        self.virtual_clock.lock().unwrap().as_mut().unwrap().remove_wait(deadline);
-    }
-
     /// The settings written through the port and the guest backends requested, in order.
     pub fn written_settings(&self) -> Vec<String> {
         self.written_settings.lock().unwrap().clone()
@@ -527,7 +498,6 @@ impl Host for FakeHost {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        self.note_user();
         self.files.lock().unwrap().get(path).map(|text| text.clone().into_bytes()).ok_or(Absent::NotOnThisKernel)
     }
 
@@ -649,52 +619,41 @@ impl Host for FakeHost {
     }
 
     fn now(&self) -> Instant {
-        let mut clock = self.virtual_clock.lock().unwrap();
-        clock.as_mut().map_or_else(Instant::now, |clock| {
-            clock.note_user();
-            clock.start + clock.elapsed
-        })
+        self.virtual_time.get().map_or_else(Instant::now, |time| time.start + time.clock.now())
     }
 
     fn sleep(&self, duration: Duration) {
-        match self.begin_virtual_wait(duration) {
-            None => thread::sleep(duration),
-            Some(deadline) => {
-                while !self.end_virtual_wait(deadline) {
-                    thread::sleep(ANSWER_REAL_TIME);
-                }
-            }
-        }
+        self.virtual_time.get().map_or_else(|| thread::sleep(duration), |time| time.clock.sleep(duration));
     }
 
     fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
-        match self.begin_virtual_wait(timeout) {
+        match self.virtual_time.get() {
             None => _ = receive(timeout),
-            Some(deadline) => {
-                while !receive(ANSWER_REAL_TIME) {
-                    if self.end_virtual_wait(deadline) {
-                        return;
-                    }
-                }
-                self.cancel_virtual_wait(deadline);
-            }
+            Some(time) => time.clock.wait(timeout, receive),
         }
     }
 
+    fn join_clock(&self) {
+        self.virtual_time.get().inspect(|time| time.clock.join());
+    }
+
     fn unix_time(&self) -> SystemTime {
-        let clock = self.virtual_clock.lock().unwrap();
-        let date = |clock: &VirtualClock| SystemTime::UNIX_EPOCH + VIRTUAL_TIME_START + clock.elapsed;
-        clock.as_ref().map_or_else(SystemTime::now, date)
+        let date = |time: &VirtualTime| SystemTime::UNIX_EPOCH + VIRTUAL_TIME_START + time.clock.now();
+        self.virtual_time.get().map_or_else(SystemTime::now, date)
     }
 
     fn own_cpu_time(&self) -> Duration {
-        let clock = self.virtual_clock.lock().unwrap();
-        clock.as_ref().map_or_else(crate::own_cpu_time, |clock| clock.cpu_time)
+        self.virtual_time.get().map_or_else(crate::own_cpu_time, VirtualTime::cpu_time)
     }
 
     fn thread_cpu_time(&self) -> Duration {
-        let clock = self.virtual_clock.lock().unwrap();
-        clock.as_ref().map_or_else(crate::thread_cpu_time, |clock| clock.cpu_time)
+        self.virtual_time.get().map_or_else(crate::thread_cpu_time, VirtualTime::cpu_time)
+    }
+}
+
+impl VirtualTime {
+    fn cpu_time(&self) -> Duration {
+        *self.cpu_time.lock().unwrap()
     }
 }
 

@@ -29,6 +29,7 @@ pub mod qemu_monitor;
 pub mod resource;
 pub mod scheduler_trace;
 pub mod transaction;
+pub mod virtual_clock;
 
 use action::{Action, ActionError, ActionOutcome};
 use guest_agent::{AgentAccess, GuestQuestion};

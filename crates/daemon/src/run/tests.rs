@@ -476,17 +476,12 @@ fn split_zero_notes_are_capped_by_walks() {
     assert_eq!(daemon.take_snapshot().split_zero_pages, BTreeMap::from([(large, Pages(50))]));
 }
 
-/// A directory in memory. Virtual time passes while a thread waits for a disk, and on a busy one that looks like a hung task.
-fn memory_directory() -> tempfile::TempDir {
-    tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
-}
-
 /// All threads of the real daemon on a host in virtual time: new processes are scanned at once, and unchanged ones at
 /// growing intervals.
 #[test]
 fn half_an_hour_of_the_daemon_passes_in_virtual_time() {
     const HALF_HOUR: Duration = Duration::from_secs(1800);
-    let (host, directory) = (host(), memory_directory());
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
     host.enable_virtual_time();
     host.enable_exec_events();
     let start = host.now();
@@ -535,7 +530,7 @@ fn run_daemon(
 /// more unenrolls it.
 #[test]
 fn restarted_daemons_take_over_until_the_configuration_forbids_it() {
-    let (fake, directory) = (host(), memory_directory());
+    let (fake, directory) = (host(), tempfile::tempdir().unwrap());
     fake.enable_virtual_time();
     let seconds = Duration::from_secs;
     let process = ProcessId { pid: Pid(FIRST_TRACKED_PID + 3), start_time: 1 };

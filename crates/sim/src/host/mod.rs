@@ -13,7 +13,6 @@
 //! a machine write its pages, each as many. Of Pagefold's own CPU time, only that for reading pages and page tables counts.
 
 mod actions;
-mod clock;
 mod contents;
 mod host_text;
 mod pages;
@@ -28,10 +27,10 @@ use crate::decide::host_state::{self, Exactness, HostSetup, HostState, KSMD_PID,
 use crate::decide::memory::Content;
 use crate::decide::samples::SimulatedRun;
 use crate::decide::scenario::{HostSpec, Scenario};
-use clock::VirtualClock;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::virtual_clock::VirtualClock;
 use pagefold_host::{FrameFlags, Hasher, Host, ProcessHandle};
 use pages::OpenProcess;
 use std::collections::HashMap;

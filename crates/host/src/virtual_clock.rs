@@ -13,9 +13,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-/// The clock of a host.
+/// The clock of a simulated host.
 #[derive(Debug, Default)]
-pub(super) struct VirtualClock {
+pub struct VirtualClock {
     shared: Arc<SharedClock>,
 }
 
@@ -125,18 +125,18 @@ thread_local! {
 
 impl VirtualClock {
     /// Time since the start.
-    pub(super) fn now(&self) -> Duration {
+    pub fn now(&self) -> Duration {
         self.shared.lock().now
     }
 
     /// Whether this thread may let time pass: it is a member, or no member works, which might block for it.
-    pub(super) fn may_sleep(&self) -> bool {
+    pub fn may_sleep(&self) -> bool {
         let state = self.shared.lock();
         state.position(thread::current().id()).is_some() || !state.is_anyone_working()
     }
 
     /// Makes this thread a member that works.
-    pub(super) fn join(&self) {
+    pub fn join(&self) {
         MEMBERSHIPS.with_borrow_mut(|memberships| {
             memberships.retain(|membership| membership.clock.strong_count() > 0);
             if !memberships.iter().any(|membership| membership.clock.as_ptr() == Arc::as_ptr(&self.shared)) {
@@ -148,7 +148,7 @@ impl VirtualClock {
     }
 
     /// Let this thread sleep.
-    pub(super) fn sleep(&self, duration: Duration) {
+    pub fn sleep(&self, duration: Duration) {
         let this = thread::current().id();
         let is_member = self.shared.lock().position(this).is_some();
         self.wait_for_turn(duration, &mut |_| false);
@@ -158,7 +158,7 @@ impl VirtualClock {
     }
 
     /// Let this thread wait until `receive` succeeds or the time is over. It becomes a member.
-    pub(super) fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+    pub fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
         self.join();
         self.wait_for_turn(timeout, receive);
     }
