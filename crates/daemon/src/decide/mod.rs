@@ -81,9 +81,6 @@ use std::time::Duration;
 /// CPU seconds per MiB of a census before any is measured: two scans at 4 GiB/s.
 pub const INITIAL_CENSUS_SECONDS_PER_MIB: f64 = 0.5 / 1024.0;
 
-/// Interval between fruitless scans, as a multiple of the cost of scanning all processes.
-const SCAN_INTERVAL_COST_FACTOR: f64 = 2000.0;
-
 /// Current status of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DaemonStatus {
@@ -339,12 +336,12 @@ impl DaemonState {
         self.settings_overwritten.clone().or(tuner).or_else(|| self.host_busy_reason.clone()).filter(in_act_mode)
     }
 
-    /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
-    /// however much memory there is. Comparisons of the parts of a large process come on top.
+    /// Longest scan interval of a process: fruitless scans of all processes keep to their share of one CPU, however much
+    /// memory there is. Comparisons of the parts of a large process come on top.
     fn max_scan_interval(&self) -> Duration {
         let scannable = self.tracked.values().filter(|tracked| tracked.may_be_scanned());
         let mib = scannable.map(|tracked| tracked.resident.0).sum::<u64>() as f64 / 1048576.0;
-        let seconds = mib * self.census_seconds_per_mib * SCAN_INTERVAL_COST_FACTOR;
+        let seconds = mib * self.census_seconds_per_mib / self.rules.max_fruitless_scan_share;
         self.rules.max_scan_interval.max(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 

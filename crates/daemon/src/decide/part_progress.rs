@@ -73,7 +73,7 @@ pub struct PartProgress {
     repeats: u32,
     /// Whether any part so far had something to merge.
     pub found_profitable: bool,
-    /// Whether any part so far had contents that are not stable yet.
+    /// Whether any part so far had contents that were not stable yet in its last census.
     pub found_unstable: bool,
     /// The parts so far, each with its sketches.
     pub sketches: Vec<PartSketches>,
@@ -118,17 +118,18 @@ impl PartProgress {
         next_part: NextPart<'_>,
     ) -> NextStep {
         self.found_profitable |= result.is_profitable;
-        self.found_unstable |= result.is_unstable;
         let was_at_start = self.is_at_start();
         if let Some(end) = result.end.filter(|end| *end > self.part.start) {
             self.part.end = end;
         }
+        let rest = result.partner.and_then(|(partner, end)| Some((partner, end?)));
+        let is_one_census = was_at_start && self.part == ScanPart::WHOLE.range && rest.is_none();
+        let is_repeated = !is_first_scan && result.is_unstable && !is_one_census && self.repeats < MAX_PART_REPEATS;
+        self.found_unstable |= result.is_unstable && !is_repeated;
         if is_first_scan {
             return self.finish_part();
         }
-        let rest = result.partner.and_then(|(partner, end)| Some((partner, end?)));
-        let is_one_census = was_at_start && self.part == ScanPart::WHOLE.range && rest.is_none();
-        if result.is_unstable && !is_one_census && self.repeats < MAX_PART_REPEATS {
+        if is_repeated {
             self.partner = self.partner.or(result.partner.map(|(partner, _)| (partner, 0)));
             self.repeats += 1;
             return NextStep::Repeat;

@@ -13,7 +13,7 @@ pub(super) struct Portion<'s> {
     pub(super) max_processes: usize,
     /// The processes so far.
     pub(super) chosen: BTreeSet<ProcessId>,
-    /// CPU seconds of scanning them.
+    /// CPU seconds that must be available for scanning them.
     scan_seconds: f64,
     /// CPU seconds reserved for their halted merges.
     merge_seconds: f64,
@@ -81,7 +81,7 @@ impl<'s> Portion<'s> {
 
     /// CPU seconds of all scans, and of the halted merges of all processes, with these ones.
     fn cpu_seconds_with(&self, added: &[ProcessId]) -> (f64, f64) {
-        let scan_seconds = |process: &ProcessId| self.state.scan_cpu_seconds(&self.state.tracked[process]);
+        let scan_seconds = |process: &ProcessId| self.state.required_scan_seconds(process);
         let merge_seconds = |process: &ProcessId| self.state.reserved_merge_seconds(*process);
         (
             self.scan_seconds + added.iter().map(scan_seconds).sum::<f64>(),

@@ -69,8 +69,10 @@ pub struct DaemonRules {
     /// merge ([`pagefold_base::merge_lifetime::stable_age`]). Later intervals are longer, unless a scan finds
     /// something.
     pub min_scan_interval: Duration,
-    /// The longest scan interval.
+    /// The longest scan interval, unless fruitless scans would exceed their share of the CPU.
     pub max_scan_interval: Duration,
+    /// Share of one CPU for repeated scans of all processes that find nothing to merge.
+    pub max_fruitless_scan_share: f64,
     /// Percent of ten seconds in which some task waited for memory; memory is short from here on.
     pub pressure_percent: f64,
     /// Additional CPU waiting of programs caused by the daemon, as a share of ten seconds. Above it the daemon backs
@@ -95,6 +97,7 @@ impl Default for DaemonRules {
             debounce: Duration::from_secs(1),
             min_scan_interval: Duration::from_millis(5200),
             max_scan_interval: Duration::from_secs(1800),
+            max_fruitless_scan_share: 1.0 / 2000.0,
             pressure_percent: DEFAULT_PRESSURE_PERCENT,
             max_slowdown: 0.1,
             quiet_hours: Vec::new(),

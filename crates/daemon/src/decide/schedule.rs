@@ -45,6 +45,10 @@ const MIN_PART_BYTES: u64 = 16 << 20;
 /// Margin of a part over an equal share of its process, so that growth between two readings leaves no small rest.
 const PART_MARGIN_DIVISOR: u64 = 16;
 
+/// CPU time that must be available for a scan, as a multiple of the predicted time: a scan that uses up the budget is
+/// halted and has found nothing.
+const SCAN_TIME_MARGIN: f64 = 1.1;
+
 /// How long a due process waits before it precedes all others: a multiple of the time in which the CPU rate pays for a
 /// scan of all processes, and seconds at least.
 const MAX_WAIT: (f64, f64) = (2.0, 60.0);
@@ -243,12 +247,16 @@ impl DaemonState {
 
     /// In how many parts of equal size a process is scanned.
     pub(super) fn part_count(&self, tracked: &TrackedProcess) -> u64 {
-        tracked.resident.0.div_ceil(self.max_part_bytes(tracked)).max(1)
+        let max_bytes = self.max_part_bytes(tracked);
+        if tracked.resident.0 <= max_bytes { 1 } else { with_part_margin(tracked.resident.0).div_ceil(max_bytes) }
     }
 
-    /// The resident memory of the next part of a process.
+    /// The most resident memory of the next part of a process.
     pub(super) fn part_bytes(&self, tracked: &TrackedProcess) -> Bytes {
-        Bytes(tracked.resident.0.div_ceil(self.part_count(tracked)))
+        match self.part_count(tracked) {
+            1 => tracked.resident,
+            count => Bytes(with_part_margin(tracked.resident.0).div_ceil(count)),
+        }
     }
 
     /// Whether a process takes several parts, or is between two of them.
@@ -262,6 +270,11 @@ impl DaemonState {
         let mib = self.part_bytes(tracked).0 as f64 / 1048576.0;
         (mib * self.census_seconds_per_mib * tracked.scan_cost_factor())
             .min(self.cpu_budget.burst_seconds() * MAX_PART_BURST_SHARE)
+    }
+
+    /// CPU seconds that must be available for scanning the next part of a process.
+    pub(super) fn required_scan_seconds(&self, process: &ProcessId) -> f64 {
+        self.scan_cpu_seconds(&self.tracked[process]) * SCAN_TIME_MARGIN
     }
 
     /// How long a due process waits at most before it precedes all others.
@@ -350,12 +363,15 @@ impl DaemonState {
     }
 
     /// The parts of the chosen processes that a census scans next.
-    fn parts_to_scan(&self, due: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> BTreeMap<ProcessId, Vec<ScanPart>> {
+    pub(super) fn parts_to_scan(
+        &self,
+        due: &[ProcessId],
+        chosen: &BTreeSet<ProcessId>,
+    ) -> BTreeMap<ProcessId, Vec<ScanPart>> {
         let partner = due.first().and_then(|first| self.tracked[first].progress.partner());
         let part_from = |tracked: &TrackedProcess, range: AddressRange| {
-            let bytes = self.part_bytes(tracked).0;
-            let limit = if self.part_count(tracked) > 1 { bytes + bytes / PART_MARGIN_DIVISOR } else { u64::MAX };
-            ScanPart { range, max_bytes: Bytes(limit) }
+            let is_whole = self.part_count(tracked) == 1;
+            ScanPart { range, max_bytes: if is_whole { Bytes(u64::MAX) } else { self.part_bytes(tracked) } }
         };
         let parts = |process: &ProcessId| {
             let tracked = &self.tracked[process];
@@ -503,10 +519,7 @@ impl DaemonState {
     pub(super) fn choose_affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
         let first = *due.first()?;
         let required_seconds = |process: &ProcessId| {
-            self.required_cpu_seconds(
-                self.scan_cpu_seconds(&self.tracked[process]),
-                self.reserved_merge_seconds(*process),
-            )
+            self.required_cpu_seconds(self.required_scan_seconds(process), self.reserved_merge_seconds(*process))
         };
         if !due.iter().any(|process| required_seconds(process) <= self.cpu_budget.available_seconds()) {
             return None;
@@ -602,10 +615,8 @@ impl DaemonState {
     /// The due processes that go on with the same partner, and this partner. One of the due processes may be the partner
     /// itself.
     fn choose_with_partner(&self, due: &[ProcessId], partner: ProcessId) -> Option<BTreeSet<ProcessId>> {
-        let cost = |process: &ProcessId| {
-            let tracked = &self.tracked[process];
-            (self.scan_cpu_seconds(tracked), self.part_bytes(tracked).0)
-        };
+        let cost =
+            |process: &ProcessId| (self.required_scan_seconds(process), self.part_bytes(&self.tracked[process]).0);
         let (mut chosen, (mut seconds, mut bytes)) = (BTreeSet::from([partner]), cost(&partner));
         let mut has_due = false;
         for process in due {
@@ -622,8 +633,7 @@ impl DaemonState {
 
     /// Whether the CPU budget cannot pay for scanning all of these processes now.
     fn is_cpu_time_scarce(&self, due: &[ProcessId]) -> bool {
-        due.iter().map(|process| self.scan_cpu_seconds(&self.tracked[process])).sum::<f64>()
-            > self.cpu_budget.available_seconds()
+        due.iter().map(|process| self.required_scan_seconds(process)).sum::<f64>() > self.cpu_budget.available_seconds()
     }
 
     /// Processes of one class are likely to share pages: they have the same similarity key, and one sharing domain.
@@ -765,6 +775,11 @@ impl DaemonState {
         let overruns = self.tracked[process].overruns;
         (self.overlap_level(sought, process).saturating_sub(overruns), Reverse(overruns))
     }
+}
+
+/// The memory of a process with the margins of all parts.
+fn with_part_margin(bytes: u64) -> u64 {
+    bytes + bytes / PART_MARGIN_DIVISOR
 }
 
 /// Whether `other` holds many of the unmerged pages of `one`, restricted to the sought contents `sought`.

@@ -401,9 +401,11 @@ impl TrackedProcess {
         self.overruns = (self.overruns + 1).min(MAX_COST_DOUBLINGS);
     }
 
-    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened.
+    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened. The rest of a
+    /// process does not wait for as long as its next scan.
     pub fn postpone_after_overrun(&mut self, now: Duration, rules: &DaemonRules) {
-        let pause = self.scan_interval.saturating_mul(1 << self.overruns);
+        let interval = if self.progress.is_at_start() { self.scan_interval } else { rules.min_scan_interval };
+        let pause = interval.saturating_mul(1 << self.overruns);
         self.next_scan = now + pause.min(rules.max_scan_interval).max(rules.min_scan_interval);
     }
 

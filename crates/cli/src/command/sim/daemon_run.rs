@@ -58,6 +58,7 @@ fn run_daemon(
     let mut settings = config.with_cpu_rate(cpu_rate).daemon_settings(Some(scenario.host.cpus as usize))?;
     settings.rules.mode = DaemonMode::Act;
     settings.rules.cpu_rate /= f64::from(scenario.divisor.get());
+    settings.rules.max_fruitless_scan_share /= f64::from(scenario.divisor.get());
     settings.rules.burst /= scenario.divisor.get();
     settings.rules.across_domains |= run.across_domains;
     settings.max_census_threads = 1;

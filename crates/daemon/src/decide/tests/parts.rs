@@ -170,6 +170,58 @@ fn unstable_part_is_compared_again_before_the_next_one() {
     let steps = [true; 3].map(|is_unstable| progress.record(id(1), &result(is_unstable), false, &all));
     assert_eq!(steps, [NextStep::Repeat, NextStep::Repeat, NextStep::Continue]);
     assert_eq!(progress.partner(), Some((id(1), GIB)), "its other parts come last");
+    assert!(progress.found_unstable);
+}
+
+/// A part whose contents became stable while it was repeated is no reason to scan all parts again.
+#[test]
+fn repeated_part_is_judged_by_its_last_census() {
+    let result = |is_unstable| PartResult { end: Some(GIB), is_unstable, ..PartResult::default() };
+    let all = |_: Option<&ContentSketches>, _, from| Some(from);
+    let mut progress = PartProgress::default();
+    let steps = [true, false].map(|is_unstable| progress.record(id(1), &result(is_unstable), false, &all));
+    assert_eq!(steps, [NextStep::Repeat, NextStep::Continue]);
+    assert!(!progress.found_unstable);
+}
+
+/// A scan that takes a little longer than predicted would be halted, and would have found nothing.
+#[test]
+fn budget_holds_a_margin_before_a_part_is_scanned() {
+    let (mut state, rules) = half_scanned_process();
+    let seconds = state.scan_cpu_seconds(&state.tracked()[&id(2)]);
+    for (share, is_scanned) in [(1.05, false), (1.15, true)] {
+        let spent = Duration::from_secs_f64(rules.burst.as_secs_f64() - seconds * share);
+        state.cpu_budget = CpuTokenBucket::new(rules.cpu_rate, rules.burst, state.now, Duration::ZERO);
+        state.cpu_budget.update(state.now, spent);
+        assert_eq!(state.choose_affordable(&[id(2)]).is_some(), is_scanned, "{share}");
+    }
+}
+
+/// Each part is scanned with its margin, and so is its predicted cost.
+#[test]
+fn predicted_cost_of_a_part_is_that_of_all_that_is_scanned() {
+    let (state, _) = half_scanned_process();
+    let tracked = &state.tracked()[&id(2)];
+    let parts = state.parts_to_scan(&[id(2)], &[id(2)].into());
+    let mib = parts[&id(2)][0].max_bytes.0 as f64 / MIB as f64;
+    let seconds = mib * state.census_seconds_per_mib * tracked.scan_cost_factor();
+    assert!((state.scan_cpu_seconds(tracked) - seconds).abs() < 1e-6, "{seconds}");
+    assert!(mib as u64 * state.part_count(tracked) > tracked.resident.0 / MIB * 21 / 20, "a part may grow");
+}
+
+/// The rest of a process follows soon after a part that used up the budget.
+#[test]
+fn halted_part_does_not_wait_for_the_next_scan_of_its_process() {
+    let (mut state, rules) = half_scanned_process();
+    let (now, max_interval) = (state.now, rules.max_scan_interval);
+    let tracked = state.tracked.get_mut(&id(2)).unwrap();
+    tracked.scan_interval = max_interval;
+    tracked.record_overrun();
+    tracked.postpone_after_overrun(now, &rules);
+    assert_eq!(tracked.next_scan, now + rules.min_scan_interval * 2);
+    tracked.progress = PartProgress::default();
+    tracked.postpone_after_overrun(now, &rules);
+    assert_eq!(tracked.next_scan, now + max_interval);
 }
 
 #[test]
