@@ -321,6 +321,7 @@ impl DecisionReason {
 impl From<ScanCause> for DecisionReason {
     fn from(cause: ScanCause) -> Self {
         match cause {
+            ScanCause::Operator => Self::Operator,
             ScanCause::Arrived => Self::Arrived,
             ScanCause::Grown => Self::Grown,
             ScanCause::Due => Self::Due,

@@ -300,9 +300,9 @@ impl DaemonState {
         }
     }
 
-    /// Whether a process precedes all others because it has waited too long.
-    fn is_overdue(&self, tracked: &TrackedProcess) -> bool {
-        self.now.saturating_sub(tracked.next_scan) >= self.max_wait()
+    /// Whether a process precedes all others: an operator asks for it, or it has waited too long.
+    fn is_urgent(&self, tracked: &TrackedProcess) -> bool {
+        tracked.scan_cause == ScanCause::Operator || self.now.saturating_sub(tracked.next_scan) >= self.max_wait()
     }
 
     /// Go on without partners that have exited, may not be scanned any more, or are in another trust domain now.
@@ -429,6 +429,7 @@ impl DaemonState {
         let why = match cause {
             _ if is_next_partner => "a part of it is compared with another part",
             _ if is_next_part => "the next part of its memory",
+            ScanCause::Operator => "an operator asks for it",
             ScanCause::Arrived => "new process",
             ScanCause::Grown => "it has grown or used CPU time since the last scan",
             ScanCause::Due if self.tracked[&due_chosen[0]].scan_interval <= self.rules.min_scan_interval => {
@@ -494,12 +495,12 @@ impl DaemonState {
             (tracked(process).overruns, !tracked(process).is_cgroup_memory_short(&self.rules))
         });
         if tracked(&due[0]).overruns == 0 {
-            due.retain(|process| tracked(process).overruns == 0 || self.is_overdue(tracked(process)));
+            due.retain(|process| tracked(process).overruns == 0 || self.is_urgent(tracked(process)));
         }
-        // A process that has waited too long precedes all others, whatever their priority.
-        due.sort_by_cached_key(|process| match self.is_overdue(tracked(process)) {
-            true => (false, tracked(process).next_scan),
-            false => (true, Duration::ZERO),
+        // Urgent processes precede all others, whatever their priority.
+        due.sort_by_cached_key(|process| match self.is_urgent(tracked(process)) {
+            true => (false, tracked(process).scan_cause != ScanCause::Operator, tracked(process).next_scan),
+            false => (true, true, Duration::ZERO),
         });
         // First scans of new processes only record their pages. Known processes do not wait for them and are not mixed
         // with them.
@@ -528,13 +529,14 @@ impl DaemonState {
         let now_due: Vec<ProcessId> =
             due.iter().copied().filter(|process| self.tracked[process].next_scan <= self.now).collect();
         if !self.is_memory_short_for(&[first])
+            && self.tracked[&first].scan_cause != ScanCause::Operator
             && self.is_cpu_time_scarce(&now_due)
             && self.cpu_budget.available_seconds() < self.cpu_budget.burst_seconds() * MIN_SCARCE_BURST_SHARE
         {
             return None;
         }
         // Cheaper processes would use up what it waits for.
-        if self.is_overdue(&self.tracked[&first]) && required_seconds(&first) > self.cpu_budget.available_seconds() {
+        if self.is_urgent(&self.tracked[&first]) && required_seconds(&first) > self.cpu_budget.available_seconds() {
             return None;
         }
         if let Some((partner, _)) = self.tracked[&first].progress.partner() {

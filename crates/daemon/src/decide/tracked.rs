@@ -50,12 +50,22 @@ const BASE_PAGE_BYTES: u64 = 4096;
 /// Why a process is scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ScanCause {
-    /// It is new, or an operator asks for it.
+    /// An operator asks for it.
+    Operator,
+    /// It is new.
     Arrived,
     /// It has grown since the last scan, or is new and was busy.
     Grown,
     /// Its scan interval has passed.
     Due,
+}
+
+impl ScanCause {
+    /// The cause of what follows in the same scan, or of the scan that follows the first one: an operator's request holds
+    /// until contents could be found that are stable.
+    fn of_rest(self) -> Self {
+        if self == Self::Operator { self } else { Self::Due }
+    }
 }
 
 /// What the daemon knows of a process when it arrives.
@@ -354,7 +364,7 @@ impl TrackedProcess {
                 return Some(progress);
             }
         };
-        self.scan_cause = ScanCause::Due;
+        self.scan_cause = self.scan_cause.of_rest();
         None
     }
 
@@ -388,7 +398,7 @@ impl TrackedProcess {
         let spread = if self.scan_interval > rules.min_scan_interval { spread / 8.0 } else { 0.0 };
         // A scan in parts may take longer than the interval; the process has not waited meanwhile.
         self.next_scan = (self.scan_started_at + self.scan_interval.mul_f64(1.0 + spread)).max(now);
-        self.scan_cause = ScanCause::Due;
+        self.scan_cause = if is_first { self.scan_cause.of_rest() } else { ScanCause::Due };
     }
 
     /// Record its content sketches.
@@ -513,6 +523,6 @@ impl TrackedProcess {
     pub fn enroll_by_operator(&mut self, now: Duration, rules: &DaemonRules) {
         (self.unenrolled_by_operator, self.refused_until) = (false, None);
         self.cancel_unenroll_if_allowed();
-        (self.scan_interval, self.next_scan, self.scan_cause) = (rules.min_scan_interval, now, ScanCause::Arrived);
+        (self.scan_interval, self.next_scan, self.scan_cause) = (rules.min_scan_interval, now, ScanCause::Operator);
     }
 }

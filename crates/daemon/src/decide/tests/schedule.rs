@@ -597,22 +597,34 @@ fn only_processes_whose_merges_are_affordable_are_scanned_together() {
     assert!(chosen.contains(&2) && chosen.len() == 2, "{chosen:?}");
 }
 
-/// A census of many processes finds more than several of a few.
-#[test]
-fn scarce_cpu_time_is_saved_up_for_large_portions() {
-    let burst = Duration::from_secs(10);
-    let mut host = SimulatedHost::new(DaemonRules { burst, ..rules(DaemonMode::Act) });
+const SCARCE_BURST: Duration = Duration::from_secs(10);
+
+/// A host with more processes than the burst pays for.
+fn host_with_scarce_cpu_time() -> SimulatedHost {
+    let mut host = SimulatedHost::new(DaemonRules { burst: SCARCE_BURST, ..rules(DaemonMode::Act) });
     for pid in 1..=16 {
         let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(2048 * MIB), ..arrival }));
     }
+    host
+}
+
+fn set_available_seconds(host: &mut SimulatedHost, available: f64) {
+    let spent = Duration::from_secs_f64(SCARCE_BURST.as_secs_f64() - available);
+    host.state.cpu_budget = CpuTokenBucket::new(host.state.rules.cpu_rate, SCARCE_BURST, host.now, Duration::ZERO);
+    host.state.cpu_budget.update(host.now, spent);
+    host.cpu_spent = spent;
+}
+
+/// A census of many processes finds more than several of a few.
+#[test]
+fn scarce_cpu_time_is_saved_up_for_large_portions() {
+    let mut host = host_with_scarce_cpu_time();
     let all: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
     let mut are_chosen = |available: f64, due: &[ProcessId], pressure: f64, due_in: Duration| {
         let next_scan = host.now + due_in;
         host.state.tracked.values_mut().for_each(|tracked| tracked.next_scan = next_scan);
-        let spent = Duration::from_secs_f64(burst.as_secs_f64() - available);
-        host.state.cpu_budget = CpuTokenBucket::new(host.state.rules.cpu_rate, burst, host.now, Duration::ZERO);
-        host.state.cpu_budget.update(host.now, spent);
+        set_available_seconds(&mut host, available);
         host.state.shortage = Shortage { pressure_percent: Some(pressure), left_share: None };
         host.state.choose_affordable(due).is_some()
     };
@@ -622,4 +634,22 @@ fn scarce_cpu_time_is_saved_up_for_large_portions() {
     assert!(are_chosen(2.5, &all[..2], 0.0, now), "both are affordable");
     assert!(are_chosen(2.5, &all, 90.0, now), "memory is short");
     assert!(are_chosen(2.5, &all, 0.0, Duration::from_secs(1)), "none is due yet");
+}
+
+#[test]
+fn process_that_an_operator_asks_for_precedes_all_others() {
+    let mut host = host_with_scarce_cpu_time();
+    set_available_seconds(&mut host, 2.5);
+    host.run(3);
+    assert_eq!(host.count_effects(is_census), 0, "CPU time is saved up");
+    let asked = id(20);
+    host.deliver(Event::Enroll(asked));
+    host.run(12);
+    let is_scanned = |effect: &Effect| matches!(effect, Effect::Census(parts) if parts.contains_key(&asked));
+    assert_eq!(
+        (host.count_effects(is_scanned), host.count_effects(is_census)),
+        (2, 2),
+        "the second one finds what is stable"
+    );
+    assert_eq!(host.state.tracked()[&asked].scan_cause, ScanCause::Due);
 }
