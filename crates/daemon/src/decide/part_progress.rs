@@ -146,6 +146,8 @@ impl PartProgress {
 
     /// The partner was lost: it has exited or may not be scanned any more.
     pub fn drop_partner(&mut self, process: ProcessId, next_part: NextPart<'_>) -> NextStep {
+        // The census that was to judge the part again does not follow.
+        self.found_unstable |= self.repeats > 0;
         self.repeats = 0;
         let partner = self.partner.map(|(partner, _)| partner);
         self.finish_partner(process, partner, next_part)

@@ -184,6 +184,16 @@ fn repeated_part_is_judged_by_its_last_census() {
     assert!(!progress.found_unstable);
 }
 
+#[test]
+fn part_that_cannot_be_repeated_stays_unstable() {
+    let unstable = PartResult { end: Some(GIB), is_unstable: true, ..PartResult::default() };
+    let all = |_: Option<&ContentSketches>, _, from| Some(from);
+    let mut progress = PartProgress::default();
+    assert_eq!(progress.record(id(1), &unstable, false, &all), NextStep::Repeat);
+    progress.drop_partner(id(1), &all);
+    assert!(progress.found_unstable);
+}
+
 /// A scan that takes a little longer than predicted would be halted, and would have found nothing.
 #[test]
 fn budget_holds_a_margin_before_a_part_is_scanned() {
