@@ -158,10 +158,10 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
 
 fn measure_host(host: &SimulatedHost, findings: &mut Findings) -> Result<()> {
     let divisor = host.divisor;
-    // The daemon's default bound, as `sim compare` divides it.
     let mut rules = DaemonRules::default();
     CpuBound::default().apply(Some(shipped_scenario(host)?.host.cpus as usize), &mut rules)?;
-    let (rate, burst) = (rules.cpu_rate / f64::from(divisor), rules.burst.as_secs_f64() / f64::from(divisor));
+    let rules = rules.for_part(divisor);
+    let (rate, burst) = (rules.cpu_rate, rules.burst.as_secs_f64());
     let started = Instant::now();
     let (guided, others) = thread::scope(|scope| {
         let guided = scope.spawn(|| compare(host, DAEMON).map(|report| (report, started.elapsed())));

@@ -51,7 +51,7 @@ pub struct FakeHost {
     written_settings: Mutex<Vec<String>>,
     /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
     pending_execs: Arc<Mutex<Option<StartedPrograms>>>,
-    /// Empty if the host uses the real clock.
+    /// Not set if the host uses the real clock.
     virtual_time: OnceLock<VirtualTime>,
 }
 
@@ -185,7 +185,7 @@ impl FakeHost {
         self.put_file(&format!("proc/{pid}/stat"), &stat);
     }
 
-    /// Uses virtual time from now on: time passes only while all threads of the [`VirtualClock`] sleep or wait, and CPU
+    /// Uses virtual time from now on: time passes only while all members of the [`VirtualClock`] sleep or wait, and CPU
     /// time only in [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
     pub fn enable_virtual_time(&self) {
         self.virtual_time.get_or_init(|| VirtualTime {

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-/// The clock of a simulated host.
+/// The clock of a simulated host, or of a fake one in tests.
 #[derive(Debug, Default)]
 pub struct VirtualClock {
     shared: Arc<SharedClock>,
@@ -147,7 +147,7 @@ impl VirtualClock {
         });
     }
 
-    /// Let this thread sleep.
+    /// Let this thread sleep. Time does not wait for a thread that is no member and works.
     pub fn sleep(&self, duration: Duration) {
         let this = thread::current().id();
         let is_member = self.shared.lock().position(this).is_some();
@@ -157,7 +157,8 @@ impl VirtualClock {
         }
     }
 
-    /// Let this thread wait until `receive` succeeds or the time is over. It becomes a member.
+    /// Let this thread wait until `receive` succeeds or the time is over. It becomes a member. `receive` must not use this
+    /// clock, which is locked meanwhile.
     pub fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
         self.join();
         self.wait_for_turn(timeout, receive);

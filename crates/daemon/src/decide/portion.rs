@@ -14,7 +14,7 @@ pub(super) struct Portion<'s> {
     /// The processes so far.
     pub(super) chosen: BTreeSet<ProcessId>,
     /// CPU seconds that must be available for scanning them.
-    scan_seconds: f64,
+    required_scan_seconds: f64,
     /// CPU seconds reserved for their halted merges.
     merge_seconds: f64,
     /// Memory that is scanned of them.
@@ -24,8 +24,8 @@ pub(super) struct Portion<'s> {
 impl<'s> Portion<'s> {
     /// No processes.
     pub(super) fn new(state: &'s DaemonState, first: ProcessId, max_processes: usize) -> Self {
-        let (chosen, scan_seconds, merge_seconds, scan_bytes) = (BTreeSet::new(), 0.0, 0.0, 0);
-        Self { state, first, max_processes, chosen, scan_seconds, merge_seconds, scan_bytes }
+        let (chosen, required_scan_seconds, merge_seconds, scan_bytes) = (BTreeSet::new(), 0.0, 0.0, 0);
+        Self { state, first, max_processes, chosen, required_scan_seconds, merge_seconds, scan_bytes }
     }
 
     /// Whether the index has room for these processes as well, and they are no second large partner.
@@ -54,7 +54,7 @@ impl<'s> Portion<'s> {
 
     /// Add processes that are not chosen yet, whatever they take.
     pub(super) fn add(&mut self, added: &[ProcessId]) {
-        (self.scan_seconds, self.merge_seconds) = self.cpu_seconds_with(added);
+        (self.required_scan_seconds, self.merge_seconds) = self.cpu_seconds_with(added);
         self.scan_bytes = self.scan_bytes_with(added);
         self.chosen.extend(added);
     }
@@ -79,12 +79,12 @@ impl<'s> Portion<'s> {
         self.scan_bytes + added.iter().map(scan_bytes).sum::<u64>()
     }
 
-    /// CPU seconds of all scans, and of the halted merges of all processes, with these ones.
+    /// CPU seconds that must be available for all scans, and those of the halted merges of all processes, with these ones.
     fn cpu_seconds_with(&self, added: &[ProcessId]) -> (f64, f64) {
         let scan_seconds = |process: &ProcessId| self.state.required_scan_seconds(process);
         let merge_seconds = |process: &ProcessId| self.state.reserved_merge_seconds(*process);
         (
-            self.scan_seconds + added.iter().map(scan_seconds).sum::<f64>(),
+            self.required_scan_seconds + added.iter().map(scan_seconds).sum::<f64>(),
             self.merge_seconds + added.iter().map(merge_seconds).sum::<f64>(),
         )
     }

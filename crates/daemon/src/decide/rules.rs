@@ -86,6 +86,18 @@ pub struct DaemonRules {
     pub across_domains: bool,
 }
 
+impl DaemonRules {
+    /// The rules for one Nth of a host: the CPU time for its memory is one Nth.
+    pub fn for_part(self, divisor: u32) -> Self {
+        Self {
+            cpu_rate: self.cpu_rate / f64::from(divisor),
+            burst: self.burst / divisor,
+            max_fruitless_scan_share: self.max_fruitless_scan_share / f64::from(divisor),
+            ..self
+        }
+    }
+}
+
 impl Default for DaemonRules {
     fn default() -> Self {
         Self {
@@ -110,6 +122,19 @@ impl Default for DaemonRules {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn part_of_a_host_has_its_part_of_all_cpu_time() {
+        let whole = DaemonRules::default();
+        let part = whole.clone().for_part(8);
+        assert!((part.cpu_rate * 8.0 - whole.cpu_rate).abs() < 1e-12);
+        assert!((part.max_fruitless_scan_share * 8.0 - whole.max_fruitless_scan_share).abs() < 1e-12);
+        assert_eq!(part.burst * 8, whole.burst);
+        assert_eq!(
+            (part.min_scan_interval, part.max_scan_interval),
+            (whole.min_scan_interval, whole.max_scan_interval)
+        );
+    }
 
     #[test]
     fn hours_may_go_over_midnight() {

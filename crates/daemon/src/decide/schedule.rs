@@ -29,8 +29,8 @@ const INDEX_BYTES_LIMIT: (u64, u64) = (16 << 20, 1200);
 /// Bytes of memory per byte of its index while contents are grouped: at most 33 index bytes per page of 4 KiB.
 const MEMORY_BYTES_PER_INDEX_BYTE: u64 = 124;
 
-/// Share of the burst that the scan of one part may take: a part and a part of a partner fit together, with a tenth left
-/// for errors of the prediction.
+/// Share of the burst that the scan of one part may take: a part and a part of a partner fit together, each with
+/// [`REQUIRED_SCAN_TIME_FACTOR`].
 const MAX_PART_BURST_SHARE: f64 = 0.45;
 
 /// Two parts are compared if their sketches tell this share of the savings that would pay for it: a sketch is an estimate.
@@ -47,7 +47,9 @@ const PART_MARGIN_DIVISOR: u64 = 16;
 
 /// CPU time that must be available for a scan, as a multiple of the predicted time: a scan that uses up the budget is
 /// halted and has found nothing.
-const SCAN_TIME_MARGIN: f64 = 1.1;
+const REQUIRED_SCAN_TIME_FACTOR: f64 = 1.1;
+
+const _: () = assert!(2.0 * MAX_PART_BURST_SHARE * REQUIRED_SCAN_TIME_FACTOR <= 1.0, "two parts fit into the burst");
 
 /// How long a due process waits before it precedes all others: a multiple of the time in which the CPU rate pays for a
 /// scan of all processes, and seconds at least.
@@ -245,7 +247,7 @@ impl DaemonState {
         affordable.min(self.max_census_bytes() / 2).max(MIN_PART_BYTES)
     }
 
-    /// In how many parts of equal size a process is scanned.
+    /// In how many parts a process is scanned. All but the last one are of equal size.
     pub(super) fn part_count(&self, tracked: &TrackedProcess) -> u64 {
         let max_bytes = self.max_part_bytes(tracked);
         if tracked.resident.0 <= max_bytes { 1 } else { with_part_margin(tracked.resident.0).div_ceil(max_bytes) }
@@ -274,7 +276,7 @@ impl DaemonState {
 
     /// CPU seconds that must be available for scanning the next part of a process.
     pub(super) fn required_scan_seconds(&self, process: &ProcessId) -> f64 {
-        self.scan_cpu_seconds(&self.tracked[process]) * SCAN_TIME_MARGIN
+        self.scan_cpu_seconds(&self.tracked[process]) * REQUIRED_SCAN_TIME_FACTOR
     }
 
     /// How long a due process waits at most before it precedes all others.

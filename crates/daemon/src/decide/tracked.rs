@@ -61,8 +61,8 @@ pub enum ScanCause {
 }
 
 impl ScanCause {
-    /// The cause of what follows in the same scan, or of the scan that follows the first one: an operator's request holds
-    /// until contents could be found that are stable.
+    /// The cause of the rest of a scan, and of the scan after a first one. An operator's request covers both: only the
+    /// second scan finds what is stable.
     fn of_rest(self) -> Self {
         if self == Self::Operator { self } else { Self::Due }
     }
@@ -411,8 +411,8 @@ impl TrackedProcess {
         self.overruns = (self.overruns + 1).min(MAX_COST_DOUBLINGS);
     }
 
-    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened. The rest of a
-    /// process does not wait for as long as its next scan.
+    /// A scan of it exceeded the CPU budget: delay the next one, the longer the more often that happened. Between
+    /// the parts of a scan, the delay is a multiple of the shortest scan interval.
     pub fn postpone_after_overrun(&mut self, now: Duration, rules: &DaemonRules) {
         let interval = if self.progress.is_at_start() { self.scan_interval } else { rules.min_scan_interval };
         let pause = interval.saturating_mul(1 << self.overruns);

@@ -56,10 +56,8 @@ fn run_daemon(
     let scenario = run.scenario;
     let cpu_rate = run.cpu_permille.map(|permille| CpuRate::OfOneCpu(f64::from(permille) / 1000.0));
     let mut settings = config.with_cpu_rate(cpu_rate).daemon_settings(Some(scenario.host.cpus as usize))?;
+    settings.rules = settings.rules.for_part(scenario.divisor.get());
     settings.rules.mode = DaemonMode::Act;
-    settings.rules.cpu_rate /= f64::from(scenario.divisor.get());
-    settings.rules.max_fruitless_scan_share /= f64::from(scenario.divisor.get());
-    settings.rules.burst /= scenario.divisor.get();
     settings.rules.across_domains |= run.across_domains;
     settings.max_census_threads = 1;
     let directory = tempfile::tempdir().context("cannot create a directory for the daemon's state")?;

@@ -194,17 +194,40 @@ fn part_that_cannot_be_repeated_stays_unstable() {
     assert!(progress.found_unstable);
 }
 
+/// The processes that are chosen while the budget holds a multiple of the predicted CPU time of some scans.
+fn chosen_with(state: &mut DaemonState, factor: f64, predicted: &[ProcessId], due: &[ProcessId]) -> usize {
+    let seconds: f64 = predicted.iter().map(|process| state.scan_cpu_seconds(&state.tracked()[process])).sum();
+    let (rate, burst) = (state.rules.cpu_rate, state.rules.burst);
+    state.cpu_budget = CpuTokenBucket::new(rate, burst, state.now, Duration::ZERO);
+    state.cpu_budget.update(state.now, Duration::from_secs_f64(burst.as_secs_f64() - seconds * factor));
+    state.choose_affordable(due).map_or(0, |chosen| chosen.len())
+}
+
 /// A scan that takes a little longer than predicted would be halted, and would have found nothing.
 #[test]
-fn budget_holds_a_margin_before_a_part_is_scanned() {
-    let (mut state, rules) = half_scanned_process();
-    let seconds = state.scan_cpu_seconds(&state.tracked()[&id(2)]);
-    for (share, is_scanned) in [(1.05, false), (1.15, true)] {
-        let spent = Duration::from_secs_f64(rules.burst.as_secs_f64() - seconds * share);
-        state.cpu_budget = CpuTokenBucket::new(rules.cpu_rate, rules.burst, state.now, Duration::ZERO);
-        state.cpu_budget.update(state.now, spent);
-        assert_eq!(state.choose_affordable(&[id(2)]).is_some(), is_scanned, "{share}");
+fn budget_holds_a_margin_before_a_scan() {
+    let (mut state, _) = half_scanned_process();
+    let chosen = [1.05, 1.15].map(|factor| chosen_with(&mut state, factor, &[id(2)], &[id(2)]));
+    assert_eq!(chosen, [0, 1], "the next part of a first scan");
+    let mut host = host_with_sizes(rules_with_burst(5), &[12, 20]);
+    let is_compared = |host: &SimulatedHost| {
+        let partner = host.state.tracked()[&id(2)].progress.partner();
+        partner.is_some_and(|(partner, _)| partner == id(4)) && host.state.task.is_none()
+    };
+    for _ in 0..10_000 {
+        if is_compared(&host) {
+            break;
+        }
+        host.tick();
     }
+    assert!(is_compared(&host));
+    let chosen = [1.05, 1.15].map(|factor| chosen_with(&mut host.state, factor, &[id(2), id(4)], &[id(2)]));
+    assert_eq!(chosen, [0, 2], "a part and a part of its partner");
+    // While memory is short, the daemon does not wait to scan all of the due.
+    let mut host = host_with_sizes(rules_with_burst(10), &[1, 1]);
+    host.state.shortage = Shortage { pressure_percent: Some(90.0), left_share: None };
+    let chosen = [1.05, 1.15].map(|factor| chosen_with(&mut host.state, factor, &[id(2), id(4)], &[id(2), id(4)]));
+    assert_eq!(chosen, [0, 2], "one of two processes would find little");
 }
 
 /// Each part is scanned with its margin, and so is its predicted cost.
